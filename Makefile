@@ -1,0 +1,44 @@
+# Each target sets up what it needs in .venv; the second time that takes no time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+SEEDS ?= 1000
+TESTS ?= tests
+
+.PHONY: help setup demo test lint types bench simulate clean
+.DEFAULT_GOAL := help
+
+help: ## what there is to do
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "keepstep needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (a few minutes the first time: it installs PyTorch) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## everything into .venv
+
+demo: $(STAMP) ## a real training job survives kills, with a live view
+	@$(BIN)/keepstep demo $(DEMO)
+
+test: $(STAMP) ## all tests
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP) ## style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+simulate: $(STAMP) ## the lighthouse against a lossy network in virtual time: make simulate SEEDS=100000
+	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
+
+bench: $(STAMP) ## side by side with torchft, table and JSON
+	@$(BIN)/python benchmarks/run.py $(BENCH)
+
+clean: ## removes .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,210 @@
+"""Messages to frames and back. Bad input is a ``ProtocolError`` that says which field of which message is wrong.
+
+A frame is one msgpack array: kind, then the fields in their order. Decoders are built once for each dataclass from its
+type hints; they check type and size and ignore fields that a newer peer appended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from keepstep_mesh import messages
+from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.messages import MAX_DATA_BYTES, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Hello, QuorumAnswer
+
+MAX_FRAME_BYTES = 1024 * 1024
+"""Largest frame from a worker."""
+MAX_SERVER_FRAME_BYTES = 256 * 1024 * 1024
+"""Largest frame from a lighthouse: a full member list with everybody's data."""
+MAX_TEXT = 4096
+MAX_ITEMS = 65536
+
+Decoder = Callable[[Any, str], Any]
+
+
+def _is(kind: type, name: str) -> Decoder:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not kind:
+            raise ProtocolError(f"{path} must be {name}, not {type(value).__name__}")
+        return value
+
+    return decode
+
+
+def _text(value: Any, path: str) -> str:
+    if type(value) is not str:
+        raise ProtocolError(f"{path} must be a string, not {type(value).__name__}")
+    if len(value) > MAX_TEXT:
+        raise ProtocolError(f"{path} has {len(value)} characters; at most {MAX_TEXT} are taken")
+    return value
+
+
+def _whole(value: Any, path: str) -> int:
+    if type(value) is not int:
+        raise ProtocolError(f"{path} must be an integer, not {type(value).__name__}")
+    if not 0 <= value < 1 << 63:
+        raise ProtocolError(f"{path} must be in [0, 2^63), not {value}")
+    return value
+
+
+def _real(value: Any, path: str) -> float:
+    if type(value) not in (int, float):
+        raise ProtocolError(f"{path} must be a number, not {type(value).__name__}")
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ProtocolError(f"{path} must be finite")
+    return number
+
+
+def _data(value: Any, path: str) -> Any:
+    if value is not None and len(pack(value)) > MAX_DATA_BYTES:
+        raise ProtocolError(f"{path} is larger than {MAX_DATA_BYTES} bytes; keep `data` small or pass a URL")
+    return value
+
+
+def _union(choices: list[Any], path_name: str) -> Decoder:
+    optional = type(None) in choices
+    rest = [_decoder(choice, path_name) for choice in choices if choice is not type(None)]
+
+    def decode(value: Any, path: str) -> Any:
+        if value is None and optional:
+            return None
+        for number, decoder in enumerate(rest):
+            try:
+                return decoder(value, path)
+            except ProtocolError:
+                if number == len(rest) - 1:
+                    raise
+        raise ProtocolError(f"{path} must be nothing else than null")
+
+    return decode
+
+
+def _sequence(item: Any, path_name: str) -> Decoder:
+    decode_item = _decoder(item, path_name)
+
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"{path} must be a list, not {type(value).__name__}")
+        if len(value) > MAX_ITEMS:
+            raise ProtocolError(f"{path} has {len(value)} items; at most {MAX_ITEMS} are taken")
+        return tuple([decode_item(one, path) for one in value])
+
+    return decode
+
+
+def _record(cls: type, name: str) -> Decoder:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    decoders = [(_decoder(hints[f.name], f"{name}.{f.name}"), f"{name}.{f.name}") for f in fields]
+    required = sum(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields)
+    most = len(fields)
+
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"{path} must be a list of fields, not {type(value).__name__}")
+        if len(value) < required:
+            raise ProtocolError(f"{path} has {len(value)} fields; at least {required} are needed")
+        if len(value) > most:
+            value = value[:most]
+        return cls(*[one(raw, where) for (one, where), raw in zip(decoders, value, strict=False)])
+
+    return decode
+
+
+def _decoder(hint: Any, name: str) -> Decoder:
+    if hint is bool:
+        return _is(bool, "a boolean")
+    if hint is int:
+        return _whole
+    if hint is float:
+        return _real
+    if hint is str:
+        return _text
+    if hint is object:
+        return _data
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return _union(list(typing.get_args(hint)), name)
+    if typing.get_origin(hint) is tuple:
+        item, ellipsis = typing.get_args(hint)
+        if ellipsis is not Ellipsis:
+            raise TypeError(f"{name}: only tuple[X, ...] travels")
+        return _sequence(item, name)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _record(hint, hint.__name__)
+    raise TypeError(f"{name}: {hint!r} does not travel")
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+_DECODERS: dict[str, Decoder] = {}
+for _kind in (*typing.get_args(messages.ToLighthouse), *typing.get_args(messages.ToWorker)):
+    _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as the list of its fields; what msgpack asks about a type that it does not know."""
+    names = _FIELDS.get(type(value))
+    if names is None:
+        if not dataclasses.is_dataclass(value):
+            raise TypeError(f"{type(value).__name__} does not travel in a message; use plain msgpack values")
+        names = _FIELDS[type(value)] = tuple(f.name for f in dataclasses.fields(value))
+    return [getattr(value, name) for name in names]
+
+
+def pack(value: Any) -> bytes:
+    """Any msgpack value, dataclasses included, as bytes."""
+    packed: bytes = msgpack.packb(value, default=_plain)
+    return packed
+
+
+def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any:
+    """One msgpack value out of ``frame``. Raises ``ProtocolError`` for anything else."""
+    if len(frame) > limit_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes; at most {limit_bytes} are taken")
+    try:
+        return msgpack.unpackb(frame, strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"frame is not msgpack: {error or type(error).__name__}") from error
+
+
+def encode(message: messages.ToLighthouse | messages.ToWorker) -> bytes:
+    return pack([message.kind, *_plain(message)])
+
+
+def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> messages.ToLighthouse | messages.ToWorker:
+    """The message in ``frame``. Raises ``ProtocolError`` that names the field for anything that is not one."""
+    value = unpack(frame, limit_bytes)
+    if type(value) is not list or not value or type(value[0]) is not str:
+        raise ProtocolError("a frame must be a list that starts with the kind of the message")
+    decoder = _DECODERS.get(value[0])
+    if decoder is None:
+        raise ProtocolError(f"unknown kind of message {value[0][:40]!r}; this build speaks version {PROTOCOL_VERSION}")
+    return typing.cast("messages.ToLighthouse | messages.ToWorker", decoder(value[1:], value[0]))
+
+
+def answer_frames(answer: QuorumAnswer) -> Callable[[int], bytes]:
+    """Frames of one answer for many requests: all but the request number is packed once."""
+    kind, _request, *rest = answer.kind, *_plain(answer)
+    head = msgpack.Packer().pack_array_header(2 + len(rest)) + pack(kind)
+    tail = b"".join(pack(one) for one in rest)
+    return lambda request: head + pack(request) + tail
+
+
+def check_version(hello: Hello) -> None:
+    """Raises ``VersionError`` that says which side has to be updated."""
+    if hello.version < OLDEST_PROTOCOL_VERSION:
+        raise VersionError(
+            f"the worker speaks protocol {hello.version}, this lighthouse needs at least {OLDEST_PROTOCOL_VERSION}: "
+            f"update keepstep in the training environment"
+        )
+    if hello.oldest_version > PROTOCOL_VERSION:
+        raise VersionError(
+            f"the worker needs at least protocol {hello.oldest_version}, this lighthouse speaks {PROTOCOL_VERSION}: "
+            f"update the lighthouse"
+        )

@@ -1,0 +1,38 @@
+"""The errors of the mesh. Each says what happened, to what, and what to do next."""
+
+from __future__ import annotations
+
+
+class KeepstepError(RuntimeError):
+    """Root of all errors that keepstep raises on purpose, bar ``TimeoutError`` and errors of arguments."""
+
+
+class ProtocolError(KeepstepError):
+    """A peer sent what the protocol does not allow."""
+
+
+class VersionError(ProtocolError):
+    """A peer is too old or too new to talk to."""
+
+
+class AuthError(KeepstepError):
+    """A token is missing or wrong."""
+
+
+class SessionClosed(KeepstepError):
+    """The lighthouse session was ended for good (evicted, refused, or closed by us)."""
+
+
+class LayoutMismatch(KeepstepError):
+    """The parameters of this group do not fit those of the job."""
+
+
+class Drained(SystemExit):
+    """The group left the job on purpose at a step boundary. Exit code 0."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

@@ -1,0 +1,273 @@
+"""Every message of a lighthouse session, one frozen dataclass each.
+
+On the wire a message is a msgpack array: its kind, then its fields in the order written here. Fields are only ever
+appended, with a default, so that a newer peer can talk to an older one; whatever breaks that rule raises
+``PROTOCOL_VERSION``. ``keepstep_mesh.codec`` turns messages into frames and back and checks every field.
+
+Workers open a session with ``Hello`` and must have had ``Welcome`` before anything else is answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+PROTOCOL_VERSION = 1
+"""What this build speaks."""
+OLDEST_PROTOCOL_VERSION = 1
+"""The oldest version that this build still understands."""
+
+MAX_DATA_BYTES = 64 * 1024
+"""Limit of ``MemberInfo.data``, packed."""
+
+Lineage = int | str
+"""Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
+
+Data = object
+"""Any msgpack value. Checked for size, never for shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """What changes rarely about a group; sent with a request only when it changed within the session."""
+
+    address: str = ""
+    """Base URL of the group server, ``http://host:port``."""
+    store_address: str = ""
+    """Where members meet to build their process groups; ``http://host:port`` for ours, ``host:port`` for a TCPStore."""
+    world_size: int = 1
+    """Ranks of the group."""
+    layout: str = ""
+    """Digest of parameter names, shapes, dtypes and bucket layout; empty while unknown."""
+    data: Data = None
+    handles: tuple[str, ...] = ()
+    """Per-rank reconfigure handles of the process group, if it has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One group of a quorum, as announced."""
+
+    replica_id: str
+    step: int
+    lineage: Lineage
+    commit_failures: int
+    shrink_only: bool
+    info: MemberInfo
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAnswer:
+    """The answer that a group works under: it got it and has neither committed nor failed that step yet."""
+
+    epoch: int
+    quorum_id: int
+    step: int
+    """``max_step`` of that answer."""
+
+
+# ---- worker to lighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a session. ``epoch_seen`` and ``quorum_id_seen`` are the highest that the group ever met (0: none)."""
+
+    kind: ClassVar[str] = "hello"
+    version: int
+    oldest_version: int
+    replica_id: str
+    epoch_seen: int = 0
+    quorum_id_seen: int = 0
+    held: HeldAnswer | None = None
+    heartbeat_interval_ms: int = 0
+    """What the worker was told to use; 0 leaves it to the lighthouse."""
+    library: str = ""
+    """Name and version of the client, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumRequest:
+    """ "I am ready for the next step." Resent as it is (same ``request``) after a reconnect."""
+
+    kind: ClassVar[str] = "ask"
+    request: int
+    """Grows with every new request of this incarnation."""
+    step: int
+    lineage: Lineage
+    shrink_only: bool
+    commit_failures: int
+    timeout_ms: int
+    """How long from now the asker waits."""
+    info: MemberInfo | None = None
+    """None: as in the request before on this session."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    kind: ClassVar[str] = "cancel"
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    kind: ClassVar[str] = "beat"
+
+
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """A healing group at work. ``bytes_total`` 0: not known yet. The next request ends it."""
+
+    kind: ClassVar[str] = "healing"
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leaving on purpose; answered with ``Goodbye``. Never sent in the middle of a step."""
+
+    kind: ClassVar[str] = "leave"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The group goes on with another lighthouse; not a loss."""
+
+    kind: ClassVar[str] = "moved"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Rank 0 says that its group is lost as a whole (one of its ranks died)."""
+
+    kind: ClassVar[str] = "failed"
+    reason: str
+
+
+# ---- lighthouse to worker
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    kind: ClassVar[str] = "welcome"
+    version: int
+    epoch: int
+    quorum_id: int
+    heartbeat_interval_ms: int
+    heartbeat_timeout_ms: int
+    reconnect_grace_ms: int
+    lighthouse: str = ""
+    """Who answers, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumAnswer:
+    """The quorum for the coming step. ``members`` is None when the list is the one last sent on this session."""
+
+    kind: ClassVar[str] = "quorum"
+    request: int
+    epoch: int
+    quorum_id: int
+    created_ms: int
+    """Unix time of the formation of this quorum_id."""
+    version: int
+    """Number of the member list within the epoch."""
+    step: int
+    """With ``members`` None every member stands at (``step``, ``lineage``); else the reference state's."""
+    lineage: Lineage
+    joiners: int
+    """Groups that are there and not in this quorum."""
+    members: tuple[Member, ...] | None
+    """Sorted by replica_id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The request got no quorum. ``code`` is one of ``DENIALS``; ``reason`` is a sentence for people."""
+
+    kind: ClassVar[str] = "denied"
+    request: int
+    code: str
+    reason: str
+    peer_address: str = ""
+    """With code ``layout``: the group server whose layout the job has."""
+
+
+DENIALS = ("deadline", "layout", "cancelled", "superseded")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    kind: ClassVar[str] = "member_lost"
+    quorum_id: int
+    replica_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBroken:
+    """The answer held under this quorum_id did not reach every member: abort and ask again."""
+
+    kind: ClassVar[str] = "round_broken"
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Finish the step, leave, exit 0."""
+
+    kind: ClassVar[str] = "drain"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    kind: ClassVar[str] = "evicted"
+    reason: str
+    ban_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotLeader:
+    kind: ClassVar[str] = "not_leader"
+    leader: str
+    """Address of the leader, empty while there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The session is refused and closed. ``code`` is one of ``REFUSALS``; retrying helps only for ``not_ready``."""
+
+    kind: ClassVar[str] = "refused"
+    code: str
+    reason: str
+
+
+REFUSALS = ("version_too_old", "version_too_new", "bad_message", "banned", "replaced", "not_ready")
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Answers ``Leave``: the group counts nowhere any more."""
+
+    kind: ClassVar[str] = "bye"
+
+
+ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
+ToWorker = Welcome | QuorumAnswer | Denied | MemberLost | RoundBroken | Drain | Evicted | NotLeader | Refused | Goodbye
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """A quorum as a client sees it: an answer with its member list put back."""
+
+    epoch: int
+    quorum_id: int
+    created_ms: int
+    joiners: int
+    members: tuple[Member, ...] = field(default=())
+    """Sorted by replica_id, each with its step and lineage of this round."""
