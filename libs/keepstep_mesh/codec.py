@@ -26,6 +26,7 @@ MAX_TEXT = 4096
 MAX_ITEMS = 65536
 
 Decoder = Callable[[Any, str], Any]
+Message = messages.ToLighthouse | messages.ToWorker | messages.WithinGroup
 
 
 def _is(kind: type, name: str) -> Decoder:
@@ -143,7 +144,11 @@ def _decoder(hint: Any, name: str) -> Decoder:
 
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _DECODERS: dict[str, Decoder] = {}
-for _kind in (*typing.get_args(messages.ToLighthouse), *typing.get_args(messages.ToWorker)):
+for _kind in (
+    *typing.get_args(messages.ToLighthouse),
+    *typing.get_args(messages.ToWorker),
+    *typing.get_args(messages.WithinGroup),
+):
     _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
 
 
@@ -173,11 +178,11 @@ def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any
         raise ProtocolError(f"frame is not msgpack: {error or type(error).__name__}") from error
 
 
-def encode(message: messages.ToLighthouse | messages.ToWorker) -> bytes:
+def encode(message: Message) -> bytes:
     return pack([message.kind, *_plain(message)])
 
 
-def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> messages.ToLighthouse | messages.ToWorker:
+def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Message:
     """The message in ``frame``. Raises ``ProtocolError`` that names the field for anything that is not one."""
     value = unpack(frame, limit_bytes)
     if type(value) is not list or not value or type(value[0]) is not str:
@@ -185,7 +190,7 @@ def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> mes
     decoder = _DECODERS.get(value[0])
     if decoder is None:
         raise ProtocolError(f"unknown kind of message {value[0][:40]!r}; this build speaks version {PROTOCOL_VERSION}")
-    return typing.cast("messages.ToLighthouse | messages.ToWorker", decoder(value[1:], value[0]))
+    return typing.cast("Message", decoder(value[1:], value[0]))
 
 
 def answer_frames(answer: QuorumAnswer) -> Callable[[int], bytes]:

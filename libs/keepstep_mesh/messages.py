@@ -257,10 +257,6 @@ class Goodbye:
     kind: ClassVar[str] = "bye"
 
 
-ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
-ToWorker = Welcome | QuorumAnswer | Denied | MemberLost | RoundBroken | Drain | Evicted | NotLeader | Refused | Goodbye
-
-
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """A quorum as a client sees it: an answer with its member list put back."""
@@ -271,3 +267,93 @@ class Quorum:
     joiners: int
     members: tuple[Member, ...] = field(default=())
     """Sorted by replica_id, each with its step and lineage of this round."""
+
+
+# ---- within a group: a local rank and its rank 0 (``Heartbeat``, ``Healing``, ``Leave``, ``Goodbye``, ``Failed``,
+# ``MemberLost``, ``RoundBroken``, ``Drain`` and ``Evicted`` travel here too)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """A local rank opens its connection to the group server."""
+
+    kind: ClassVar[str] = "rank_hello"
+    version: int
+    oldest_version: int
+    group_rank: int
+    world_size: int
+    restart: int
+    """The launcher's restart count; ranks of different counts never meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    kind: ClassVar[str] = "rank_ready"
+    version: int
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankAsk:
+    """A local rank is ready for the next step. The group asks the lighthouse when all its ranks have."""
+
+    kind: ClassVar[str] = "rank_ask"
+    request: int
+    step: int
+    lineage: Lineage
+    shrink_only: bool
+    commit_failures: int
+    timeout_ms: int
+    leaving: str = ""
+    """Not empty: this rank was told to leave (SIGTERM), and so the group does."""
+    layout: str = ""
+    handle: str = ""
+    checkpoint: str = ""
+    """What a peer's transport needs to fetch this rank's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankQuorum:
+    kind: ClassVar[str] = "rank_quorum"
+    request: int
+    attempt: int
+    """Number of the group's request; part of the key of its votes."""
+    quorum: Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class RankDenied:
+    """``code``: one of ``DENIALS``, or ``disagree``, ``leaving``, ``closed``."""
+
+    kind: ClassVar[str] = "rank_denied"
+    request: int
+    code: str
+    reason: str
+    peer_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankVote:
+    """A local rank's vote on one attempt at one step. Votes of another key are never counted together."""
+
+    kind: ClassVar[str] = "rank_vote"
+    epoch: int
+    quorum_id: int
+    step: int
+    attempt: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankDecision:
+    kind: ClassVar[str] = "rank_decision"
+    epoch: int
+    quorum_id: int
+    step: int
+    attempt: int
+    ok: bool
+
+
+WithinGroup = RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision
+ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
+ToWorker = Welcome | QuorumAnswer | Denied | MemberLost | RoundBroken | Drain | Evicted | NotLeader | Refused | Goodbye
