@@ -9,7 +9,7 @@ Workers open a session with ``Hello`` and must have had ``Welcome`` before anyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 PROTOCOL_VERSION = 1
@@ -259,14 +259,33 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """A quorum as a client sees it: an answer with its member list put back."""
+    """A quorum as a client sees it: an answer with its member list put back.
+
+    In steady state all members stand at one (step, lineage) and ``listed`` is the very tuple that came when the list last
+    changed; so a round costs a client O(1), however many members there are.
+    """
 
     epoch: int
     quorum_id: int
     created_ms: int
     joiners: int
-    members: tuple[Member, ...] = field(default=())
-    """Sorted by replica_id, each with its step and lineage of this round."""
+    step: int
+    lineage: Lineage
+    """The reference state's; with ``uniform`` everybody's."""
+    uniform: bool
+    """True: what ``listed`` says of steps, lineages and failures is old; all stand at (step, lineage)."""
+    listed: tuple[Member, ...]
+    """The members, sorted by replica_id, as last sent."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members with their facts of this round. O(members)."""
+        if not self.uniform:
+            return self.listed
+        return tuple(
+            replace(member, step=self.step, lineage=self.lineage, commit_failures=0, shrink_only=False)
+            for member in self.listed
+        )
 
 
 # ---- within a group: a local rank and its rank 0 (``Heartbeat``, ``Healing``, ``Leave``, ``Goodbye``, ``Failed``,

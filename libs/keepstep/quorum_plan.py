@@ -1,0 +1,112 @@
+"""From a quorum and who I am to what I do in this step. Pure: the same quorum gives every member a plan that fits.
+
+Rules (SEMANTICS, section 2):
+
+* Equal (step, lineage) means equal weights. The *reference* is the state with the highest step, then the highest lineage,
+  then the most members, then the lowest replica_id. Who has it is the *cohort*; everybody else heals.
+* A lineage is the quorum_id of the last commit. Before the first commit it is the group's incarnation, or empty: those
+  count as 0. A state that a broken heal left half written counts below everything and is never a reference.
+* The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from keepstep_mesh.messages import Lineage, Member, Quorum
+
+TORN = "torn:"
+"""Start of the lineage of a state that a broken heal left half written."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumPlan:
+    """One group's part in one step."""
+
+    epoch: int
+    quorum_id: int
+    members: tuple[Member, ...]
+    """Sorted by replica_id; a replica_rank is an index into it."""
+    replica_rank: int
+    cohort: tuple[int, ...]
+    """replica_ranks that hold the reference state."""
+    max_step: int
+    lineage: Lineage
+    source: int | None
+    """replica_rank that this group heals from; None when it is in the cohort."""
+    destinations: tuple[int, ...]
+    """replica_ranks that heal from this group."""
+    joiners: int
+
+    @property
+    def replica_world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def max_replica_rank(self) -> int | None:
+        """Place within the cohort; None while this group heals."""
+        return self.cohort.index(self.replica_rank) if self.replica_rank in self.cohort else None
+
+    @property
+    def max_world_size(self) -> int:
+        return len(self.cohort)
+
+    @property
+    def heal(self) -> bool:
+        return self.source is not None
+
+    @property
+    def replica_ids(self) -> tuple[str, ...]:
+        return tuple(member.replica_id for member in self.members)
+
+    @property
+    def store_address(self) -> str:
+        """Where the members meet to build their process groups: the first of the cohort."""
+        return self.members[self.cohort[0]].info.store_address
+
+
+def lineage_rank(lineage: Lineage) -> int:
+    """How far a lineage has come: its quorum_id, 0 before the first commit, -1 for a torn state."""
+    if isinstance(lineage, int):
+        return lineage
+    return -1 if lineage.startswith(TORN) else 0
+
+
+def reference_state(members: tuple[Member, ...]) -> tuple[int, Lineage]:
+    """The (step, lineage) that the job goes on from."""
+    weight = Counter((member.step, member.lineage) for member in members)
+    best = members[0]
+    for member in members[1:]:  # sorted by replica_id: a tie leaves the lowest
+        if _precedence(member, weight) > _precedence(best, weight):
+            best = member
+    return best.step, best.lineage
+
+
+def _precedence(member: Member, weight: Counter[tuple[int, Lineage]]) -> tuple[int, int, int]:
+    return member.step, lineage_rank(member.lineage), weight[member.step, member.lineage]
+
+
+def make_plan(quorum: Quorum, replica_id: str) -> QuorumPlan:
+    """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member."""
+    members = quorum.members
+    ids = [member.replica_id for member in members]
+    if replica_id not in ids:
+        raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
+    replica_rank = ids.index(replica_id)
+    step, lineage = reference_state(members)
+    cohort = tuple(i for i, member in enumerate(members) if (member.step, member.lineage) == (step, lineage))
+    healing = [i for i in range(len(members)) if i not in set(cohort)]
+    sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
+    return QuorumPlan(
+        epoch=quorum.epoch,
+        quorum_id=quorum.quorum_id,
+        members=members,
+        replica_rank=replica_rank,
+        cohort=cohort,
+        max_step=step,
+        lineage=lineage,
+        source=sources.get(replica_rank),
+        destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
+        joiners=quorum.joiners,
+    )
