@@ -2,8 +2,8 @@
 
 Rules (SEMANTICS, section 2):
 
-* Equal (step, lineage) means equal weights. The *reference* is the state with the highest step, then the highest lineage,
-  then the most members, then the lowest replica_id. Who has it is the *cohort*; everybody else heals.
+* Equal (step, lineage) means equal weights. The *reference* is the state with the highest step, then the highest
+  lineage, then the most members, then the lowest replica_id. Who has it is the *cohort*; everybody else heals.
 * A lineage is the quorum_id of the last commit. Before the first commit it is the group's incarnation, or empty: those
   count as 0. A state that a broken heal left half written counts below everything and is never a reference.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
@@ -27,7 +27,7 @@ class QuorumPlan:
     epoch: int
     quorum_id: int
     members: tuple[Member, ...]
-    """Sorted by replica_id; a replica_rank is an index into it."""
+    """Sorted by replica_id; a replica_rank is an index into it. Read only ids and ``info``: steps may be old."""
     replica_rank: int
     cohort: tuple[int, ...]
     """replica_ranks that hold the reference state."""
@@ -89,13 +89,16 @@ def _precedence(member: Member, weight: Counter[tuple[int, Lineage]]) -> tuple[i
 
 def make_plan(quorum: Quorum, replica_id: str) -> QuorumPlan:
     """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member."""
-    members = quorum.members
+    members = quorum.listed
     ids = [member.replica_id for member in members]
     if replica_id not in ids:
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
     replica_rank = ids.index(replica_id)
-    step, lineage = reference_state(members)
-    cohort = tuple(i for i, member in enumerate(members) if (member.step, member.lineage) == (step, lineage))
+    if quorum.uniform:  # what the list says of steps is old, and nobody heals
+        step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
+    else:
+        step, lineage = reference_state(members)
+        cohort = tuple(i for i, m in enumerate(members) if (m.step, m.lineage) == (step, lineage))
     healing = [i for i in range(len(members)) if i not in set(cohort)]
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
     return QuorumPlan(
