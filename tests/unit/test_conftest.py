@@ -1,0 +1,74 @@
+"""The leak check of tests/conftest.py, run on tests that leak."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAKS = {
+    "thread 'forgotten'": """
+import threading
+def test_it():
+    threading.Thread(target=threading.Event().wait, daemon=True, name="forgotten").start()
+""",
+    "task ": """
+import asyncio
+kept = []
+async def test_it():
+    kept.append(asyncio.create_task(asyncio.sleep(100)))
+""",
+    "process ": """
+import subprocess
+kept = []
+def test_it():
+    kept.append(subprocess.Popen(["sleep", "100"]))
+""",
+    "sleep 101": """
+import subprocess
+def test_an_orphan():
+    subprocess.run(["sh", "-c", "sleep 101 >/dev/null 2>&1 &"], check=True)
+""",
+    "LISTEN": """
+import socket
+kept = []
+def test_it():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+""",
+}
+
+CLEAN = """
+import asyncio, socket, subprocess, threading, time
+def test_a_thread_that_ends_soon():
+    threading.Thread(target=time.sleep, args=(0.05,)).start()
+async def test_a_task_that_ends_soon():
+    asyncio.create_task(asyncio.sleep(0.05)).add_done_callback(lambda _: None)
+async def test_a_thread_of_the_loop_and_a_child():
+    await asyncio.to_thread(time.sleep, 0.01)
+    await (await asyncio.create_subprocess_exec("true")).wait()
+def test_a_socket_that_is_closed():
+    socket.create_server(("127.0.0.1", 0)).close()
+"""
+
+
+def run_under_conftest(folder: Path, repository: Path, source: str, grace: float) -> subprocess.CompletedProcess[str]:
+    conftest = (repository / "tests" / "conftest.py").read_text()
+    assert "GRACE_SECONDS = 5.0" in conftest
+    (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 5.0", f"GRACE_SECONDS = {grace}"))
+    (folder / "test_leak.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+
+
+@pytest.mark.parametrize("named", LEAKS)
+def test_a_leak_fails_its_test_by_name(named: str, tmp_path: Path, repository: Path) -> None:
+    done = run_under_conftest(tmp_path, repository, LEAKS[named], grace=0.2)
+    assert done.returncode == 1, done.stdout
+    assert "1 passed, 1 error" in done.stdout
+    assert "the test left behind:\n" in done.stdout
+    assert named in done.stdout
+
+
+def test_what_ends_in_time_is_no_leak(tmp_path: Path, repository: Path) -> None:
+    done = run_under_conftest(tmp_path, repository, CLEAN, grace=5.0)
+    assert done.returncode == 0, done.stdout
