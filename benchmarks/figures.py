@@ -1,0 +1,93 @@
+"""What a benchmark hands back, and how a figure is judged.
+
+A figure holds every sample of both sides. Its value is one statistic of them, and it is reached when that is within a
+limit: a number, or a multiple of the other side's value of the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+def p50(samples: Sequence[float]) -> float:
+    return statistics.median(samples)
+
+
+def p95(samples: Sequence[float]) -> float:
+    """Nearest rank: the smallest sample that at least 95 % of all do not exceed."""
+    ordered = sorted(samples)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+
+def mean(samples: Sequence[float]) -> float:
+    return statistics.fmean(samples)
+
+
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"p50": p50, "p95": p95, "max": max, "mean": mean}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A most (or, where more is better, a least) that our value may have; both parts must hold when both are given."""
+
+    value: float | None = None
+    """In the figure's unit."""
+    times_theirs: float | None = None
+    """Multiple of the other side's value in this run."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    unit: str
+    statistic: str
+    """One of ``STATISTICS``."""
+    ours: Sequence[float] = ()
+    theirs: Sequence[float] = ()
+    limit: Limit | None = None
+    more_is_better: bool = False
+    definition: str = ""
+    also: dict[str, object] = field(default_factory=dict)
+    """What else was seen in the same run, for the JSON."""
+
+    def value(self, samples: Sequence[float]) -> float | None:
+        return STATISTICS[self.statistic](samples) if samples else None
+
+    def ratio(self) -> float | None:
+        """Ours divided by theirs."""
+        ours, theirs = self.value(self.ours), self.value(self.theirs)
+        return ours / theirs if ours is not None and theirs else None
+
+    def bounds(self) -> list[float]:
+        if self.limit is None:
+            return []
+        bounds = [] if self.limit.value is None else [self.limit.value]
+        theirs = self.value(self.theirs)
+        if self.limit.times_theirs is not None and theirs is not None:
+            bounds.append(self.limit.times_theirs * theirs)
+        return bounds
+
+    def reached(self) -> bool | None:
+        """None when there is no limit, or nothing to hold against it."""
+        ours, bounds = self.value(self.ours), self.bounds()
+        if ours is None or not bounds:
+            return None
+        return ours >= max(bounds) if self.more_is_better else ours <= min(bounds)
+
+    def record(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "statistic": self.statistic,
+            "definition": self.definition,
+            "keepstep": self.value(self.ours),
+            "torchft": self.value(self.theirs),
+            "ratio": self.ratio(),
+            "limits": self.bounds(),
+            "reached": self.reached(),
+            "samples": {"keepstep": list(self.ours), "torchft": list(self.theirs)},
+            **self.also,
+        }

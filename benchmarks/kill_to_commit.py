@@ -1,0 +1,148 @@
+"""How long three groups that train need to commit again when one of them dies, or freezes.
+
+Three real processes (gloo, a small network, 20 ms between steps in place of loading data) under a lighthouse with its
+default times; each writes the time of every commit. One is sent SIGKILL (or SIGSTOP) while all three commit together.
+The figure is the time from the signal to the first commit without it, of the later of the two others. Then it is
+replaced by a process that has its imports done already, and the next one is due once all three commit together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from figures import Figure, Limit, p50, p95
+from sides import HERE, Lighthouse, Side, lighthouse
+
+GROUPS = 3
+KILLS = 20
+FREEZES = 5
+PAUSE = 0.02
+COLLECTIVE_TIMEOUT = 30.0
+HEARTBEAT_TIMEOUT = 5.0
+GIVE_UP = 120.0
+POLL = 0.005
+
+
+class Group:
+    """One group. Its next process waits, imports done, for the one at work to be killed."""
+
+    def __init__(self, side: Side, number: int, server: Lighthouse, folder: Path, log: Path) -> None:
+        self.side, self.number, self.server, self.folder, self.log = side, number, server, folder, log
+        self.incarnation = 0
+        self.commits = folder
+        self.process: subprocess.Popen[str] | None = None
+        self.spare: subprocess.Popen[str] | None = None
+
+    def prepare(self) -> None:
+        """Launches the next process; returns once that has its imports done."""
+        self.incarnation += 1
+        command = [self.side.python, HERE / "trainer.py", "--library", self.side.name, "--out", self._next_commits()]
+        command += ["--lighthouse", self.server.address, "--group", str(self.number), "--groups", str(GROUPS)]
+        command += ["--min-replicas", str(GROUPS - 1), "--pause", str(PAUSE), "--timeout", str(COLLECTIVE_TIMEOUT)]
+        with self.log.open("ab") as errors:
+            self.spare = subprocess.Popen(
+                [*command, "--on-cue"],
+                env=self.side.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        if self.spare.stdout.readline() != "ready\n":
+            raise RuntimeError(f"a trainer of {self.side.name} did not start; see {self.log}")
+
+    def _next_commits(self) -> Path:
+        return self.folder / f"{self.number}.{self.incarnation}"
+
+    def start(self) -> None:
+        """Lets the prepared process join."""
+        self.process, self.spare = self.spare, None
+        self.commits = self._next_commits()
+        self.commits.touch()
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def first_commit(self, after: float, counts: Callable[[int], bool]) -> float | None:
+        """Unix time of the first commit after ``after`` of which ``counts(groups that took part)`` holds."""
+        whole_lines = self.commits.read_text().rpartition("\n")[0].splitlines()
+        for when, _step, participants, _seconds in (line.split() for line in whole_lines):
+            if float(when) > after and counts(int(participants)):
+                return float(when)
+        return None
+
+    def end(self) -> None:
+        for process in (self.process, self.spare):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def last_commit(groups: list[Group], after: float, counts: Callable[[int], bool]) -> float:
+    """When the last of ``groups`` made its first such commit (see ``Group.first_commit``)."""
+    deadline = time.monotonic() + GIVE_UP
+    while time.monotonic() < deadline:
+        commits = [group.first_commit(after, counts) for group in groups]
+        if None not in commits:
+            return max(commits)
+        time.sleep(POLL)
+    raise TimeoutError(f"groups {[group.number for group in groups]} did not all commit within {GIVE_UP} s")
+
+
+def measure(side: Side, how: signal.Signals, times: int, log: Path, said: Callable[[float], None]) -> list[float]:
+    """Seconds from the signal to the first commit without the group, ``times`` times over."""
+    dice = random.Random(7)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lighthouse(side, min_replicas=GROUPS - 1, log=log) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        groups = [Group(side, number, server, Path(folder), log) for number in range(GROUPS)]
+        for group in groups:
+            stack.callback(group.end)
+            group.prepare()
+        for group in groups:
+            group.start()
+        seconds = []
+        for turn in range(times):
+            victim = groups[turn % GROUPS]
+            others = [group for group in groups if group is not victim]
+            victim.prepare()
+            last_commit(groups, time.time(), GROUPS.__eq__)
+            time.sleep(0.5 + dice.random() * 2 * PAUSE)  # anywhere within a step
+            signalled = time.time()
+            victim.process.send_signal(how)
+            seconds.append(last_commit(others, signalled, GROUPS.__ne__) - signalled)
+            said(seconds[-1])
+            victim.process.kill()
+            victim.process.wait()
+            victim.start()
+        return seconds
+
+
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
+    figures = []
+    scenes = (
+        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.5)),
+        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT + 0.5)),
+    )
+    for name, how, times, limit in scenes:
+        found: dict[str, list[float]] = {}
+        for side in (theirs, ours):
+            print(f"{name} to next commit, {times} times: {side.name} ...", end=" ", flush=True)
+            found[side.name] = measure(side, how, times, log, lambda s: print(f"{s:.2f}", end=" ", flush=True))
+            print()
+        a, b = found[ours.name], found[theirs.name]
+        definition = f"seconds from {name} of one of three groups to the first commit without it by both others"
+        title = f"{name} to next commit"
+        spread = {f"{stat.__name__}_s": {"keepstep": stat(a), "torchft": stat(b)} for stat in (p50, p95, max, min)}
+        figures.append(Figure(title, "s", "p50", a, b, definition=definition, also=spread))
+        statistic = "p95" if how is signal.SIGKILL else "max"
+        figures.append(Figure(f"{title}, {statistic}", "s", statistic, a, b, limit, definition=definition))
+    return figures

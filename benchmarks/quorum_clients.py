@@ -1,0 +1,165 @@
+"""Some clients of one lighthouse in one process; started by ``quorum_round.py`` with either side's Python.
+
+Each client asks, gets its answer, and asks again at once, with a step that grows as in training. What it writes: for
+each round the monotonic time at which the last client of this process had its answer, as 64-bit floats; then the
+processor seconds that this process spent on them.
+
+Spare clients join one after another, each ``--join-every`` rounds after the last, and stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import asyncio
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+TIMEOUT = 120.0
+
+
+def address(client: int) -> str:
+    return f"http://10.{client >> 16 & 255}.{client >> 8 & 255}.{client & 255}:29400"
+
+
+def name(client: int) -> str:
+    return f"group_{client:05d}:2f0c8a5e-7a52-4f0e-9d5c-3f4f7be10c55"
+
+
+def await_go() -> None:
+    print("connected", flush=True)
+    sys.stdin.readline()
+
+
+class Clock:
+    """When the last client of this process had its answer, round by round."""
+
+    def __init__(self, rounds: int) -> None:
+        self.last = array.array("d", bytes(8 * rounds))
+
+    def answered(self, number: int) -> None:
+        self.last[number] = time.monotonic()  # later ones overwrite: what stays is the last
+
+
+def run_torchft(options: argparse.Namespace, clock: Clock) -> None:
+    """One thread a client: its client blocks, without the interpreter lock."""
+    from torchft.coordination import LighthouseClient
+
+    timeout = timedelta(seconds=TIMEOUT)
+    total = options.count + options.spares
+    clients = [LighthouseClient(options.address, timeout) for _ in range(total)]
+    joins = [threading.Event() for _ in range(options.spares)]
+
+    def ask(client: int, step: int) -> None:
+        number = options.first + client
+        here = address(number)
+        clients[client].quorum(name(number), timeout, address=here, store_address=here, step=step, world_size=1)
+
+    def member(client: int) -> None:
+        for step in range(options.rounds):
+            ask(client, step)
+            clock.answered(step)
+            if (
+                client == 0
+                and step > 0
+                and step % options.join_every == 0
+                and step // options.join_every <= options.spares
+            ):
+                joins[step // options.join_every - 1].set()
+
+    def spare(number: int) -> None:
+        joins[number].wait()
+        step = options.join_every * (number + 1)
+        while True:
+            step += 1
+            ask(options.count + number, step)
+
+    for number in range(options.spares):
+        threading.Thread(target=spare, args=(number,), daemon=True).start()
+    await_go()
+    threads = [threading.Thread(target=member, args=(client,)) for client in range(options.count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
+    """One session a client, all on one plain asyncio loop as the trainer has it."""
+    from keepstep_mesh.messages import MemberInfo
+    from keepstep_mesh.session import LighthouseSession, SessionSettings
+
+    sessions, infos = [], []
+    for client in range(options.count + options.spares):
+        settings = SessionSettings(
+            addresses=(options.address,), job="bench", replica_id=name(options.first + client), connect_timeout=TIMEOUT
+        )
+        sessions.append(LighthouseSession(settings, lambda _push: None))
+        here = address(options.first + client)
+        infos.append(MemberInfo(address=here, store_address=here))
+    joins = [asyncio.Event() for _ in range(options.spares)]
+    await asyncio.gather(*(session.start() for session in sessions[: options.count]))
+
+    async def ask(client: int, step: int, lineage: int | str) -> int:
+        quorum = await sessions[client].quorum(step=step, lineage=lineage, info=infos[client], timeout=TIMEOUT)
+        sessions[client].finished_step()
+        return quorum.quorum_id
+
+    async def member(client: int) -> None:
+        lineage: int | str = ""
+        for step in range(options.rounds):
+            lineage = await ask(client, step, lineage)
+            clock.answered(step)
+            if (
+                client == 0
+                and step > 0
+                and step % options.join_every == 0
+                and step // options.join_every <= options.spares
+            ):
+                joins[step // options.join_every - 1].set()
+
+    async def spare(number: int) -> None:
+        await joins[number].wait()
+        await sessions[options.count + number].start()
+        step, lineage = options.join_every * (number + 1), 0
+        while True:
+            step += 1
+            lineage = await ask(options.count + number, step, lineage)
+
+    spares = [asyncio.create_task(spare(number)) for number in range(options.spares)]
+    await asyncio.to_thread(await_go)
+    await asyncio.gather(*(member(client) for client in range(options.count)))
+    for task in spares:
+        task.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side", choices=("keepstep", "torchft"), required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--join-every", type=int, default=10)
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+
+    clock = Clock(options.rounds)
+    before = time.process_time()
+    if options.side == "torchft":
+        run_torchft(options, clock)
+    else:
+        asyncio.run(run_keepstep(options, clock))
+    clock.last.append(time.process_time() - before)
+    with open(options.out, "wb") as out:  # noqa: PTH123
+        clock.last.tofile(out)
+    print("done", flush=True)
+    os._exit(0)  # a spare of torchft may be blocked in its last request for another minute
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The two sides of every comparison: whose Python runs, and how its lighthouse is started in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+WORK = ROOT / ".bench"
+"""Git-ignored: torchft's environment, results, logs."""
+TORCHFT = "torchft-nightly==2026.10.26"
+TORCH = "torch==2.13.0"
+START_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    """``keepstep`` or ``torchft``; also the module that its scripts import."""
+    python: Path
+
+    def environment(self) -> dict[str, str]:
+        """Of every process of this side."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+
+    def version(self) -> str:
+        package = {"keepstep": "keepstep", "torchft": "torchft-nightly"}[self.name]
+        ask = f"from importlib.metadata import version; print(version({package!r}), 'on torch', version('torch'))"
+        return subprocess.check_output([self.python, "-c", ask], text=True).strip()
+
+
+def keepstep_side() -> Side:
+    return Side("keepstep", Path(sys.executable))
+
+
+def torchft_side(python: Path | None) -> Side:
+    """``python`` has torchft; without it an environment is made under ``.bench/torchft`` (a few minutes, once)."""
+    if python is not None:
+        return Side("torchft", python)
+    home = WORK / "torchft"
+    ready = home / ".set-up"
+    if not ready.exists():
+        print(f"setting up {home} with {TORCHFT} (a few minutes, once) ...", flush=True)
+        subprocess.check_call([sys.executable, "-m", "venv", "--clear", home])
+        for package in (TORCH, TORCHFT):
+            pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.check_call([*pip, package])
+        ready.touch()
+    return Side("torchft", home / "bin" / "python")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class Lighthouse:
+    address: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its threads so far, to the nanosecond (threads that ended are not in it)."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+@contextlib.contextmanager
+def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]:
+    """The service as its own command starts it, with its default times (join 60 s, heartbeat timeout 5 s)."""
+    port = free_port()
+    if side.name == "torchft":
+        command = [side.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
+        command += ["--min_replicas", str(min_replicas)]
+        log = Path(os.devnull)  # it has no quiet mode and writes each quorum whole
+    else:
+        command = [side.python, "-m", "keepstep_lighthouse", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--store", "memory", "--min-replicas", str(min_replicas)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    try:
+        _await_port(process, port, log)
+        yield Lighthouse(f"http://127.0.0.1:{port}", process.pid)
+    finally:
+        stop(process)
+
+
+def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the lighthouse ended with {process.returncode}; see {log}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the lighthouse does not listen on port {port} after {START_TIMEOUT} s; see {log}")
+
+
+def stop(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """SIGTERM, then SIGKILL after 3 s."""
+    process.terminate()
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)

@@ -1,0 +1,107 @@
+"""What a step costs over plain torch DistributedDataParallel: two groups, gloo, nothing fails.
+
+Plain DDP, torchft and ours run one after another, three times over; the figure of a run is the median of 300 steps of
+group 0, after a warm-up. What is added is that minus the median of plain DDP of the same turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+from figures import Figure, Limit, p50
+from sides import HERE, Side, free_port, lighthouse, stop
+
+GROUPS = 2
+WARM_UP = 50
+STEPS = 300
+REPEATS = 3
+RUN_TIMEOUT = 180.0
+
+
+def measure(side: Side, library: str, model: str, steps: int, log: Path) -> list[float]:
+    """Milliseconds of each step of group 0."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        address = ""
+        if library != "plain":
+            address = stack.enter_context(lighthouse(side, min_replicas=GROUPS, log=log)).address
+        port = free_port()
+        trainers = []
+        for group in range(GROUPS):
+            trainer = _trainer(
+                side,
+                log,
+                library=library,
+                lighthouse=address,
+                group=group,
+                groups=GROUPS,
+                min_replicas=GROUPS,
+                model=model,
+                steps=steps + WARM_UP,
+                store_port=port,
+                out=Path(folder) / str(group),
+            )
+            stack.callback(stop, trainer)
+            trainers.append(trainer)
+        for trainer in trainers:
+            if trainer.wait(RUN_TIMEOUT) != 0:
+                raise RuntimeError(f"a trainer of {library} ended with {trainer.returncode}; see {log}")
+        lines = (Path(folder) / "0").read_text().splitlines()[WARM_UP:]
+        return [float(line.split()[3]) * 1e3 for line in lines]
+
+
+def _trainer(side: Side, log: Path, **flags: object) -> subprocess.Popen[bytes]:
+    command = [side.python, HERE / "trainer.py"]
+    for flag, value in flags.items():
+        command += [f"--{flag.replace('_', '-')}", str(value)]
+    with log.open("ab") as errors:
+        return subprocess.Popen(
+            command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+        )
+
+
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
+    figures = []
+    for model, title in (("tiny", "tiny model"), ("medium", "2.1 M parameters")):
+        medians: dict[str, list[float]] = {"plain": [], theirs.name: [], ours.name: []}
+        samples: dict[str, list[float]] = {"plain": [], theirs.name: [], ours.name: []}
+        for _ in range(1 if quick else REPEATS):
+            for side, library in ((ours, "plain"), (theirs, theirs.name), (ours, ours.name)):
+                print(f"step cost, {title}: {library} ...", flush=True)
+                steps = measure(side, library, model, STEPS, log)
+                samples[library] += steps
+                medians[library].append(p50(steps))
+        figures += _figures(title, medians, samples, ours.name, theirs.name, tiny=model == "tiny")
+    return figures
+
+
+def _figures(
+    title: str,
+    medians: dict[str, list[float]],
+    samples: dict[str, list[float]],
+    ours: str,
+    theirs: str,
+    *,
+    tiny: bool,
+) -> list[Figure]:
+    def added(library: str) -> list[float]:
+        return [with_it - plain for with_it, plain in zip(medians[library], medians["plain"], strict=True)]
+
+    limit = 0.5 if tiny else 0.05 * p50(medians["plain"])
+    also: dict[str, object] = {"p50_of_each_run_ms": medians, "plain_p50_ms": p50(samples["plain"])}
+    name = f"step, {title}"
+    return [
+        Figure(name, "ms", "p50", samples[ours], samples[theirs], definition="one step of group 0, all in"),
+        Figure(
+            f"{name}, added to plain DDP ({p50(samples['plain']):.2f} ms)",
+            "ms",
+            "p50",
+            added(ours),
+            added(theirs),
+            Limit(value=limit),
+            definition="median of a run minus the median of plain DDP's run of the same turn (one sample a turn)",
+            also=also,
+        ),
+    ]

@@ -1,0 +1,133 @@
+"""One replica group of one rank that trains a small network; started by ``kill_to_commit.py`` and ``step_cost.py``.
+
+The loop is written once. ``--library keepstep`` and ``--library torchft`` differ in the module that is imported and in
+nothing else; ``--library plain`` is torch's own DistributedDataParallel, for what a step costs without either.
+
+For each committed step one line is written: Unix time, step, groups that took part, seconds since the step began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import TextIO
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+FEATURES = 1024
+BATCH = 32
+
+
+def network(size: str) -> nn.Module:
+    """``tiny``: 110 parameters. ``medium``: 2.1 million."""
+    torch.manual_seed(0)
+    if size == "tiny":
+        return nn.Linear(10, 10)
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, FEATURES))
+
+
+def batch(size: str) -> torch.Tensor:
+    return torch.randn(BATCH, 10 if size == "tiny" else FEATURES)
+
+
+def train_fault_tolerant(options: argparse.Namespace, out: TextIO) -> None:
+    library = importlib.import_module(options.library)
+    process_group = importlib.import_module(f"{options.library}.process_group")
+
+    model = network(options.model)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    timeout = timedelta(seconds=options.timeout)
+
+    def load_state_dict(state: dict[str, object]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    def state_dict() -> dict[str, object]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    manager = library.Manager(
+        pg=process_group.ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=options.min_replicas,
+        timeout=timeout,
+        replica_id=f"group_{options.group}",
+    )
+    replicated = library.DistributedDataParallel(manager, model)
+    optimizer = library.Optimizer(manager, inner)
+    inputs = batch(options.model)
+    while manager.current_step() < options.steps:
+        step, began = manager.current_step(), time.perf_counter()
+        optimizer.zero_grad()
+        replicated(inputs).square().mean().backward()
+        optimizer.step()
+        if manager.current_step() > step:
+            note(out, manager.current_step(), manager.num_participants(), time.perf_counter() - began)
+        if options.pause:
+            time.sleep(options.pause)
+    manager.shutdown()
+
+
+def train_plain(options: argparse.Namespace, out: TextIO) -> None:
+    torch.distributed.init_process_group(
+        "gloo", rank=options.group, world_size=options.groups, init_method=f"tcp://127.0.0.1:{options.store_port}"
+    )
+    model = network(options.model)
+    replicated = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = batch(options.model)
+    for step in range(options.steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        replicated(inputs).square().mean().backward()
+        optimizer.step()
+        note(out, step + 1, options.groups, time.perf_counter() - began)
+    torch.distributed.destroy_process_group()
+
+
+def note(out: TextIO, step: int, participants: int, seconds: float) -> None:
+    out.write(f"{time.time():.6f} {step} {participants} {seconds:.9f}\n")
+    out.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--library", choices=("plain", "torchft", "keepstep"), required=True)
+    parser.add_argument("--lighthouse", default="")
+    parser.add_argument("--group", type=int, required=True)
+    parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--model", choices=("tiny", "medium"), default="tiny")
+    parser.add_argument("--steps", type=int, default=sys.maxsize)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
+    parser.add_argument("--timeout", type=float, default=60.0, help="of collectives and votes, in seconds")
+    parser.add_argument("--store-port", type=int, default=0)
+    parser.add_argument("--on-cue", action="store_true", help="import everything, then wait for a line on stdin")
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    if options.library != "plain":
+        importlib.import_module(options.library)
+    if options.on_cue:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    with open(options.out, "w", encoding="ascii") as out:  # noqa: PTH123
+        if options.library == "plain":
+            train_plain(options, out)
+            return
+        # What torchrun gives every rank.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        os.environ["TORCHFT_LIGHTHOUSE"] = options.lighthouse
+        train_fault_tolerant(options, out)
+
+
+if __name__ == "__main__":
+    main()
