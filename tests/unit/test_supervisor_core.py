@@ -1,0 +1,279 @@
+"""The rules of keepstep_cli.supervisor, one by one, and all of them under random events."""
+
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep_cli.supervisor import (
+    Action,
+    Begin,
+    Event,
+    GroupSpec,
+    Note,
+    Phase,
+    RankExited,
+    Restarts,
+    SignalGroup,
+    StartGroup,
+    Stop,
+    Supervisor,
+    Tick,
+    describe_exit,
+)
+
+RESTARTS = Restarts(max_restarts=3, first_backoff=1.0, max_backoff=8.0, ran_well=100.0, grace=10.0)
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
+class Job:
+    """A supervisor that is validated after every event and whose notes are left aside."""
+
+    def __init__(self, *groups: GroupSpec, restarts: Restarts = RESTARTS) -> None:
+        self.core = Supervisor(groups, restarts)
+        self.notes: list[str] = []
+
+    def __call__(self, event: Event, now: float, chance: float = 1.0) -> list[Action]:
+        actions = self.core.handle(event, now, chance)
+        self.core.validate()
+        self.notes += [f"{one.group}: {one.sentence}" for one in actions if isinstance(one, Note)]
+        return [one for one in actions if not isinstance(one, Note)]
+
+
+def job(*groups: GroupSpec, restarts: Restarts = RESTARTS) -> Job:
+    made = Job(*groups, restarts=restarts)
+    assert made(Begin(), 0.0) == [StartGroup(one.name, 0) for one in groups]
+    return made
+
+
+def test_a_group_whose_ranks_all_exit_with_0_is_finished() -> None:
+    run = job(GroupSpec("r0", 2))
+    assert run(RankExited("r0", 1, 0), 5.0) == []
+    assert run.core.phase("r0") is Phase.RUNNING
+    assert run(RankExited("r0", 0, 0), 6.0) == []
+    assert run.core.phase("r0") is Phase.FINISHED
+    assert run.core.exit_code() == 0
+    assert run.core.deadline() is None
+
+
+def test_a_rank_that_dies_ends_its_group_and_no_other() -> None:
+    run = job(GroupSpec("r0", 2), GroupSpec("r1", 2))
+    assert run(RankExited("r0", 1, -9), 5.0) == [SignalGroup("r0", TERM)]
+    assert run.core.phase("r0") is Phase.ENDING
+    assert run.core.phase("r1") is Phase.RUNNING
+    assert run.core.deadline() == 15.0
+    assert run.notes == ["r0: rank 1 was killed by SIGKILL, ending the other 1"]
+
+
+def test_the_group_starts_again_when_its_last_rank_is_gone_and_the_backoff_over() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 1, 1), 5.0)
+    assert run(RankExited("r0", 0, -15), 6.0) == []
+    assert run.core.deadline() == 7.0
+    assert run(Tick(), 6.9) == []
+    assert run(Tick(), 7.0) == [StartGroup("r0", 1)]
+    assert run.core.exit_code() is None
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 0, 1), 5.0)
+    assert run(Tick(), 14.9) == []
+    assert run(Tick(), 15.0) == [SignalGroup("r0", KILL)]
+    assert run.core.deadline() is None
+    run(RankExited("r0", 1, -9), 15.1)
+    assert run.core.phase("r0") is Phase.WAITING
+
+
+def test_a_rank_that_was_done_before_another_failed_is_started_again_with_it() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 0, 0), 5.0)
+    assert run(RankExited("r0", 1, 1), 6.0) == []
+    assert run(Tick(), 7.0) == [StartGroup("r0", 1)]
+
+
+def test_the_exit_of_a_rank_that_was_told_to_end_does_not_count_twice() -> None:
+    run = job(GroupSpec("r0", 3))
+    run(RankExited("r0", 0, 1), 5.0)
+    assert run(RankExited("r0", 1, 1), 5.1) == []
+    assert run(RankExited("r0", 2, 1), 5.2) == []
+    assert run.core.restarts("r0") == 1
+
+
+@pytest.mark.parametrize(("chance", "first", "second", "third"), [(1.0, 1.0, 2.0, 4.0), (0.0, 0.5, 1.0, 2.0)])
+def test_the_backoff_doubles_and_is_drawn_from_its_upper_half(
+    chance: float, first: float, second: float, third: float
+) -> None:
+    run = job(GroupSpec("r0"))
+    now = 0.0
+    for backoff in (first, second, third):
+        run(RankExited("r0", 0, 1), now, chance)
+        assert run.core.deadline() == pytest.approx(now + backoff)
+        now += backoff
+        assert run(Tick(), now)
+
+
+def test_the_backoff_has_a_limit() -> None:
+    run = job(GroupSpec("r0"), restarts=Restarts(max_restarts=5000, first_backoff=1.0, max_backoff=8.0))
+    now = 0.0
+    for _ in range(2000):
+        run(RankExited("r0", 0, 1), now)
+        deadline = run.core.deadline()
+        assert deadline is not None
+        assert deadline - now <= 8.0
+        now = deadline
+        run(Tick(), now)
+
+
+def test_a_group_that_ran_well_starts_again_at_the_first_backoff() -> None:
+    run = job(GroupSpec("r0"))
+    run(RankExited("r0", 0, 1), 1.0)
+    run(Tick(), 2.0)
+    run(RankExited("r0", 0, 1), 3.0)
+    run(Tick(), 5.0)
+    run(RankExited("r0", 0, 1), 105.0)
+    assert run.core.deadline() == 106.0
+
+
+def test_a_group_is_given_up_after_max_restarts_and_the_others_go_on() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"))
+    now = 0.0
+    for restart in range(1, 4):
+        run(RankExited("r0", 0, 1), now)
+        now = run.core.deadline() or 0.0
+        assert run(Tick(), now) == [StartGroup("r0", restart)]
+    assert run(RankExited("r0", 0, 1), now) == []
+    assert run.core.phase("r0") is Phase.GIVEN_UP
+    assert run.notes[-1] == "r0: given up after 3 restarts"
+    assert run.core.exit_code() is None
+    run(RankExited("r1", 0, 0), now + 1)
+    assert run.core.exit_code() == 1
+
+
+def test_no_restart_is_possible() -> None:
+    run = job(GroupSpec("r0"), restarts=Restarts(max_restarts=0))
+    run(RankExited("r0", 0, 3), 1.0)
+    assert run.core.exit_code() == 1
+    assert run.notes == ["r0: rank 0 exited with 3", "r0: given up, no restarts allowed"]
+
+
+def test_a_stop_ends_all_groups_and_its_signal_is_the_exit_code() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"))
+    assert run(Stop(signal.SIGINT), 5.0) == [SignalGroup("r0", TERM), SignalGroup("r1", TERM)]
+    assert run(RankExited("r0", 0, 0), 6.0) == []
+    assert run(RankExited("r1", 0, -15), 6.0) == []
+    assert run.core.exit_code() == 130
+
+
+def test_after_a_stop_a_group_is_killed_when_the_grace_is_over_and_never_restarted() -> None:
+    run = job(GroupSpec("r0"))
+    run(Stop(signal.SIGTERM), 5.0)
+    assert run(Tick(), 15.0) == [SignalGroup("r0", KILL)]
+    run(RankExited("r0", 0, -9), 15.1)
+    assert run.core.exit_code() == 143
+
+
+def test_a_group_that_waits_for_its_restart_does_not_start_after_a_stop() -> None:
+    run = job(GroupSpec("r0"))
+    run(RankExited("r0", 0, 1), 5.0)
+    assert run(Stop(), 5.5) == []
+    assert run.core.deadline() is None
+    assert run.core.exit_code() == 143
+
+
+def test_a_group_that_failed_before_the_stop_does_not_start_after_it() -> None:
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 0, 1), 5.0)
+    run(Stop(), 5.5)
+    assert run(RankExited("r0", 1, -15), 6.0) == []
+    assert run.core.phase("r0") is Phase.STOPPED
+
+
+def test_a_second_stop_kills_at_once() -> None:
+    run = job(GroupSpec("lighthouse", service=True), GroupSpec("r0", 2), GroupSpec("r1"))
+    run(Stop(signal.SIGINT), 5.0)
+    run(RankExited("r1", 0, 0), 5.1)
+    assert run(Stop(signal.SIGINT), 5.2) == [SignalGroup("lighthouse", KILL), SignalGroup("r0", KILL)]
+    assert run.core.deadline() is None
+
+
+def test_a_service_is_restarted_without_limit_and_whatever_its_exit_code() -> None:
+    run = job(GroupSpec("lighthouse", service=True), GroupSpec("r0"))
+    now = 0.0
+    for restart in range(1, 10):
+        assert run(RankExited("lighthouse", 0, restart % 2), now) == []
+        now = run.core.deadline() or 0.0
+        assert run(Tick(), now) == [StartGroup("lighthouse", restart)]
+
+
+def test_services_end_after_the_last_group() -> None:
+    run = job(GroupSpec("lighthouse", service=True), GroupSpec("r0"))
+    assert run(RankExited("r0", 0, 0), 5.0) == [SignalGroup("lighthouse", TERM)]
+    assert run.core.exit_code() is None
+    run(RankExited("lighthouse", 0, -15), 5.1)
+    assert run.core.exit_code() == 0
+
+
+def test_services_end_last_at_a_stop_too() -> None:
+    run = job(GroupSpec("lighthouse", service=True), GroupSpec("r0"))
+    assert run(Stop(), 5.0) == [SignalGroup("r0", TERM)]
+    assert run(RankExited("r0", 0, 0), 6.0) == [SignalGroup("lighthouse", TERM)]
+    run(RankExited("lighthouse", 0, 0), 6.1)
+    assert run.core.exit_code() == 143
+
+
+def test_two_groups_of_one_name_are_an_error() -> None:
+    with pytest.raises(ValueError, match="same name"):
+        Supervisor([GroupSpec("r0"), GroupSpec("r0")], RESTARTS)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exited with 0"), (7, "exited with 7"), (-9, "was killed by SIGKILL"), (-99, "signal 99")]
+)
+def test_exit_codes_are_told_in_words(code: int, words: str) -> None:
+    assert words in describe_exit(code)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.DataObject) -> None:
+    specs = [GroupSpec("lighthouse", service=True), GroupSpec("r0", 2), GroupSpec("r1", 1)]
+    core = Supervisor(specs, Restarts(max_restarts=2, first_backoff=1.0, grace=5.0))
+    alive: dict[str, set[int]] = {one.name: set() for one in specs}
+    stopped = False
+
+    def carry_out(actions: list[Action]) -> None:
+        core.validate()
+        for action in actions:
+            if isinstance(action, StartGroup):
+                assert not alive[action.group]
+                assert not stopped
+                alive[action.group] = set(range(next(one.ranks for one in specs if one.name == action.group)))
+            elif isinstance(action, SignalGroup):
+                assert alive[action.group]
+
+    now = 0.0
+    carry_out(core.handle(Begin(), now))
+    for _ in range(data.draw(st.integers(0, 40))):
+        now += data.draw(st.floats(0.0, 3.0))
+        living = [(name, rank) for name, ranks in alive.items() for rank in ranks]
+        choice = data.draw(st.integers(0, 9))
+        if choice < 6 and living:
+            name, rank = data.draw(st.sampled_from(living))
+            alive[name].remove(rank)
+            carry_out(core.handle(RankExited(name, rank, data.draw(st.sampled_from([0, 1, -9, -15]))), now, 0.5))
+        elif choice == 9:
+            stopped = True
+            carry_out(core.handle(Stop(), now))
+        else:
+            carry_out(core.handle(Tick(), now))
+    stopped = True
+    carry_out(core.handle(Stop(), now))
+    for _ in range(20):
+        for name, ranks in alive.items():
+            for rank in sorted(ranks):
+                ranks.remove(rank)
+                carry_out(core.handle(RankExited(name, rank, -15), now, 0.5))
+    assert core.exit_code() is not None
+    assert core.deadline() is None
