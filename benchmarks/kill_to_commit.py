@@ -1,6 +1,6 @@
 """How long three groups that train need to commit again when one of them dies, or freezes.
 
-Three real processes (gloo, a small network, 20 ms between steps in place of loading data) under a lighthouse with its
+Three real processes (gloo, a small network, 10 ms between steps in place of loading data) under a lighthouse with its
 default times; each writes the time of every commit. One is sent SIGKILL (or SIGSTOP) while all three commit together.
 The figure is the time from the signal to the first commit without it, of the later of the two others. Then it is
 replaced by a process that has its imports done already, and the next one is due once all three commit together again.
@@ -23,7 +23,7 @@ from sides import HERE, Lighthouse, Side, lighthouse
 GROUPS = 3
 KILLS = 20
 FREEZES = 5
-PAUSE = 0.02
+PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
 HEARTBEAT_TIMEOUT = 5.0
 GIVE_UP = 120.0
