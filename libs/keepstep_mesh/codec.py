@@ -7,6 +7,7 @@ type hints; they check type and size and ignore fields that a newer peer appende
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def _real(value: Any, path: str) -> float:
     if type(value) not in (int, float):
         raise ProtocolError(f"{path} must be a number, not {type(value).__name__}")
     number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise ProtocolError(f"{path} must be finite")
     return number
 
@@ -195,9 +196,9 @@ def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Mes
 
 def answer_frames(answer: QuorumAnswer) -> Callable[[int], bytes]:
     """Frames of one answer for many requests: all but the request number is packed once."""
-    kind, _request, *rest = answer.kind, *_plain(answer)
-    head = msgpack.Packer().pack_array_header(2 + len(rest)) + pack(kind)
-    tail = b"".join(pack(one) for one in rest)
+    fields = _plain(answer)
+    head = msgpack.Packer().pack_array_header(1 + len(fields)) + pack(answer.kind)
+    tail = b"".join(pack(one) for one in fields[1:])
     return lambda request: head + pack(request) + tail
 
 

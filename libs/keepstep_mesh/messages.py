@@ -88,7 +88,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequest:
-    """ "I am ready for the next step." Resent as it is (same ``request``) after a reconnect."""
+    """The group is ready for the next step. Resent as it is (same ``request``) after a reconnect."""
 
     kind: ClassVar[str] = "ask"
     request: int
@@ -261,8 +261,8 @@ class Goodbye:
 class Quorum:
     """A quorum as a client sees it: an answer with its member list put back.
 
-    In steady state all members stand at one (step, lineage) and ``listed`` is the very tuple that came when the list last
-    changed; so a round costs a client O(1), however many members there are.
+    In steady state all members stand at one (step, lineage) and ``listed`` is the very tuple that came when the list
+    last changed; so a round costs a client O(1), however many members there are.
     """
 
     epoch: int
