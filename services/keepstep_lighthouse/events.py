@@ -191,8 +191,10 @@ class Announce:
     lineage: int | str
     joiners: int
     members: tuple[Member, ...]
+    """With ``uniform`` as of the round in which ``version`` began: only ids and infos are current then."""
     uniform: bool
-    """All members stand at (step, lineage) with no commit failure, so who knows ``version`` needs no list."""
+    """All members stand at (step, lineage), no commit failure and no shrink_only, so who knows ``version`` needs no
+    list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,6 @@ class Reason:
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
     ``min_replicas`` ``majority`` ``stragglers`` ``healing``; for one group: ``duplicate_name`` ``max_replicas``
-    ``not_in_shrink``."""
+    ``not_in_shrink`` ``layout`` ``gone``."""
     numbers: dict[str, float]
     sentence: str

@@ -1,0 +1,660 @@
+"""The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
+
+The rules that this file keeps (those that form a quorum stand in ``quorum_rules``, who counts in ``groups``):
+
+* A group is healthy while its session is open and its last frame is younger than ``heartbeat_timeout``. A session
+  that ends without goodbye makes it *suspect*: it has ``reconnect_grace`` to come back as if nothing had happened. It
+  is lost at once when more than half of the other members of its quorum have left, are lost, or ask again with
+  ``commit_failures``.
+* Who is lost is gone. Every live member of its quorum is told ``MemberLost``, and so is a member that reconnects
+  later while it holds that quorum's answer. ``leave`` and ``moved`` are no loss: nobody is told, nobody waits.
+* quorum_id grows by one when there was no quorum, when the ordered list of members differs, when a member reports
+  ``commit_failures``, or when a member of the quorum was lost in between; else the quorum is confirmed under its id.
+* Nothing that must outlive the lighthouse is announced before it is written: ``Persist`` stands before what depends
+  on it (a new quorum_id, an eviction, a ban, a policy, a higher quorum_id that a hello reports). A confirmed quorum
+  is not written.
+* A request that was answered and comes again after a reconnect gets the same answer while that answer is current, and
+  starts no new round. It is no longer current once a member was lost or the round was broken.
+* ``RoundBroken`` goes to the members that hold an answer which can never be completed: another member gave its
+  request up, asks for the same step without having had it, or (after a takeover) did not get it from the lighthouse
+  before.
+* After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
+  or ``takeover_grace`` is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
+  grace.
+* Judging needs a lighthouse that was awake. A tick that comes late means that frames may wait unread, so everybody
+  gets ``LATE_SECONDS`` more.
+
+Duties of the shell: number the sessions; feed events in their order; send ``Tick`` when ``deadline()`` has passed;
+carry out decisions in their order and nothing after a ``Persist`` that is not known to have succeeded. On ``Opened``:
+write what is to be written, send Welcome unless the session is to be ended, then the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from itertools import islice
+
+from keepstep_lighthouse import bans, reasons
+from keepstep_lighthouse.events import (
+    Announce,
+    Asked,
+    Cancelled,
+    Closed,
+    Decision,
+    DrainOrdered,
+    EndSession,
+    Event,
+    EvictOrdered,
+    GroupFailed,
+    HealProgress,
+    Heard,
+    JobRecord,
+    LeftOnPurpose,
+    LogEntry,
+    MovedAway,
+    Opened,
+    Persist,
+    PolicyOrdered,
+    ReadmitOrdered,
+    Reason,
+    Tell,
+    Tick,
+)
+from keepstep_lighthouse.groups import Group, Groups, KeptOut, name_of
+from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge, policy_problem
+from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
+from keepstep_mesh.lineage import reference_state
+from keepstep_mesh.messages import (
+    Data,
+    Denied,
+    Drain,
+    Evicted,
+    Goodbye,
+    MemberLost,
+    QuorumRequest,
+    Refused,
+    RoundBroken,
+    ToWorker,
+)
+
+LATE_SECONDS = 0.25
+"""A tick that comes later than this was slept through, see above."""
+MAX_LOSSES_TOLD = 16
+"""After so many losses in one quorum its members are not told of more: they gave it up at the first."""
+MAX_GONE = 100
+GONE_SECONDS = 600.0
+HIGHEST_QUORUM_ID = 2**53
+"""A hello that knows a higher one is broken, not ahead."""
+
+
+class JobCore:
+    """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way."""
+
+    def __init__(self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool) -> None:  # noqa: ARG002
+        self.job = job
+        self.record = record
+        self._groups = Groups()
+        self._members = frozenset(record.members)
+        self._chosen: list[Group] = []
+        """Groups of the last announcement."""
+        self._last: Announce | None = None
+        self._lost: dict[str, str] = {}
+        """Members of the current quorum that were lost since it was last announced, with the reason."""
+        self._reports: set[str] = set()
+        """Members of the current quorum that since then left, were lost, or asked again after a failed commit."""
+        self._broken = False
+        """The last answer can no longer be completed by all."""
+        self._version = 0
+        self._infos_changed = False
+        self._absent = set(record.members) if restarted else set()
+        self._grace_until: float | None = None
+        if self._absent:
+            self._grace_until = now + self._takeover_grace
+        self._foreign: dict[str, Group] = {}
+        """Members that hold an answer of the lighthouse before, until this one announces."""
+        self._foreign_step = -1
+        self._lowest_asked: int | None = None
+        """Lowest step that a member asked for before this lighthouse announced anything."""
+        self._layout = ""
+        """Layout last found to be the job's."""
+        self._awake_since = now
+        self._verdict = Verdict("nobody")
+        self._formed: Reason | None = None
+        self._gone: deque[tuple[float, ReplicaView]] = deque(maxlen=MAX_GONE)
+        self._out: list[Decision] = []
+
+    # ---- events
+
+    def handle(self, event: Event, now: float, now_unix: float) -> list[Decision]:
+        """What follows from ``event``. ``now``: monotonic seconds; ``now_unix``: Unix seconds, for what is stored."""
+        self._out = []
+        match event:
+            case Heard(session):
+                self.heard(session, now)
+                return self._out
+            case Asked(session, request):
+                if (group := self._by_session(session, now)) is not None:
+                    self._asked(group, request, now)
+            case Opened():
+                self._opened(event, now, now_unix)
+            case Closed(session):
+                if (group := self._groups.by_session.get(session)) is not None:
+                    self._closed(group, now)
+            case HealProgress(session):
+                if (group := self._by_session(session, now)) is not None:
+                    self._groups.progress(group, event)
+            case Cancelled(session, number):
+                if (group := self._by_session(session, now)) is not None:
+                    self._cancelled(group, number)
+            case LeftOnPurpose(session, reason):
+                if (group := self._by_session(session, now)) is not None:
+                    self._tell(session, Goodbye())
+                    self._part(group, "left", reason, now)
+            case MovedAway(session):
+                if (group := self._by_session(session, now)) is not None:
+                    self._part(group, "moved", "goes on with another lighthouse", now)
+            case GroupFailed(session, reason):
+                if (group := self._by_session(session, now)) is not None:
+                    self._out.append(EndSession(session))
+                    self._lose(group, f"it failed: {reason}", now)
+            case EvictOrdered():
+                self._evict(event, now, now_unix)
+            case DrainOrdered():
+                self._drain(event)
+            case ReadmitOrdered(target, by):
+                record = bans.readmit(self.record, target, now_unix)
+                if record != self.record:
+                    self._persist(record)
+                    self._log("readmitted", target, by=by)
+            case PolicyOrdered(policy, by):
+                if policy_problem(policy) is None and policy != self.record.policy:
+                    self._persist(replace(self.record, policy=policy))
+                    self._log("policy", "", by=by)
+            case Tick():
+                self._tick(now)
+        self._settle(now, now_unix)
+        return self._out
+
+    def heard(self, session: int, now: float) -> None:
+        """The session lives."""
+        group = self._groups.by_session.get(session)
+        if group is not None:
+            self._groups.heard(group, now)
+
+    def _by_session(self, session: int, now: float) -> Group | None:
+        group = self._groups.by_session.get(session)
+        if group is not None:
+            self._groups.heard(group, now)
+        return group
+
+    def _opened(self, event: Opened, now: float, now_unix: float) -> None:
+        refusal = bans.refusal(self.record, event.replica_id, now_unix)
+        code = "banned"
+        if refusal is None and event.quorum_id_seen > HIGHEST_QUORUM_ID:
+            refusal, code = f"no job ever reached quorum_id {event.quorum_id_seen}", "bad_message"
+        if refusal is not None:
+            self._tell(event.session, Refused(code, refusal))
+            self._out.append(EndSession(event.session))
+            self._log("refused", event.replica_id, reason=refusal)
+            return
+        seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
+        if seen > self.record.quorum_id:
+            self._raise_quorum_id(seen, now)
+        group = self._groups.by_id.get(event.replica_id)
+        if group is None:
+            member = event.replica_id in self._members
+            group = self._groups.add(event.replica_id, event.session, now, member=member)
+            self._log("joined", event.replica_id, member=member)
+        else:
+            if group.session is not None:
+                self._tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
+                self._out.append(EndSession(group.session))
+            self._groups.connect(group, event.session, now)
+        if group.replica_id in self._absent:
+            self._absent.discard(group.replica_id)
+            if not self._absent:
+                self._end_grace(now)
+        if group.draining is not None:
+            self._tell(event.session, Drain(group.draining))
+        if event.held is not None:
+            self._check_held(group, event.held.quorum_id, event.held.step)
+
+    def _raise_quorum_id(self, seen: int, now: float) -> None:
+        """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
+        self._set_members([])
+        self._absent.clear()
+        self._lost.clear()
+        self._reports.clear()
+        self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
+        self._log("quorum_id_raised", "", quorum_id=seen)
+        if self._last is None:
+            self._grace_until = now + self._takeover_grace
+
+    def _check_held(self, group: Group, quorum_id: int, step: int) -> None:
+        """The group came back with an answer that it works under: can that still be completed?"""
+        session = group.session
+        if session is None:
+            return
+        current = self.record.quorum_id
+        if quorum_id < current:
+            self._tell(session, RoundBroken(quorum_id, f"quorum {quorum_id} is over, the job is at {current}"))
+        elif self._lost:
+            for replica_id, reason in list(self._lost.items())[:MAX_LOSSES_TOLD]:
+                self._tell(session, MemberLost(quorum_id, replica_id, reason))
+        elif self._broken and self._last is not None and step == self._last.step:
+            self._tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
+        elif self._last is None:
+            self._foreign[group.replica_id] = group
+            self._foreign_step = max(self._foreign_step, step)
+            self._break_foreign_round()
+
+    def _closed(self, group: Group, now: float) -> None:
+        self._groups.disconnect(group, now)
+        self._log("suspect", group.replica_id, member=group.member)
+        self._lose_reported(now)
+
+    # ---- requests
+
+    def _asked(self, group: Group, request: QuorumRequest, now: float) -> None:
+        if request.info is not None and request.info != group.info:
+            group.info = request.info
+            self._infos_changed |= group.member
+        if request.request < group.highest_request:
+            return
+        answer = group.answer if group.answer is self._last and not self._broken else None
+        session = group.session
+        if answer is not None and session is not None and request.request == group.answered_request:
+            self._out.append(replace(answer, to=((session, request.request),)))
+            group.answered_session = session
+            return
+        if not self._fits_layout(group, request):
+            return
+        if group.answered_at is not None:
+            group.step_seconds, group.answered_at = now - group.answered_at, None
+        self._groups.open(group, request, now)
+        if self._last is None:
+            self._note_step_asked(group, request.step)
+        if not group.member:
+            return
+        if request.commit_failures:
+            self._reports.add(group.replica_id)
+            self._lose_reported(now)
+        elif answer is not None and request.step <= answer.step and session != group.answered_session:
+            self._break_round(f"{group.replica_id} lost its connection before it had the answer", group)
+
+    def _note_step_asked(self, group: Group, step: int) -> None:
+        self._foreign.pop(group.replica_id, None)
+        if (group.member or not self.record.members) and (self._lowest_asked is None or step < self._lowest_asked):
+            self._lowest_asked = step
+            self._break_foreign_round()
+
+    def _break_foreign_round(self) -> None:
+        """Another member asks for a step whose answer these hold: the lighthouse before died while it announced."""
+        if self._lowest_asked is None or self._lowest_asked > self._foreign_step or not self._foreign:
+            return
+        sessions = tuple(group.session for group in self._foreign.values() if group.session is not None)
+        self._foreign.clear()
+        if sessions:
+            reason = f"the lighthouse before answered step {self._foreign_step} to some members only"
+            self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
+            self._log("round_broken", "", reason=reason)
+
+    def _cancelled(self, group: Group, number: int) -> None:
+        if group.request is not None and group.request.request == number:
+            self._groups.withdraw(group)
+        elif group.member and group.answer is self._last and group.answered_request == number and not self._broken:
+            self._break_round(f"{group.replica_id} gave its request up before it had the answer", group)
+
+    def _break_round(self, reason: str, without: Group) -> None:
+        """``without`` holds no answer of the last round, so the others cannot complete it."""
+        self._broken = True
+        holding = tuple(g.session for g in self._chosen if g is not without and g.session is not None and not g.request)
+        if holding:
+            self._out.append(Tell(holding, RoundBroken(self.record.quorum_id, reason)))
+        self._log("round_broken", without.replica_id, reason=reason)
+
+    def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
+        """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
+        layout = group.info.layout
+        if layout and layout != self._layout:
+            others = [g for g in self._groups if g.info.layout not in ("", layout) and g.kept_out is not KeptOut.LAYOUT]
+            peer = min(others, key=lambda g: (not g.member, g.arrived), default=None)
+            if peer is not None and peer.member >= group.member:
+                self._deny_layout(group, request, peer)
+                return False
+            for other in others:
+                if other.request is not None:
+                    self._deny_layout(other, other.request, group)
+            self._layout = layout
+        if group.kept_out is KeptOut.LAYOUT:
+            self._groups.keep_out(group, None)
+        return True
+
+    def _deny_layout(self, group: Group, request: QuorumRequest, reference: Group) -> None:
+        self._groups.withdraw(group)
+        group.highest_request = max(group.highest_request, request.request)
+        if group.kept_out is None:
+            self._groups.keep_out(group, KeptOut.LAYOUT)
+        if group.session is not None:
+            reason = f"the parameters of {group.replica_id} do not fit those of {reference.replica_id}"
+            self._tell(group.session, Denied(request.request, "layout", reason, reference.info.address))
+            self._log("denied", group.replica_id, code="layout", reason=reason)
+
+    # ---- going
+
+    def _part(self, group: Group, kind: str, reason: str, now: float) -> None:
+        """The group goes on purpose: it counts nowhere from now on, and that is no loss."""
+        if group.session is not None:
+            self._out.append(EndSession(group.session))
+        self._forget(group, f"{kind}: {reason}", now)
+        self._log(kind, group.replica_id, reason=reason)
+        self._lose_reported(now)
+
+    def _lose(self, group: Group, reason: str, now: float) -> None:
+        """The group is lost; the live members of its quorum are told. The shell has ended its session or is told to."""
+        self._forget(group, reason, now)
+        self._log("lost", group.replica_id, reason=reason, member=group.member)
+        if group.member:
+            self._tell_lost(group.replica_id, reason)
+            self._lose_reported(now)
+
+    def _tell_lost(self, replica_id: str, reason: str) -> None:
+        self._broken = True
+        self._lost[replica_id] = reason
+        if len(self._lost) > MAX_LOSSES_TOLD:
+            return
+        known = (self._groups.by_id.get(one) for one in self.record.members)
+        sessions = tuple(g.session for g in known if g is not None and g.session is not None)
+        if sessions:
+            self._out.append(Tell(sessions, MemberLost(self.record.quorum_id, replica_id, reason)))
+
+    def _lose_reported(self, now: float) -> None:
+        """Suspects that most of the other members of their quorum report broken are lost without further grace."""
+        others = len(self._members) - 1
+        if not self._groups.suspects or 2 * len(self._reports) <= others or self._grace_until is not None:
+            return
+        for group in list(self._groups.suspects.values()):
+            reports = len(self._reports) - (group.replica_id in self._reports)
+            if group.member and 2 * reports > others and self._is_here(group):
+                self._lose(group, "its connection ended and most of its quorum report it broken", now)
+
+    def _is_here(self, group: Group) -> bool:
+        return self._groups.by_id.get(group.replica_id) is group
+
+    def _forget(self, group: Group, reason: str, now: float) -> None:
+        self._gone.append((now, self._view(group, now, ReplicaState.GONE, reason)))
+        self._groups.remove(group)
+        self._foreign.pop(group.replica_id, None)
+        if group.member:
+            self._reports.add(group.replica_id)
+
+    # ---- orders
+
+    def _matching(self, target: str) -> list[Group]:
+        one = self._groups.by_id.get(target)
+        return [one] if one is not None else list(self._groups.by_name.get(target, ()))
+
+    def _evict(self, order: EvictOrdered, now: float, now_unix: float) -> None:
+        matching = self._matching(order.target)
+        absent = [one for one in self._absent if order.target in (one, name_of(one))]
+        incarnations = [group.replica_id for group in matching] + absent
+        if not incarnations and ":" in order.target:
+            incarnations = [order.target]
+        if not incarnations and order.ban_seconds <= 0:
+            return
+        record = bans.evict(self.record, incarnations, order, now_unix)
+        self._persist(record)
+        self._log("evicted", order.target, reason=order.reason, by=order.by, ban_seconds=order.ban_seconds)
+        for group in matching:
+            if group.session is not None:
+                self._tell(group.session, Evicted(order.reason, order.ban_seconds))
+                self._out.append(EndSession(group.session))
+            if self._is_here(group):
+                self._lose(group, f"evicted by {order.by}: {order.reason}", now)
+        for replica_id in absent:
+            self._give_up_absent(replica_id, f"evicted by {order.by}: {order.reason}")
+        if absent and not self._absent:
+            self._end_grace(now)
+
+    def _drain(self, order: DrainOrdered) -> None:
+        for group in self._matching(order.target):
+            group.draining = order.reason
+            if group.session is not None:
+                self._tell(group.session, Drain(order.reason))
+            self._log("drain", group.replica_id, reason=order.reason, by=order.by)
+
+    # ---- time
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
+        verdict = None if self._grace_until is not None else self._verdict.until
+        times = (verdict, self._groups.next_request_deadline(), self._judging_due())
+        return min((time for time in times if time is not None), default=None)
+
+    def _judging_due(self) -> float | None:
+        """When the next group will have been away or silent for too long; in a takeover grace, its end."""
+        policy = self.record.policy
+        if self._grace_until is not None:
+            return max(self._grace_until, self._awake_since)
+        silent = [group.heard_at + policy.heartbeat_timeout for group in islice(self._groups.by_session.values(), 1)]
+        away = [group.closed_at + policy.reconnect_grace for group in islice(self._groups.suspects.values(), 1)]
+        return max(min(silent + away), self._awake_since) if silent or away else None
+
+    def _tick(self, now: float) -> None:
+        for group, request in self._groups.withdraw_overdue(now):
+            reason = reasons.of_group(group, self._groups, self.record) or self.reason(now)
+            if group.session is not None:
+                self._tell(group.session, Denied(request.request, "deadline", reason.sentence))
+            self._log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+        due = self._judging_due()
+        if due is None or now < due:
+            return
+        if now > due + LATE_SECONDS:
+            self._awake_since = now + LATE_SECONDS
+        elif self._grace_until is not None:
+            for replica_id in sorted(self._absent):
+                self._give_up_absent(replica_id, "it did not come back after the lighthouse started anew")
+            self._end_grace(now)
+        else:
+            self._judge_groups(now)
+
+    def _judge_groups(self, now: float) -> None:
+        policy = self.record.policy
+        for group in list(self._groups.suspects.values()):
+            if now < group.closed_at + policy.reconnect_grace:
+                break
+            if self._is_here(group):
+                self._lose(group, f"its connection ended and it did not come back in {policy.reconnect_grace:g} s", now)
+        for group in list(self._groups.by_session.values()):
+            if now < group.heard_at + policy.heartbeat_timeout:
+                break
+            if group.session is not None:
+                self._out.append(EndSession(group.session))
+            self._lose(group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
+
+    def _end_grace(self, now: float) -> None:
+        """Who was silent or away meanwhile is judged at the next tick."""
+        self._grace_until = None
+        self._awake_since = now
+
+    def _give_up_absent(self, replica_id: str, reason: str) -> None:
+        self._absent.discard(replica_id)
+        self._reports.add(replica_id)
+        self._log("lost", replica_id, reason=reason, member=True)
+        self._tell_lost(replica_id, reason)
+
+    @property
+    def _takeover_grace(self) -> float:
+        policy = self.record.policy
+        return policy.heartbeat_timeout if policy.takeover_grace is None else policy.takeover_grace
+
+    # ---- forming a quorum
+
+    def _settle(self, now: float, now_unix: float) -> None:
+        record = self.record
+        self._verdict = judge(self._groups, len(record.members), record.policy, self._grace_until, now)
+        if self._verdict.code in ANNOUNCING:
+            code = self._verdict.code
+            self._verdict = Verdict("nobody")
+            self._announce(code, now, now_unix)
+
+    def _announce(self, code: Code, now: float, now_unix: float) -> None:
+        record = self.record
+        chosen = choose(self._groups, len(record.members), record.policy)
+        asked = [group.request for group in chosen if group.request is not None]
+        ids = record.members if self._is_unchanged(chosen) else tuple(group.replica_id for group in chosen)
+        failed = any(request.commit_failures for request in asked)
+        if ids != record.members or failed or self._lost:
+            record = replace(record, quorum_id=record.quorum_id + 1, members=ids, created_ms=int(now_unix * 1000))
+            if ids != self.record.members:
+                self._set_members(chosen)
+            self._persist(record)
+        given_up = self._groups.give_up_heals() if code == "stragglers_dropped" else []
+        left_out = self._groups.counted - len(chosen)
+        room = record.policy.max_replicas - len(chosen) if record.policy.max_replicas else left_out
+        first = asked[0]
+        uniform = not failed and all(
+            r.step == first.step and r.lineage == first.lineage and not r.shrink_only for r in asked
+        )
+        last, fresh = self._last, self._infos_changed or self._chosen != chosen
+        if uniform and last is not None and last.uniform and not fresh:
+            members = last.members
+        else:
+            members = tuple(group.as_member(request) for group, request in zip(chosen, asked, strict=True))
+            self._version += last is None or members != last.members or last.uniform != uniform
+        step, lineage = (first.step, first.lineage) if uniform else reference_state(members)
+        announce = Announce(
+            to=tuple((-1 if g.session is None else g.session, r.request) for g, r in zip(chosen, asked, strict=True)),
+            quorum_id=record.quorum_id,
+            created_ms=record.created_ms,
+            version=self._version,
+            step=step,
+            lineage=lineage,
+            joiners=max(0, min(left_out, room)),
+            members=members,
+            uniform=uniform,
+        )
+        self._groups.close_round(chosen, announce, now)
+        self._out.append(announce)
+        names = sorted(g.replica_id for g in self._groups if g.kept_out is None and not g.member) if left_out else []
+        self._formed = reasons.formed(code, record.quorum_id, len(chosen), names)
+        if last is None or last.quorum_id != announce.quorum_id:
+            self._log("quorum", "", quorum_id=record.quorum_id, members=list(ids), reason=self._formed.sentence)
+        for group in given_up:
+            self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+        self._chosen, self._last, self._infos_changed, self._broken = chosen, announce, False, False
+        self._lost.clear()
+        self._reports.clear()
+        self._foreign.clear()
+
+    def _is_unchanged(self, chosen: list[Group]) -> bool:
+        return len(chosen) == len(self._members) and all(group.member for group in chosen)
+
+    def _set_members(self, members: list[Group]) -> None:
+        self._groups.set_members(self.record.members, members)
+        self._members = frozenset(group.replica_id for group in members)
+
+    # ---- decisions
+
+    def _tell(self, session: int, message: ToWorker) -> None:
+        self._out.append(Tell((session,), message))
+
+    def _persist(self, record: JobRecord) -> None:
+        self.record = record
+        self._out.append(Persist(record))
+
+    def _log(self, kind: str, replica_id: str, **detail: Data) -> None:
+        self._out.append(LogEntry(kind, replica_id, detail))
+
+    # ---- questions
+
+    def reason(self, now: float) -> Reason:
+        """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+        if not self._groups.asking_count and self._formed is not None:
+            return self._formed
+        return reasons.waiting(self._verdict, self._groups, self.record, self._absent, now)
+
+    def quorum_view(self, now: float) -> QuorumView:
+        last, groups = self._last, self._groups
+        return QuorumView(
+            quorum_id=self.record.quorum_id,
+            created_ms=self.record.created_ms,
+            members=self.record.members,
+            step=last.step if last else 0,
+            lineage=last.lineage if last else "",
+            asking=tuple(group.replica_id for group in groups.all_asking()),
+            healthy=groups.counted,
+            joiners=sum(group.kept_out is None and not group.member for group in groups),
+            reason=self.reason(now),
+        )
+
+    def replicas(self, now: float) -> tuple[ReplicaView, ...]:
+        """Every group known, sorted by replica_id; the last are those that went within ``GONE_SECONDS``."""
+        here = [self._view(group, now, self._state(group), None) for group in self._groups]
+        here += [self._absent_view(replica_id) for replica_id in self._absent]
+        gone = [view for went, view in self._gone if now - went <= GONE_SECONDS]
+        return (*sorted(here, key=lambda view: view.replica_id), *gone)
+
+    def _state(self, group: Group) -> ReplicaState:
+        if group.session is None:
+            return ReplicaState.SUSPECT
+        if group.kept_out is not None:
+            return ReplicaState.KEPT_OUT
+        if group.request is not None:
+            return ReplicaState.ASKING
+        if group.healing is not None:
+            return ReplicaState.HEALING
+        return ReplicaState.TRAINING if group.member else ReplicaState.IDLE
+
+    def _view(self, group: Group, now: float, state: ReplicaState, gone: str | None) -> ReplicaView:
+        why = Reason("gone", {}, gone) if gone is not None else reasons.of_group(group, self._groups, self.record)
+        return ReplicaView(
+            replica_id=group.replica_id,
+            name=group.name,
+            state=state,
+            member=group.member and gone is None,
+            draining=group.draining is not None,
+            step=group.step,
+            lineage=group.lineage,
+            world_size=group.info.world_size,
+            address=group.info.address,
+            heard_seconds_ago=max(0.0, now - group.heard_at),
+            step_seconds=group.step_seconds,
+            healed_bytes=group.healing.bytes_done if group.healing else 0,
+            heal_bytes=group.healing.bytes_total if group.healing else 0,
+            reason=why,
+        )
+
+    @staticmethod
+    def _absent_view(replica_id: str) -> ReplicaView:
+        return ReplicaView(
+            replica_id, name_of(replica_id), ReplicaState.ABSENT, True, False, 0, "", 0, "", None, None, 0, 0, None
+        )
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Raises AssertionError with a sentence when something that always holds does not."""
+        record, groups = self.record, self._groups
+        groups.validate()
+        assert list(record.members) == sorted(set(record.members)), "members of the quorum are unsorted or twice"
+        assert self._members == set(record.members), "the members are not those of the record"
+        assert all(g.member == (g.replica_id in self._members) for g in groups), "a group is wrongly marked as member"
+        assert not self._absent & set(groups.by_id), "a group that is there counts as absent"
+        assert not self._absent or self._grace_until is not None, "absent groups are waited for without an end"
+        assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
+        assert policy_problem(record.policy) is None, "the policy cannot be used"
+        assert len(self._lost) <= len(record.members) + 1, "losses pile up"
+        assert self._reports <= self._members, "a stranger reports a quorum broken"
+        assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
+        assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
+            "a group asks without a session"
+        )
+        verdict = judge(groups, len(record.members), record.policy, self._grace_until, self._verdict.until or 0.0)
+        if self._verdict.until is None:
+            assert verdict.code == self._verdict.code, f"{verdict.code} is due, the core holds {self._verdict.code}"
+        last = self._last
+        if last is not None:
+            assert last.members, "an empty quorum was announced"
+            assert last.quorum_id <= record.quorum_id, "a quorum was announced that is not in the record"
