@@ -1,0 +1,504 @@
+"""The worker's half of a lighthouse session: connect, fail over, resend, stay alive, hand on what the lighthouse says.
+
+The shell of ``session_core``. Its duties, in order: a frame is decoded, the core judges it, whoever waits is woken, all
+within the read callback. One task owns the connection and makes the next one when it ends; one timer sends heartbeats,
+watches for a silent lighthouse and ends requests at their deadline. A request that is answered costs neither a task nor
+a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from urllib.parse import quote
+
+import aiohttp
+import structlog
+
+from keepstep_mesh import codec
+from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, ProtocolError, SessionClosed, VersionError
+from keepstep_mesh.messages import (
+    CancelRequest,
+    Denied,
+    Drain,
+    Evicted,
+    Failed,
+    Goodbye,
+    Healing,
+    Heartbeat,
+    Leave,
+    Lineage,
+    MemberInfo,
+    MemberLost,
+    Moved,
+    NotLeader,
+    Quorum,
+    QuorumAnswer,
+    Refused,
+    RoundBroken,
+    ToLighthouse,
+    Welcome,
+)
+from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.websocket import Link, UpgradeError
+
+log = structlog.get_logger("keepstep.session")
+
+CONNECT_SECONDS = 3.0
+"""For one address: TCP, TLS and the upgrade."""
+WELCOME_SECONDS = 5.0
+"""From hello to welcome."""
+ANSWER_MARGIN = 0.25
+"""Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
+UNREACHABLE_LOG_SECONDS = 10.0
+UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """``addresses``: ``http://host:port`` or ``host:port`` of every lighthouse. Times in seconds."""
+
+    addresses: tuple[str, ...]
+    job: str
+    replica_id: str
+    token: str | None = None
+    connect_timeout: float = 60.0
+    """How long ``start`` tries."""
+    heartbeat_interval: float = 0.1
+    """A wish; the lighthouse has the last word."""
+    library: str = ""
+    """Name and version of the client, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Welcomed by a lighthouse; open requests have been sent again."""
+
+    lighthouse: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The session broke; another one is being opened."""
+
+    lighthouse: str
+    reason: str
+
+
+Push = MemberLost | RoundBroken | Drain | Evicted | Disconnected | Connected
+"""What the session tells on its own account, through ``on_push``."""
+
+
+class LighthouseSession:
+    """One group's session. All methods are called on the loop that it was started on.
+
+    ``on_push`` is called on that loop too and must neither block nor raise.
+    """
+
+    def __init__(self, settings: SessionSettings, on_push: Callable[[Push], None]) -> None:
+        self._settings = replace(settings, addresses=tuple(base_url(one) for one in settings.addresses))
+        self._on_push = on_push
+        self._core = SessionCore(
+            settings.replica_id, settings.library, heartbeat_interval_ms=round(settings.heartbeat_interval * 1000)
+        )
+        self._addresses = Addresses(self._settings.addresses)
+        self._log = log.bind(replica_id=settings.replica_id)
+        self.lighthouse: str | None = None
+        """Address of the lighthouse that welcomed us, None while there is none."""
+        self.heartbeat_interval = settings.heartbeat_interval
+        self.heartbeat_timeout = 5.0
+        """Seconds, both as told by the lighthouse."""
+
+        self._link: Link | None = None
+        self._trying = ""
+        self._asker: asyncio.Future[Quorum] | None = None
+        self._deadline = 0.0
+        self._farewell: Leave | None = None
+        self._said_goodbye: asyncio.Future[None] | None = None
+        self._ended: KeepstepError | None = None
+        self._last_problem = "no lighthouse was tried yet"
+        self._problem_logged = float("-inf")
+        self._last_sent = 0.0
+        self._pinged = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._welcomed: asyncio.Future[None]
+        self._started: asyncio.Future[None]
+        self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Highest epoch seen; 0 before the first welcome."""
+        return self._core.epoch
+
+    @property
+    def quorum_id(self) -> int:
+        """Highest quorum_id seen."""
+        return self._core.quorum_id
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
+
+        Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
+        ``VersionError`` when either side is too old, ``SessionClosed`` when the group is banned.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
+        self._runner.add_done_callback(self._runner_done)
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout):
+                await self._started
+        except TimeoutError:
+            await self.close()
+            raise TimeoutError(
+                f"no lighthouse welcomed {self._settings.replica_id} within {self._settings.connect_timeout:g} s: "
+                f"{self._last_problem}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the session without a word, for when ``leave`` has been said. Harmless when repeated."""
+        self._end(SessionClosed("the lighthouse session was closed"))
+        if self._runner is not None and not self._runner.done():
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+
+    async def leave(self, reason: str, timeout: float) -> None:
+        """Says that the group leaves on purpose and waits until the lighthouse has understood.
+
+        Said again over reconnects. ``TimeoutError`` when no lighthouse answers within ``timeout`` seconds. Does nothing
+        when the session has ended already.
+        """
+        if self._ended is not None:
+            return
+        self._farewell = Leave(reason)
+        self._said_goodbye = self._loop.create_future()
+        if self.lighthouse:
+            self._send(self._farewell)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._said_goodbye
+        except TimeoutError:
+            raise TimeoutError(
+                f"the lighthouse did not confirm within {timeout:g} s that we leave: {self._why()}"
+            ) from None
+        finally:
+            self._farewell = None
+
+    async def failed(self, reason: str, timeout: float) -> None:
+        """Says that the group is lost as a whole and ends the session. Never raises: the process is about to exit."""
+        link = self._link
+        if link is None or not self.lighthouse:
+            self._log.warning("could not report that the group failed", reason=self._why())
+        else:
+            self._send(Failed(reason))
+        self._end(SessionClosed(f"the group failed: {reason}"))
+        if link is not None:
+            await asyncio.wait([link.closed], timeout=timeout)
+
+    # ---- the step
+
+    async def quorum(
+        self,
+        *,
+        step: int,
+        lineage: Lineage,
+        shrink_only: bool = False,
+        commit_failures: int = 0,
+        info: MemberInfo,
+        timeout: float,
+    ) -> Quorum:
+        """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
+
+        One request at a time. Cancelling it withdraws the request. ``TimeoutError`` holds why there is no quorum,
+        ``LayoutMismatch`` says that our parameters are not the job's, ``SessionClosed`` that the session is over.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._asker is not None:
+            raise KeepstepError("a quorum request is open already; one at a time, or cancel it first")
+        now = self._loop.time()
+        timeout_ms = max(1, round(timeout * 1000))
+        request = self._core.ask(
+            step, lineage, info, timeout_ms, shrink_only=shrink_only, commit_failures=commit_failures
+        ).request
+        asker: asyncio.Future[Quorum] = self._loop.create_future()
+        self._asker = asker
+        self._deadline = now + timeout
+        if self.lighthouse:
+            self._send_request(timeout_ms)
+        if self._timer is None or self._deadline < self._timer.when():
+            self._set_timer(self._deadline)
+        try:
+            return await asker
+        except asyncio.CancelledError:
+            self._core.finished_step()
+            raise
+        finally:
+            if self._asker is asker:
+                self._asker = None
+                if self._core.withdraw(request):
+                    self._send(CancelRequest(request))
+
+    def finished_step(self) -> None:
+        """The step of the last answer was committed or has failed."""
+        self._core.finished_step()
+
+    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
+        """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
+        if self.lighthouse:
+            self._send(Healing(bytes_done, bytes_total, bytes_per_second))
+
+    # ---- the connection
+
+    async def _run(self) -> None:
+        async with _http(self._settings.token) as http:
+            while self._ended is None:
+                delay, address = self._addresses.next(random.random())  # noqa: S311
+                if delay:
+                    await asyncio.sleep(delay)
+                try:
+                    await self._connect_once(http, address)
+                except (aiohttp.ClientError, OSError, ProtocolError) as error:
+                    self._problem(address, error)
+
+    async def _connect_once(self, http: aiohttp.ClientSession, address: str) -> None:
+        """One connection from its beginning to its end; raises why it came to no session."""
+        self._welcomed = self._loop.create_future()
+        link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session", {})
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s") from None
+        self._trying = address
+        self._link = link
+        began = self._loop.time()
+        try:
+            link.send(codec.encode(self._core.hello()))
+            try:
+                async with asyncio.timeout(WELCOME_SECONDS):
+                    await self._welcomed
+            except TimeoutError:
+                raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
+            reason = await link.closed
+            self._addresses.lost(address, self._loop.time() - began)
+            if self._ended is None:
+                self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
+        finally:
+            link.close()
+            await asyncio.wait([link.closed], timeout=1)
+            self._link = None
+
+    def _on_lost(self, reason: str) -> None:
+        lighthouse, self.lighthouse = self.lighthouse, None
+        self._last_problem = f"{self._trying}: {reason}"
+        if not self._welcomed.done():
+            self._welcomed.set_exception(ConnectionResetError(reason))
+        if lighthouse is not None and self._ended is None:
+            self._on_push(Disconnected(lighthouse, reason))
+
+    def _problem(self, address: str, error: Exception) -> None:
+        self._last_problem = f"{address}: {error or type(error).__name__}"
+        if isinstance(error, UpgradeError) and error.status in (401, 403) and not self._started.done():
+            self._end(AuthError(f"{self._last_problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?"))
+        elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
+            self._problem_logged = self._loop.time()
+            self._log.warning("no lighthouse; trying on", lighthouse=address, reason=str(error) or type(error).__name__)
+
+    def _end(self, error: KeepstepError) -> None:
+        """The session is over for good; everybody who waits is told."""
+        if self._ended is None:
+            self._ended = error
+        self._set_timer(None)
+        if self._runner is None:
+            return
+        self._fail_asker(error)
+        for waiter, problem in ((self._started, error), (self._said_goodbye, None)):
+            if waiter is not None and not waiter.done():
+                if problem is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(problem)
+        if self._link is not None:
+            self._link.close(reason=str(error))
+
+    def _runner_done(self, runner: asyncio.Task[None]) -> None:
+        if not runner.cancelled() and (error := runner.exception()) is not None:
+            self._log.error("lighthouse session failed", exc_info=error)
+            self._end(SessionClosed(f"the lighthouse session failed: {error!r}"))
+
+    # ---- out
+
+    def _send(self, message: ToLighthouse) -> None:
+        if self._link is not None:
+            self._last_sent = self._loop.time()
+            self._link.send(codec.encode(message))
+
+    def _send_request(self, timeout_ms: int) -> None:
+        request = self._core.to_send(timeout_ms)
+        if request is not None:
+            self._send(request)
+
+    def _set_timer(self, when: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
+        now = self._loop.time()
+        due = []
+        if self._asker is not None:
+            deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
+            if now >= deadline:
+                self._fail_asker(TimeoutError(f"no quorum in time: {self._why()}"))
+            else:
+                due.append(deadline)
+        if self.lighthouse and self._link is not None:
+            if now - self._last_sent >= self.heartbeat_interval:
+                self._send(Heartbeat())
+            due.append(self._last_sent + self.heartbeat_interval)
+            self._watch(self._link, now)
+        self._set_timer(min(due, default=None))
+
+    def _watch(self, link: Link, now: float) -> None:
+        """Ends a connection whose other end went silent. A stall of our own gives it its second half again."""
+        half = self.heartbeat_timeout / 2
+        if now - link.last_received < half:
+            self._pinged = 0.0
+        elif not self._pinged:
+            self._pinged = now
+            link.ping()
+        elif now - self._pinged >= half:
+            link.abort(f"nothing heard for {now - link.last_received:.1f} s")
+
+    def _why(self) -> str:
+        if self.lighthouse:
+            return f"the lighthouse {self.lighthouse} did not answer"
+        return f"no lighthouse is reachable ({self._last_problem})"
+
+    def _fail_asker(self, error: Exception) -> None:
+        asker, self._asker = self._asker, None
+        if asker is not None:
+            if self._core.open is not None:
+                request = self._core.open.request
+                self._core.withdraw(request)
+                if self.lighthouse:
+                    self._send(CancelRequest(request))
+            if not asker.done():
+                asker.set_exception(error)
+
+    # ---- in
+
+    def _on_frame(self, frame: bytes) -> None:
+        try:
+            message = codec.decode(frame, codec.MAX_SERVER_FRAME_BYTES)
+            if type(message) is QuorumAnswer:
+                self._answered(message)
+            else:
+                self._told(message)
+        except StaleLighthouseError as error:
+            self._move(str(error))
+        except ProtocolError as error:
+            self._log.error("bad message from the lighthouse", lighthouse=self._trying, reason=str(error))
+            if self._link is not None:
+                self._link.close(reason=f"bad message: {error}")
+
+    def _answered(self, answer: QuorumAnswer) -> None:
+        if self.lighthouse is None:
+            raise ProtocolError("an answer before the welcome")
+        quorum = self._core.answered(answer)
+        asker, self._asker = self._asker, None
+        if quorum is not None and asker is not None and not asker.done():
+            asker.set_result(quorum)
+
+    def _told(self, message: codec.Message) -> None:
+        match message:
+            case MemberLost() | RoundBroken() | Drain():
+                self._on_push(message)
+            case Welcome():
+                self._let_in(message)
+            case Denied():
+                self._denied(message)
+            case Goodbye():
+                self._end(SessionClosed("the group left the job"))
+            case NotLeader(leader=leader):
+                self._addresses.follow(base_url(leader) if leader else "")
+                self._move(f"it does not lead; {leader or 'nobody'} does")
+            case Evicted(reason=reason):
+                self._on_push(message)
+                self._end(SessionClosed(f"evicted: {reason}"))
+            case Refused(code=code, reason=reason):
+                self._refused(code, reason)
+            case _:
+                raise ProtocolError(f"{message.kind!r} is not for workers")
+
+    def _let_in(self, welcome: Welcome) -> None:
+        if self._welcomed.done():
+            raise ProtocolError("welcomed twice")
+        self._core.welcomed(welcome)
+        self.heartbeat_interval = welcome.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.heartbeat_timeout = welcome.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+        self.lighthouse = self._trying
+        self._problem_logged = float("-inf")
+        self._pinged = 0.0
+        now = self._last_sent = self._loop.time()
+        self._welcomed.set_result(None)
+        if self._farewell is not None:
+            self._send(self._farewell)
+        elif self._asker is not None:
+            self._send_request(max(1, round((self._deadline - now) * 1000)))
+        self._tick()
+        self._log.info("in session with a lighthouse", lighthouse=self.lighthouse, epoch=self.epoch)
+        self._on_push(Connected(self.lighthouse, self.epoch))
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _denied(self, denied: Denied) -> None:
+        if not self._core.withdraw(denied.request):
+            return
+        error: Exception
+        if denied.code == "deadline":
+            error = TimeoutError(denied.reason)
+        elif denied.code == "layout":
+            error = LayoutMismatch(denied.reason, denied.peer_address)
+        else:
+            error = KeepstepError(f"the quorum request was {denied.code}: {denied.reason}")
+        self._fail_asker(error)
+
+    def _refused(self, code: str, reason: str) -> None:
+        if code == "not_ready":
+            self._move(reason)
+        elif code.startswith("version_"):
+            self._end(VersionError(reason))
+        else:
+            self._end(SessionClosed(f"refused ({code}): {reason}"))
+
+    def _move(self, reason: str) -> None:
+        """Goes to another lighthouse."""
+        if self.lighthouse:
+            self._send(Moved())
+        if not self._welcomed.done():
+            self._welcomed.set_exception(ConnectionRefusedError(reason))
+        if self._link is not None:
+            self._link.close(reason=reason)
+
+
+def base_url(address: str) -> str:
+    """``http://host:port`` without a slash at its end; ``host:port`` means http."""
+    address = address.strip().rstrip("/")
+    return address if "://" in address else f"http://{address}"
+
+
+def _http(token: str | None) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), headers=headers)
