@@ -1,0 +1,16 @@
+"""The ``keepstep`` command. Each command imports what it needs when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import click
+
+from keepstep_cli.run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="keepstep", prog_name="keepstep")
+def main() -> None:
+    """Keeps PyTorch training in step while its machines fail."""
+
+
+main.add_command(run)

@@ -1,0 +1,63 @@
+"""What ranks print, line by line, each line under the name of its rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections.abc import Callable
+from typing import IO
+
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+LONGEST_LINE = 16 * 1024
+"""Bytes; what is longer is broken into several lines."""
+IDLE_SECONDS = 0.5
+"""A line without an end is shown after this long without a word more."""
+
+LineReceiver = Callable[[str], None]
+
+
+async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> None:
+    """Hands over each line as text without its end, until the stream ends. A carriage return ends a line as well."""
+    pending = b""
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS if pending else None):
+                chunk = await stream.read(LONGEST_LINE)
+        except TimeoutError:
+            receive(pending.decode(errors="replace"))
+            pending = b""
+            continue
+        if not chunk:
+            break
+        *lines, pending = (pending + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            receive(line.decode(errors="replace"))
+        if len(pending) >= LONGEST_LINE:
+            receive(pending.decode(errors="replace"))
+            pending = b""
+    if pending:
+        receive(pending.decode(errors="replace"))
+
+
+class PrefixedOutput:
+    """Writes lines of many ranks to one stream as ``[r0/1] line``; coloured by group if it is a terminal."""
+
+    def __init__(self, stream: IO[str], *, colour: bool | None = None) -> None:
+        self._stream = stream
+        self._colour = stream.isatty() if colour is None else colour
+
+    def write(self, group: str, rank: int | None, line: str) -> None:
+        """``rank`` None: about the group as a whole. Raises BrokenPipeError when nobody reads any more."""
+        prefix = f"[{group}]" if rank is None else f"[{group}/{rank}]"
+        if self._colour:
+            prefix = f"\x1b[{COLOURS[zlib.crc32(group.encode()) % len(COLOURS)]}m{prefix}\x1b[0m"
+        try:
+            self._stream.write(f"{prefix} {line}\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # What is still buffered must go somewhere, or Python complains when it exits.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            raise

@@ -1,0 +1,178 @@
+"""``keepstep run``: replica groups of a script on this machine, restarted when they die."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from keepstep_cli import options
+from keepstep_cli.supervisor import MAX_RESTARTS, Restarts
+
+if TYPE_CHECKING:
+    from keepstep_cli.launcher import Program
+
+LIGHTHOUSE = "lighthouse"
+
+
+class ConsoleAudience:
+    """Prints what ranks print where they meant it to go, and what the supervisor says to standard error."""
+
+    def __init__(self) -> None:
+        from keepstep_cli.output import PrefixedOutput
+
+        self._out = PrefixedOutput(sys.stdout)
+        self._err = PrefixedOutput(sys.stderr)
+
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
+        (self._err if error else self._out).write(group, rank if group != LIGHTHOUSE else None, text)
+
+    def note(self, group: str, sentence: str) -> None:
+        self._err.write(group, None, sentence)
+
+
+def lighthouse_program(
+    port: int, state_dir: Path, environment: Mapping[str, str], flags: tuple[str, ...] = ()
+) -> Program:
+    """A lighthouse of the job's own as a service of the supervisor; it keeps what it knows in ``state_dir``."""
+    from keepstep_cli.launcher import Program
+    from keepstep_cli.supervisor import GroupSpec
+
+    state_dir.mkdir(parents=True, exist_ok=True)
+    command = (
+        *(sys.executable, "-m", "keepstep_cli", "lighthouse"),
+        *(
+            "--bind",
+            f"127.0.0.1:{port}",
+            "--store",
+            f"sqlite:{state_dir / 'lighthouse.sqlite'}",
+            "--log-level",
+            "warning",
+        ),
+        *flags,
+    )
+    return Program(GroupSpec(LIGHTHOUSE, service=True), command, lambda _restart: [dict(environment)])
+
+
+def embedded_port() -> int:
+    """The usual one if it is free, so that ``keepstep status`` needs no flag."""
+    from keepstep_cli.ranks import free_port
+
+    try:
+        return free_port(port=options.DEFAULT_PORT)
+    except OSError:
+        return free_port()
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run here.")
+@click.option("--nproc-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Ranks of each group.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=MAX_RESTARTS,
+    show_default=True,
+    help="Restarts of one group after which it is given up; the others go on.",
+)
+@click.option(
+    "--grace", type=click.FloatRange(0), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
+)
+@options.lighthouse_option
+@options.job_option
+@options.token_option
+@click.option(
+    "--min-replicas", type=click.IntRange(1), help="Of the lighthouse started here: groups that a step needs."
+)
+@click.option(
+    "--join-timeout", type=click.FloatRange(0), help="Of the lighthouse started here: seconds to wait for stragglers."
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".keepstep"),
+    show_default=True,
+    help="Of the lighthouse started here: where it keeps its state.",
+)
+@click.option(
+    "--first-replica", type=click.IntRange(0), default=0, show_default=True, help="Number of the first group here."
+)
+@click.option(
+    "--replicas-in-job", type=click.IntRange(1), help="Groups on all machines together.  [default: those here]"
+)
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    program: str,
+    arguments: tuple[str, ...],
+    *,
+    replicas: int,
+    nproc_per_replica: int,
+    max_restarts: int,
+    grace: float,
+    addresses: str | None,
+    job: str,
+    token_file: Path | None,
+    min_replicas: int | None,
+    join_timeout: float | None,
+    state_dir: Path,
+    first_replica: int,
+    replicas_in_job: int | None,
+) -> None:
+    r"""Run replica groups of a script and restart those that die.
+
+    \b
+    keepstep run --replicas 3 -- train.py --epochs 10
+
+    Each rank gets torchrun's environment, and its output is printed as "[r0/1] line": group, rank. A rank that dies
+    ends its group, which is started again after a short wait; a group whose ranks all exit with 0 is finished. Ctrl-C
+    ends all groups cleanly, a second one at once. Without --lighthouse one is started for the job.
+
+    \b
+    Exit code: 0 all groups finished, 1 a group was given up, 128 + n ended by signal n.
+    """
+    import asyncio
+    import os
+
+    from keepstep_cli.launcher import Launcher, replica_programs, stop_on_signals
+    from keepstep_cli.ranks import JobSpec, command_line
+    from keepstep_cli.rest import read_token
+
+    if program.endswith(".py") and not Path(program).is_file():
+        raise click.UsageError(f"there is no file {program}; the current folder is {Path.cwd()}")
+    if addresses and (min_replicas or join_timeout):
+        raise click.UsageError(
+            f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
+            f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
+        )
+    audience = ConsoleAudience()
+    programs: list[Program] = []
+    if not addresses:
+        port = embedded_port()
+        addresses = f"http://127.0.0.1:{port}"
+        flags = [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
+        flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
+        programs.append(lighthouse_program(port, state_dir, os.environ, tuple(flags)))
+        audience.note(LIGHTHOUSE, f"{addresses}, state in {state_dir}; see `keepstep status --lighthouse {addresses}`")
+    spec = JobSpec(
+        command=command_line(program, arguments),
+        replicas=replicas,
+        nproc_per_replica=nproc_per_replica,
+        lighthouse=addresses,
+        job=job,
+        run_id=f"{job}-{os.getpid()}",
+        max_restarts=max_restarts,
+        token=read_token(token_file),
+        first_group=first_replica,
+        replicas_in_job=replicas_in_job,
+    )
+    programs += replica_programs(spec, os.environ)
+
+    async def launch() -> int:
+        launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience)
+        with stop_on_signals(launcher):
+            return await launcher.run()
+
+    sys.exit(asyncio.run(launch()))

@@ -1,0 +1,317 @@
+"""`keepstep run` with real processes. The scripts say on stdout what happens to them; nothing waits by the clock."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import psutil
+import pytest
+
+DEADLINE = 60.0
+
+
+class Run:
+    """A `keepstep run` whose lines are read as they come."""
+
+    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "keepstep_cli", "run", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **(environment or {})},
+        )
+        self.lines: list[str] = []
+        self._queue: Queue[str | None] = Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def wait_for(self, pattern: str, times: int = 1) -> re.Match[str]:
+        """The match of the n-th line from here on that fits."""
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                times -= 1
+                if times == 0:
+                    return match
+        raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
+
+    def wait(self) -> int:
+        """Its exit code; all its lines are in ``lines`` then."""
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.lines.append(line)
+        return self.process.wait(DEADLINE)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[object]:
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str) -> Run:
+            (tmp_path / "script.py").write_text("import os, signal, subprocess, sys, time\n" + script)
+            run = Run(
+                tmp_path,
+                *flags,
+                *(() if "--lighthouse" in flags else ("--lighthouse", "http://127.0.0.1:1")),
+                "--",
+                "script.py",
+                *arguments,
+                environment=environment,
+            )
+            stack.callback(run.close)
+            return run
+
+        yield start
+
+
+def gone(pid: int) -> bool:
+    """True once it has ended; an orphan comes to the test process (see conftest), which reaps it."""
+    try:
+        psutil.Process(pid).wait(DEADLINE)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+ENVIRONMENT = """
+names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR "
+         "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID REPLICA_GROUP_ID NUM_REPLICA_GROUPS KEEPSTEP_LIGHTHOUSE "
+         "KEEPSTEP_JOB").split()
+print("environment", *(f"{name}={os.environ[name]}" for name in names), "port", int(os.environ["MASTER_PORT"]) > 0)
+print("arguments", sys.argv[1:])
+"""
+
+
+def test_each_rank_gets_torchruns_environment_and_its_arguments(started) -> None:
+    run = started(ENVIRONMENT, "--replicas", "2", "--nproc-per-replica", "2", "--job", "night", arguments=("--x", "1"))
+    assert run.wait() == 0
+    lines = {line for line in run.lines if "environment" in line}
+    assert len(lines) == 4
+    for group in "01":
+        for rank in "01":
+            (line,) = [one for one in lines if one.startswith(f"[r{group}/{rank}]")]
+            said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            assert said.pop("TORCHELASTIC_RUN_ID").startswith("night-")
+            assert said == {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "ROLE_RANK": rank,
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "REPLICA_GROUP_ID": group,
+                "NUM_REPLICA_GROUPS": "2",
+                "KEEPSTEP_LIGHTHOUSE": "http://127.0.0.1:1",
+                "KEEPSTEP_JOB": "night",
+            }
+            assert line.endswith("port True")
+    assert sum("arguments ['--x', '1']" in line for line in run.lines) == 4
+
+
+def test_groups_can_be_numbered_over_several_machines(started) -> None:
+    script = 'print("I am", os.environ["REPLICA_GROUP_ID"], "of", os.environ["NUM_REPLICA_GROUPS"])'
+    run = started(script, "--replicas", "2", "--first-replica", "2", "--replicas-in-job", "4")
+    assert run.wait() == 0
+    assert {"[r2/0] I am 2 of 4", "[r3/0] I am 3 of 4"} <= set(run.lines)
+
+
+def test_a_token_reaches_the_ranks(started, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    run = started('print("token", os.environ["KEEPSTEP_TOKEN"])', "--replicas", "1", "--token-file", "token")
+    assert run.wait() == 0
+    assert "[r0/0] token secret" in run.lines
+
+
+def test_a_killed_rank_ends_its_group_which_is_started_again_as_a_whole(started) -> None:
+    script = """
+again = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("pid", os.getpid(), "restart", again, flush=True)
+if again == "0" and os.environ["REPLICA_GROUP_ID"] == "0":
+    time.sleep(1000)
+"""
+    run = started(script, "--replicas", "2", "--nproc-per-replica", "2")
+    first = run.wait_for(r"\[r0/1\] pid (\d+) restart 0")
+    run.wait_for(r"^\[r1\] finished")
+    os.kill(int(first[1]), signal.SIGKILL)
+    assert run.wait() == 0
+    assert "[r0] rank 1 was killed by SIGKILL, ending the other 1" in run.lines
+    assert any(re.match(r"\[r0\] restart 1 of 100 in 0\.\d+ s", line) for line in run.lines)
+    assert sum("restart 1" in line and "pid" in line for line in run.lines) == 2
+    assert sum(line.startswith("[r1/") for line in run.lines) == 2
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_when_its_group_ends(started, tmp_path: Path) -> None:
+    script = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    sys.exit(0)
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+    print("deaf", flush=True)
+    while True:
+        time.sleep(1000)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+sys.exit(5)
+"""
+    run = started(script, "--replicas", "1", "--nproc-per-replica", "2", "--grace", "0.3")
+    run.wait_for("deaf")
+    (tmp_path / "go").touch()
+    assert run.wait() == 0
+    assert "[r0] rank 1 exited with 5, ending the other 1" in run.lines
+    assert "[r0/0] no" in run.lines
+    assert "[r0] still there 0.3 s after SIGTERM: killed" in run.lines
+
+
+def test_a_group_is_given_up_after_max_restarts_and_the_exit_code_says_so(started) -> None:
+    run = started(
+        'sys.exit(7 if os.environ["REPLICA_GROUP_ID"] == "0" else 0)', "--replicas", "2", "--max-restarts", "2"
+    )
+    assert run.wait() == 1
+    assert sum("rank 0 exited with 7" in line for line in run.lines) == 3
+    assert run.lines[-1] == "[r0] given up after 2 restarts"
+    assert "[r1] finished" in run.lines
+
+
+CLEANLY = """
+def end(*_):
+    print("ended cleanly", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_all_groups_cleanly(started, signum: int, code: int) -> None:
+    run = started(CLEANLY, "--replicas", "2")
+    run.wait_for("ready", times=2)
+    run.process.send_signal(signum)
+    assert run.wait() == code
+    assert {"[r0/0] ended cleanly", "[r1/0] ended cleanly"} <= set(run.lines)
+
+
+def test_a_second_ctrl_c_ends_all_at_once(started) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: print("wait a minute", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(1000)
+"""
+    run = started(script, "--replicas", "2", "--grace", "1000")
+    run.wait_for("ready", times=2)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("wait a minute", times=2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+
+
+def test_nothing_survives_the_sigkill_of_keepstep_run(started) -> None:
+    run = started('print("pid", os.getpid(), flush=True)\ntime.sleep(1000)', "--replicas", "3")
+    pids = [int(run.wait_for(r"pid (\d+)")[1]) for _ in range(3)]
+    run.process.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_dead_rank_started_does_not_survive_it(started) -> None:
+    script = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    print("child", child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = started(script, "--replicas", "1")
+    child = int(run.wait_for(r"child (\d+)")[1])
+    assert run.wait() == 0
+    assert gone(child)
+
+
+def test_lines_of_all_kinds_arrive_under_their_rank(started) -> None:
+    script = r"""
+sys.stdout.write("first\r\nsecond\rthird\n\n")
+sys.stdout.buffer.write(b"not \xff utf-8\n" + b"x" * 100_000 + b"\n")
+sys.stdout.write("no end")
+sys.stdout.flush()
+"""
+    run = started(script, "--replicas", "1")
+    assert run.wait() == 0
+    lines = [line.removeprefix("[r0/0] ") for line in run.lines if line.startswith("[r0/0]")]
+    assert lines[:5] == ["first", "second", "third", "", "not \ufffd utf-8"]
+    assert "".join(lines[5:-1]) == "x" * 100_000
+    assert lines[-1] == "no end"
+
+
+def test_a_line_without_an_end_is_shown_while_the_rank_goes_on(started) -> None:
+    run = started('sys.stdout.write("thinking"); sys.stdout.flush(); time.sleep(1000)', "--replicas", "1")
+    run.wait_for(r"^\[r0/0\] thinking$")
+
+
+def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text('while True:\n    print("y" * 999, flush=True)\n')
+    command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", "x", "script.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(DEADLINE) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+
+
+def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None:
+    done = keepstep(tmp_path, "run", "--replicas", "1", "--", "nothing.py")
+    assert done.returncode == 2
+    assert "there is no file nothing.py" in done.stderr
+
+
+def test_a_program_that_cannot_be_started_is_given_up(tmp_path: Path) -> None:
+    flags = ("--replicas", "1", "--max-restarts", "1", "--lighthouse", "http://127.0.0.1:1")
+    done = keepstep(tmp_path, "run", *flags, "--", "./nothing-at-all")
+    assert done.returncode == 1
+    assert "[r0] rank 0 cannot be started: " in done.stderr
+    assert "[r0] given up after 1 restarts" in done.stderr
+
+
+def test_flags_of_the_lighthouse_here_do_not_go_with_one_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    flags = ("--replicas", "1", "--min-replicas", "2", "--lighthouse", "http://127.0.0.1:1")
+    done = keepstep(tmp_path, "run", *flags, "--", "script.py")
+    assert done.returncode == 2
+    assert "give them to that one" in done.stderr
+
+
+def test_an_unknown_flag_before_the_script_is_not_taken_for_it(tmp_path: Path) -> None:
+    done = keepstep(tmp_path, "run", "--replcas", "3", "script.py")
+    assert done.returncode == 2
+    assert "--replicas" in done.stderr
+
+
+def keepstep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "keepstep_cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, check=False)
