@@ -1,0 +1,26 @@
+"""Process groups that can be aborted and configured again."""
+
+from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.gloo import ProcessGroupGloo
+from keepstep.process_group.nccl import ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep.process_group.wrappers import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupWrapper,
+)
+
+__all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "ManagedProcessGroup",
+    "ProcessGroup",
+    "ProcessGroupAbortedError",
+    "ProcessGroupDummy",
+    "ProcessGroupError",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
+]

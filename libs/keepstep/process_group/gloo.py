@@ -1,0 +1,163 @@
+"""Gloo: TCP, for tensors in main memory."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import structlog
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from keepstep.process_group.backend import BackendProcessGroup, Communicator
+from keepstep.process_group.base import ProcessGroupAbortedError
+from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, greet, local_address_towards, shut_down
+from keepstep.rendezvous import RendezvousStore
+
+log = structlog.get_logger("keepstep.process_group")
+
+_GLOO: Any = TorchGloo  # torch's stubs do not fit it
+SLICE = timedelta(milliseconds=100)
+"""How long a wait on a store that knows no abort may go on before it is looked whether it should."""
+RESCUE_SECONDS = 0.02
+"""Between two tries to free a constructor that is to end."""
+
+
+class ProcessGroupGloo(BackendProcessGroup):
+    """Gloo with an ``abort`` that works, any number of times configurable."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "keepstep-gloo"
+
+    def _create(
+        self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
+    ) -> Communicator:
+        host = host or local_address_towards(_host(store))
+        return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
+
+
+class GlooCommunicator(Communicator):
+    def __init__(
+        self,
+        store: Store,
+        host: str,
+        rank: int,
+        size: int,
+        name: str,
+        global_ranks: list[int] | None,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(rank, size, timeout)
+        self._store = _ObservedStore(store, self, timeout)
+        self._options: Any = _GLOO._Options()  # noqa: SLF001  # torch binds it under no other name
+        self._options._timeout = timeout  # noqa: SLF001
+        self._options.group_name = name
+        self._options.global_ranks_in_group = global_ranks or []
+        self._host = host
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+        self._rescue: threading.Thread | None = None
+
+    def connect(self) -> None:
+        try:
+            self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
+            self.backend = _GLOO(self._store, self.rank, self.size, self._options)
+        finally:
+            self._connected.set()
+            with self._lock:
+                rescue = self._rescue
+            if rescue is not None:
+                rescue.join()
+            self._options._devices = []  # noqa: SLF001
+
+    def interrupt(self) -> None:
+        self._store.abort()
+        with self._lock:
+            if not self._connected.is_set() and self._rescue is None:
+                self._rescue = threading.Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
+                self._rescue.start()
+        self._shut_down()
+
+    def _shut_down(self, *, connecting: bool = False) -> None:
+        if self._store.own is not None:
+            shut_down(self._store.own.listener, self._store.peers, connecting=connecting)
+
+    def _free_constructor(self) -> None:
+        """Ends a constructor that waits for peers: those that should connect to us, those that do not answer."""
+        greetings: list[socket.socket] = []
+        while not self._connected.is_set():
+            self._shut_down(connecting=True)
+            own = self._store.own
+            if own is not None:
+                greetings += greet(own.listener, own.sequence_numbers or tuple(range(self.size)))
+            self._connected.wait(RESCUE_SECONDS)
+        for greeting in greetings:
+            greeting.close()
+
+
+class _ObservedStore(Store):
+    """Passes on what Gloo asks of a store, and notes the addresses in it. A wait ends when the communicator failed."""
+
+    def __init__(self, inner: Store, communicator: Communicator, timeout: timedelta) -> None:
+        super().__init__()
+        self._inner = inner
+        self._communicator = communicator
+        self._timeout = timeout
+        self.own: GlooRank | None = None
+        self.peers: set[Endpoint] = set()
+
+    def abort(self) -> None:
+        if isinstance(self._inner, RendezvousStore):
+            self._inner.abort(str(self._communicator.error))
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch really hands over
+        self._check()
+        self.own = self._parse(value)
+        self._inner.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        value = bytes(self._inner.get(key))
+        rank = self._parse(value)
+        if rank is not None and rank != self.own:
+            self.peers.add(rank.listener)
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout = timeout or self._timeout
+        if isinstance(self._inner, RendezvousStore):
+            self._inner.wait(keys, timeout)
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            self._check()
+            try:
+                self._inner.wait(list(keys), SLICE)
+            except RuntimeError:
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                return
+
+    def _check(self) -> None:
+        if self._communicator.error is not None:
+            raise ProcessGroupAbortedError(str(self._communicator.error))
+
+    def _parse(self, value: bytes) -> GlooRank | None:
+        try:
+            return GlooRank.parse(value)
+        except ValueError as error:
+            log.warning("gloo cannot be aborted", reason=str(error), consequence="a stuck peer costs the whole timeout")
+            return None
+
+
+def _host(store: Store) -> str:
+    """Where the members meet."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = store.host if isinstance(store, RendezvousStore) else getattr(store, "host", "")
+    return str(host or "localhost")

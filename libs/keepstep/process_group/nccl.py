@@ -1,0 +1,219 @@
+"""NCCL and XCCL: collectives on an accelerator, on the streams of their communicator.
+
+An accelerator's ``wait`` only makes the current stream wait, so a stuck peer shows as a stream that stands still. A
+watcher knows when each operation should have passed its stream and aborts the communicator when it has not; the kernels
+then end and the stream runs on, over a result that is worthless. So ``errored`` synchronises first: whoever asks it
+before using what was reduced never uses such a result. torch's own watchdog, which ends the process, is off.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, Work
+from torch.futures import Future
+
+from keepstep.process_group.backend import NO_TIMEOUT, BackendProcessGroup, BackendWork, Communicator
+from keepstep.process_group.base import ProcessGroupError
+
+log = structlog.get_logger("keepstep.process_group")
+
+ABORT_SECONDS = 10.0
+"""How long freeing a communicator may wait for an abort that is under way."""
+
+_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # we abort; the watchdog would end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+
+class AcceleratorCommunicator(Communicator):
+    """``backend_class``: torch's. Its communicator initialises without blocking, so that it can be aborted."""
+
+    def __init__(
+        self, backend_class: Any, options: Any, store: Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size, timeout)
+        self._backend_class = backend_class
+        self._options = options
+        self._store = store
+        self._watch = _StreamWatch(self)
+        self._abort: threading.Thread | None = None
+
+    def connect(self) -> None:
+        backend = self._backend_class(self._store, self.rank, self.size, self._options)
+        self.backend = backend  # so that `interrupt` reaches it while it connects
+        if self.error is not None:
+            raise self.error
+        device: Any = torch.accelerator.current_accelerator()
+        backend.eager_connect_single_device(torch.device(device.type, torch.accelerator.current_device_index()))
+
+    def interrupt(self) -> None:
+        store_abort = getattr(self._store, "abort", None)
+        if store_abort is not None:
+            store_abort(str(self.error))
+        self._watch.stop()
+        backend: Any = self.backend
+        if backend is not None:
+            self._abort = threading.Thread(target=backend.abort, name="keepstep-nccl-abort", daemon=True)
+            self._abort.start()
+
+    def close(self) -> None:
+        if self._abort is not None:
+            self._abort.join(ABORT_SECONDS)
+            if self._abort.is_alive():
+                log.warning("the communicator's abort is stuck", seconds=ABORT_SECONDS)
+        self._watch.join()
+        super().close()
+
+    def expect(self, timeout: timedelta) -> None:
+        """The current stream should be through with what it has now within ``timeout``."""
+        self._watch.add(timeout)
+
+
+class AcceleratorWork(BackendWork):
+    _communicator: AcceleratorCommunicator
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Makes the current stream wait. A failure that shows later is in ``errored`` of the group."""
+        limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
+        guard = threading.Timer(limit.total_seconds(), self._late, (limit,)) if self._operation == "barrier" else None
+        if guard is not None:  # the only one whose wait blocks the CPU
+            guard.start()
+        try:
+            done = super().wait(NO_TIMEOUT)
+        finally:
+            if guard is not None:
+                guard.cancel()
+                guard.join()
+        if self._communicator.error is not None:
+            raise ProcessGroupError(f"{self._operation} failed") from self._communicator.error
+        self._communicator.expect(limit)
+        return done
+
+    def get_future(self) -> Future[Any]:
+        future = super().get_future()
+        self._communicator.expect(self._communicator.timeout)
+        return future
+
+    def _late(self, limit: timedelta) -> None:
+        self._communicator.fail(TimeoutError(f"{self._operation} took longer than {limit}"))
+
+
+class _StreamWatch:
+    """Fails a communicator when a stream has not come past a mark in time. Its thread lives while there are marks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._changed = threading.Condition()
+        self._marks: collections.deque[tuple[float, timedelta, torch.Event]] = collections.deque()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, timeout: timedelta) -> None:
+        mark = torch.Event()
+        mark.record()
+        with self._changed:
+            while self._marks and self._marks[0][2].query():
+                self._marks.popleft()
+            self._marks.append((time.monotonic() + timeout.total_seconds(), timeout, mark))
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="keepstep-stream-watch", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(ABORT_SECONDS)
+
+    def _run(self) -> None:
+        late = None
+        with self._changed:
+            while not self._stopped and late is None:
+                while self._marks and self._marks[0][2].query():
+                    self._marks.popleft()
+                if not self._marks:
+                    self._thread = None
+                    return
+                due, timeout, _ = self._marks[0]
+                if due <= time.monotonic():
+                    late = timeout
+                else:
+                    self._changed.wait(due - time.monotonic())
+            self._marks.clear()
+        if late is not None:
+            self._communicator.fail(
+                TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or gone")
+            )
+
+
+class ProcessGroupNCCL(BackendProcessGroup):
+    """NCCL for CUDA tensors, on the device that is current when it is configured."""
+
+    _backend_name = "NCCL"
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        self._torch_class: Any = getattr(dist, f"ProcessGroup{self._backend_name}", None)
+        if self._torch_class is None or not torch.accelerator.is_available():
+            raise ProcessGroupError(
+                f"{type(self).__name__} needs a torch built with {self._backend_name} and a device; "
+                "ProcessGroupGloo works without"
+            )
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return f"keepstep-{self._backend_name.lower()}"
+
+    def errored(self) -> Exception | None:
+        """What broke the group. Waits for the current stream, which the watcher ends if it is stuck."""
+        if self._communicator is not None:
+            torch.accelerator.current_stream().synchronize()
+        return super().errored()
+
+    def _create(
+        self,
+        store: Store,
+        host: str | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        global_ranks: list[int] | None,
+    ) -> AcceleratorCommunicator:
+        options = self._options()
+        options.group_name = name
+        options.global_ranks_in_group = global_ranks or []
+        return AcceleratorCommunicator(self._torch_class, options, store, rank, world_size, self._timeout)
+
+    def _options(self) -> Any:
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(int(self._timeout.total_seconds()) or 1))
+        options = self._torch_class.Options()
+        options.config.blocking = 0
+        return options
+
+    def _wrap(self, communicator: Communicator, raw: Work, operation: str) -> AcceleratorWork:
+        return AcceleratorWork(communicator, raw, operation)
+
+
+class ProcessGroupXCCL(ProcessGroupNCCL):
+    """The same on Intel's XCCL, where torch has it."""
+
+    _backend_name = "XCCL"
+
+    def _options(self) -> Any:
+        return self._torch_class.Options()
