@@ -1,0 +1,85 @@
+"""keepstep: per-step fault tolerance for PyTorch training. The worker library.
+
+Names are loaded when first used, so that ``keepstep.coordination`` works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepstep.checkpointing import CheckpointTransport, HTTPTransport
+    from keepstep.data import DistributedSampler
+    from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from keepstep.manager import Manager, WorldSizeMode
+    from keepstep.optim import OptimizerWrapper
+    from keepstep.optim import OptimizerWrapper as Optimizer
+    from keepstep.process_group import (
+        ErrorSwallowingProcessGroupWrapper,
+        FakeProcessGroupWrapper,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+        ProcessGroupWrapper,
+        ProcessGroupXCCL,
+    )
+
+_HOME = {
+    "Manager": "manager",
+    "WorldSizeMode": "manager",
+    "DistributedDataParallel": "ddp",
+    "PureDistributedDataParallel": "ddp",
+    "OptimizerWrapper": "optim",
+    "DistributedSampler": "data",
+    "CheckpointTransport": "checkpointing",
+    "HTTPTransport": "checkpointing",
+    "ProcessGroup": "process_group",
+    "ProcessGroupGloo": "process_group",
+    "ProcessGroupNCCL": "process_group",
+    "ProcessGroupXCCL": "process_group",
+    "ProcessGroupDummy": "process_group",
+    "ProcessGroupWrapper": "process_group",
+    "ErrorSwallowingProcessGroupWrapper": "process_group",
+    "FakeProcessGroupWrapper": "process_group",
+    "ManagedProcessGroup": "process_group",
+}
+
+__all__ = [
+    "Manager",
+    "WorldSizeMode",
+    "DistributedDataParallel",
+    "PureDistributedDataParallel",
+    "Optimizer",
+    "OptimizerWrapper",
+    "DistributedSampler",
+    "CheckpointTransport",
+    "HTTPTransport",
+    "ProcessGroup",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupXCCL",
+    "ProcessGroupDummy",
+    "ProcessGroupWrapper",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "ManagedProcessGroup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    name_there = "OptimizerWrapper" if name == "Optimizer" else name
+    if name_there not in _HOME:
+        raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(f"keepstep.{name} needs PyTorch: pip install 'keepstep[train]'")
+    value = getattr(importlib.import_module(f"keepstep.{_HOME[name_there]}"), name_there)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

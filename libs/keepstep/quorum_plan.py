@@ -2,22 +2,17 @@
 
 Rules (SEMANTICS, section 2):
 
-* Equal (step, lineage) means equal weights. The *reference* is the state with the highest step, then the highest
-  lineage, then the most members, then the lowest replica_id. Who has it is the *cohort*; everybody else heals.
-* A lineage is the quorum_id of the last commit. Before the first commit it is the group's incarnation, or empty: those
-  count as 0. A state that a broken heal left half written counts below everything and is never a reference.
+* Equal (step, lineage) means equal weights. ``keepstep_mesh.lineage`` says which is the reference; who has it is the
+  *cohort*, everybody else heals.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
+from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
-
-TORN = "torn:"
-"""Start of the lineage of a state that a broken heal left half written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +59,6 @@ class QuorumPlan:
     def store_address(self) -> str:
         """Where the members meet to build their process groups: the first of the cohort."""
         return self.members[self.cohort[0]].info.store_address
-
-
-def lineage_rank(lineage: Lineage) -> int:
-    """How far a lineage has come: its quorum_id, 0 before the first commit, -1 for a torn state."""
-    if isinstance(lineage, int):
-        return lineage
-    return -1 if lineage.startswith(TORN) else 0
-
-
-def reference_state(members: tuple[Member, ...]) -> tuple[int, Lineage]:
-    """The (step, lineage) that the job goes on from."""
-    weight = Counter((member.step, member.lineage) for member in members)
-    best = members[0]
-    for member in members[1:]:  # sorted by replica_id: a tie leaves the lowest
-        if _precedence(member, weight) > _precedence(best, weight):
-            best = member
-    return best.step, best.lineage
-
-
-def _precedence(member: Member, weight: Counter[tuple[int, Lineage]]) -> tuple[int, int, int]:
-    return member.step, lineage_rank(member.lineage), weight[member.step, member.lineage]
 
 
 def make_plan(quorum: Quorum, replica_id: str) -> QuorumPlan:

@@ -1,0 +1,391 @@
+"""The quorum without a Manager, and without torch: a lighthouse in a thread, and blocking clients of it.
+
+Names and parameters are torchft's. Deadlines give ``TimeoutError``, everything else ``RuntimeError`` with the reason. A
+connection is retried with backoff within ``connect_timeout``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from keepstep.environment import address_towards, variable
+from keepstep.group import GroupSettings
+from keepstep.group_peers import checkpoint_metadata
+from keepstep.group_server import GroupServer
+from keepstep.mesh_thread import MeshThread
+from keepstep.quorum_plan import make_plan
+from keepstep.rank_client import RankClient
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
+from keepstep_mesh.messages import Quorum as MeshQuorum
+from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.settings import split_addresses
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.app import Lighthouse
+
+log = get_logger("keepstep.coordination")
+
+SLACK = 5.0
+"""Seconds that a caller waits beyond a deadline that the loop keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumMember:
+    """One participant. ``data`` is what it passed to ``LighthouseClient.quorum``."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: Data = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """``created``: Unix time in seconds at which this quorum_id was formed."""
+
+    quorum_id: int
+    participants: list[QuorumMember]
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumResult:
+    """One rank's part in a quorum, as ``keepstep.quorum_plan`` computes it."""
+
+    quorum_id: int
+    replica_rank: int
+    replica_world_size: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int | None
+    recover_dst_replica_ranks: list[int]
+    store_address: str
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    heal: bool
+    replica_ids: list[str]
+
+
+class LighthouseServer:
+    """A lighthouse in a thread of its own, its state in memory.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one.
+        min_replicas: fewer never make a quorum.
+        join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s.
+        quorum_tick_ms: taken for compatibility; the lighthouse acts on events and has no tick.
+        heartbeat_timeout_ms: silence after which a group is dead; default 5 s.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None,  # noqa: ARG002
+        heartbeat_timeout_ms: int | None = None,
+    ) -> None:
+        try:
+            from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
+            from keepstep_lighthouse.events import Policy  # noqa: PLC0415
+        except ImportError as error:
+            raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
+        policy = Policy(
+            min_replicas=min_replicas,
+            join_timeout=(join_timeout_ms or 60_000) / 1000,
+            heartbeat_timeout=(heartbeat_timeout_ms or 5_000) / 1000,
+        )
+        host, _, port = bind.removeprefix("http://").rpartition(":")
+        host = "0.0.0.0" if host in ("[::]", "::", "") else host  # noqa: S104  torchft's spelling of "everywhere"
+        self._mesh = MeshThread("keepstep-lighthouse")
+        try:
+            self._service: Lighthouse = Lighthouse(LighthouseSettings(bind=f"{host}:{port}", policy=policy))
+            self._mesh.call(self._service.start(), 30.0)
+        except BaseException:
+            self._mesh.stop()
+            raise
+
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self._service.address
+
+    def shutdown(self) -> None:
+        self._mesh.call(self._service.stop(), 30.0)
+        self._mesh.stop()
+
+
+class LighthouseClient:
+    """Asks for quorums under any replica_id; each id has a session of its own.
+
+    Args:
+        addr: ``http://host:port``, several separated by commas.
+        connect_timeout: of the first connection.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self._addresses = split_addresses(addr)
+        self._connect_timeout = connect_timeout.total_seconds()
+        self._mesh = MeshThread("keepstep-lighthouse-client")
+        self._sessions: dict[str, LighthouseSession] = {}
+        self._lock = threading.Lock()
+
+    def _session(self, replica_id: str) -> LighthouseSession:
+        with self._lock:
+            session = self._sessions.get(replica_id)
+            if session is None:
+                session = LighthouseSession(
+                    SessionSettings(
+                        addresses=self._addresses,
+                        job=variable("JOB") or "default",
+                        replica_id=replica_id,
+                        token=variable("TOKEN"),
+                        connect_timeout=self._connect_timeout,
+                    ),
+                    lambda _: None,
+                )
+                self._mesh.call(session.start(), self._connect_timeout + SLACK)
+                self._sessions[replica_id] = session
+            return session
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: Data = None,
+    ) -> Quorum:
+        """Asks, waits, and answers with all participants. TimeoutError with the lighthouse's reason."""
+        seconds = timeout.total_seconds()
+        answer: MeshQuorum = self._mesh.call(
+            self._session(replica_id).quorum(
+                step=step or 0,
+                lineage="",
+                shrink_only=bool(shrink_only),
+                commit_failures=0,
+                info=MemberInfo(address or "", store_address or "", world_size or 0, "", data),
+                timeout=seconds,
+            ),
+            seconds + SLACK,
+        )
+        participants = [
+            QuorumMember(
+                m.replica_id,
+                m.info.address,
+                m.info.store_address,
+                m.step,
+                m.info.world_size,
+                m.shrink_only,
+                m.info.data,
+            )
+            for m in answer.members
+        ]
+        return Quorum(answer.quorum_id, participants, answer.created_ms / 1000)
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:  # noqa: ARG002
+        """Makes ``replica_id`` known as alive; its session goes on beating from then on."""
+        self._session(replica_id)
+
+    def shutdown(self) -> None:
+        """Ends all sessions; their groups have left."""
+        with self._lock:
+            sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            try:
+                self._mesh.call(session.leave("client shut down", 1.0), 1.0 + SLACK)
+            except (TimeoutError, KeepstepError, OSError) as error:
+                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+            self._mesh.call(session.close(), SLACK)
+        self._mesh.stop()
+
+
+class ManagerServer:
+    """The group server of one replica group, in a thread of its own.
+
+    Args:
+        replica_id: of the group; used as it is.
+        lighthouse_addr: ``http://host:port``, several separated by commas.
+        hostname: to advertise; empty: the address of the interface that reaches the lighthouse.
+        bind: ``host:port``; only the port counts.
+        store_addr: what members are told to meet at; empty: this server.
+        world_size: ranks of the group.
+        heartbeat_interval, connect_timeout: of the lighthouse session.
+        quorum_retries: how often a quorum that timed out is asked for again.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        lighthouse_addr: str,
+        hostname: str,
+        bind: str,
+        store_addr: str,
+        world_size: int,
+        heartbeat_interval: timedelta,
+        connect_timeout: timedelta,
+        quorum_retries: int,
+    ) -> None:
+        addresses = split_addresses(lighthouse_addr)
+        port = bind.rpartition(":")[2]
+        token = variable("TOKEN")
+        self._mesh = MeshThread("keepstep-manager-server")
+        self._failed = ""
+        self._server = GroupServer(
+            GroupSettings(
+                replica_id=replica_id,
+                world_size=world_size,
+                host=hostname or address_towards(addresses[0]),
+                port=int(port) if port.isdigit() else 0,
+                store_address=store_addr,
+                token=token,
+                quorum_retries=quorum_retries,
+                rank_0_connects=True,
+            ),
+            lambda name, push: LighthouseSession(
+                SessionSettings(
+                    addresses=addresses,
+                    job=variable("JOB") or "default",
+                    replica_id=name,
+                    token=token,
+                    connect_timeout=connect_timeout.total_seconds(),
+                    heartbeat_interval=heartbeat_interval.total_seconds(),
+                ),
+                push,
+            ),
+            self._note_failure,
+            lambda _: None,
+        )
+        try:
+            self._mesh.call(self._server.start(), connect_timeout.total_seconds() + SLACK)
+        except BaseException:
+            self._mesh.stop()
+            raise
+
+    def _note_failure(self, reason: str) -> None:
+        self._failed = reason
+
+    def address(self) -> str:
+        """``http://host:port``."""
+        return self._server.address
+
+    def shutdown(self) -> None:
+        try:
+            self._mesh.call(self._server.leave("shutdown", 1.0), 1.0 + SLACK)
+        except (TimeoutError, KeepstepError, OSError) as error:
+            log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+        self._mesh.call(self._server.close(), SLACK)
+        self._mesh.stop()
+
+
+class ManagerClient:
+    """One rank's connections to its ``ManagerServer``.
+
+    Args:
+        addr: of the server.
+        connect_timeout: of each rank's first call.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self._addr = addr
+        self._connect_timeout = connect_timeout.total_seconds()
+        self._mesh = MeshThread("keepstep-manager-client")
+        self._clients: dict[int, RankClient] = {}
+        self._answers: dict[int, tuple[int, int, int]] = {}
+        self._requests = itertools.count(1)
+
+    def _client(self, group_rank: int) -> RankClient:
+        client = self._clients.get(group_rank)
+        if client is None:
+            client = RankClient(
+                self._addr,
+                group_rank,
+                0,
+                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                variable("TOKEN"),
+                lambda _: None,
+                lambda _: None,
+            )
+            self._mesh.call(client.start(self._connect_timeout), self._connect_timeout + SLACK)
+            self._clients[group_rank] = client
+        return client
+
+    def quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        timeout: timedelta,
+        commit_failures: int = 0,
+        init_sync: bool = True,
+        lineage: int | str | None = None,
+    ) -> QuorumResult:
+        """This rank's part in the next quorum, once every rank of the group has asked."""
+        client = self._client(group_rank)
+        seconds = timeout.total_seconds()
+        if lineage is None:
+            lineage = client.replica_id if init_sync and step == 0 else ""
+        ask = RankAsk(
+            next(self._requests),
+            step,
+            lineage,
+            shrink_only,
+            commit_failures,
+            round(seconds * 1000),
+            checkpoint=checkpoint_metadata,
+        )
+        answer = self._mesh.call(client.ask(ask), seconds + SLACK)
+        plan = make_plan(answer.quorum, client.replica_id)
+        self._answers[group_rank] = (plan.epoch, plan.quorum_id, answer.attempt)
+        source = plan.members[plan.source].info.address if plan.source is not None else ""
+        return QuorumResult(
+            quorum_id=plan.quorum_id,
+            replica_rank=plan.replica_rank,
+            replica_world_size=plan.replica_world_size,
+            recover_src_manager_address=source,
+            recover_src_replica_rank=plan.source,
+            recover_dst_replica_ranks=list(plan.destinations),
+            store_address=plan.store_address,
+            max_step=plan.max_step,
+            max_replica_rank=plan.max_replica_rank,
+            max_world_size=plan.max_world_size,
+            heal=plan.heal,
+            replica_ids=list(plan.replica_ids),
+        )
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+        """The group's decision once every rank has voted under the quorum that it last got. TimeoutError else."""
+        client = self._client(group_rank)
+        epoch, quorum_id, attempt = self._answers.get(group_rank, (0, 0, 0))
+        seconds = timeout.total_seconds()
+        vote = RankVote(epoch, quorum_id, step, attempt, should_commit)
+        return self._mesh.call(client.vote(vote, seconds), seconds + SLACK)
+
+    def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """What rank ``rank`` of the server's group gave for its peers."""
+        return self._mesh.call(
+            checkpoint_metadata(self._addr, rank, variable("TOKEN"), timeout.total_seconds()),
+            timeout.total_seconds() + 1,
+        )
+
+    def shutdown(self) -> None:
+        for client in self._clients.values():
+            try:
+                self._mesh.call(client.leave("shutdown", 1.0), 1.0 + SLACK)
+            except (TimeoutError, KeepstepError, OSError) as error:
+                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+            self._mesh.call(client.close(), SLACK)
+        self._mesh.stop()

@@ -1,0 +1,154 @@
+"""Data parallelism over replica groups: gradients are averaged by the Manager, buffers with them.
+
+torch's reducer does the bucketing. Its buckets must be the same in every group at every moment, also in one that
+joins today, so they are never rebuilt in the order of a first backward pass (``find_unused_parameters`` holds them).
+A parameter that a step did not use counts with a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket, ReduceOp
+from torch.futures import Future
+from torch.nn import parallel
+
+from keepstep.process_group import ProcessGroupDummy
+
+if TYPE_CHECKING:
+    from keepstep.manager import Manager
+
+
+class _ReducerGroup(ProcessGroupDummy):
+    """What torch's reducer takes for its process group. The only collective that it still runs there agrees on which
+    parameters were used; we say all, so that every parameter takes its averaged gradient in every group.
+    """
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            tensor.fill_(1)
+        return super().allreduce(tensors, opts, timeout)
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
+
+    Args:
+        manager: of this replica group.
+        module: whose parameters' gradients are averaged over the groups.
+        sync_buffers: average float buffers with the gradients and take the others from the first of the cohort, so that
+            BatchNorm models stay equal over the groups.
+        **kwargs: of torch's class; ``find_unused_parameters``, ``process_group``, ``init_sync`` and
+            ``broadcast_buffers`` are set here.
+
+    A peer that dies in the backward pass rejects the step, it does not raise. ``no_sync()`` accumulates as with
+    torch's.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module, sync_buffers: bool = True, **kwargs: Any) -> None:
+        for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
+            if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
+                raise ValueError(f"{name} cannot be given: keepstep's DistributedDataParallel sets it")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().__init__(
+                module,
+                process_group=_ReducerGroup(0, 1),
+                init_sync=False,
+                broadcast_buffers=False,
+                find_unused_parameters=True,
+                **kwargs,
+            )
+        warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
+        self._keepstep_manager = manager
+        self._synced = _SyncedBuffers(manager, module) if sync_buffers and any(True for _ in module.buffers()) else None
+        self.register_comm_hook(self, _average_bucket)
+        manager.set_layout(_layout(module, kwargs.get("bucket_cap_mb")))
+
+
+def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
+    if state._synced is not None and bucket.index() == 0:  # noqa: SLF001  ours
+        state._synced.start()  # noqa: SLF001
+    work = state._keepstep_manager.allreduce(bucket.buffer())  # noqa: SLF001
+    return work.get_future()
+
+
+class _SyncedBuffers:
+    """A module's buffers, made equal over the groups once a step."""
+
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
+        self._manager = manager
+        self._module = module
+
+    def start(self) -> None:
+        buffers = [buffer for buffer in self._module.buffers() if buffer.numel()]
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for (dtype, _), group in kinds.items():
+            self._sync(group, averaged=dtype.is_floating_point or dtype.is_complex)
+
+    def _sync(self, buffers: list[torch.Tensor], averaged: bool) -> None:
+        with torch.no_grad():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            carrier = flat if flat.dtype is not torch.bool else flat.to(torch.uint8)
+            if not averaged and not self._is_first():
+                carrier.zero_()
+        work = self._manager.allreduce(carrier, reduce_op=ReduceOp.AVG if averaged else ReduceOp.SUM)
+
+        def copy_back() -> None:
+            with torch.no_grad():
+                at = 0
+                for buffer in buffers:
+                    buffer.copy_(carrier[at : at + buffer.numel()].view_as(buffer))
+                    at += buffer.numel()
+
+        work.on_success(copy_back)  # type: ignore[attr-defined]
+
+    def _is_first(self) -> bool:
+        try:
+            return self._manager.participating_rank() == 0
+        except Exception as error:  # noqa: BLE001  no quorum: the step does not commit, and the all-reduce will say why
+            self._manager.report_error(error)
+            return False
+
+
+class PureDistributedDataParallel(nn.Module):
+    """Averages each parameter's gradient on its own, as soon as it is there. Simple, and slow for many parameters.
+
+    Args:
+        manager: of this replica group.
+        module: whose gradients are averaged.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda p: _average_gradient(manager, p)
+                )
+        manager.set_layout(_layout(module, None))
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+
+def _average_gradient(manager: Manager, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        manager.allreduce(parameter.grad)  # should_commit waits for it
+
+
+def _layout(module: nn.Module, bucket_cap_mb: float | None) -> list[str]:
+    """What must be the same in all groups for their buckets to mean the same, one line each."""
+    lines = [f"bucket_cap_mb {bucket_cap_mb or 'default'}"]
+    lines += [
+        f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in module.named_parameters() if p.requires_grad
+    ]
+    lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+    return lines

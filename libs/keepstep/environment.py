@@ -1,0 +1,82 @@
+"""What the Manager takes from its environment. A variable that is set overrides the argument, everywhere it is used.
+
+Every variable is read under ``KEEPSTEP_`` first, then under ``TORCHFT_``, so that launchers written for torchft serve.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.parse
+from datetime import timedelta
+
+PREFIXES = ("KEEPSTEP_", "TORCHFT_")
+
+
+def variable(name: str) -> str | None:
+    """The value of ``KEEPSTEP_<name>``, else ``TORCHFT_<name>``; None when neither is set or both are empty."""
+    for prefix in PREFIXES:
+        value = os.environ.get(prefix + name)
+        if value:
+            return value
+    return None
+
+
+def seconds(name: str, argument: timedelta) -> timedelta:
+    """A duration in seconds from the environment, else ``argument``. ValueError that names the variable."""
+    value = variable(name)
+    if value is None:
+        return argument
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"KEEPSTEP_{name}={value!r} must be a positive number of seconds, such as 60")
+    return timedelta(seconds=number)
+
+
+def integer(name: str, argument: int) -> int:
+    value = variable(name)
+    if value is None:
+        return argument
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"KEEPSTEP_{name}={value!r} must be a whole number") from None
+
+
+def rank_or_size(name: str, argument: int | None, default: int) -> int:
+    """RANK or WORLD_SIZE: the argument, else torchrun's variable, else ``default``."""
+    if argument is not None:
+        return argument
+    value = os.environ.get(name)
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} must be a whole number; torchrun and `keepstep run` set it") from None
+
+
+def restart_count() -> int:
+    """How often the launcher has restarted this group (torchrun's TORCHELASTIC_RESTART_COUNT)."""
+    value = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def address_towards(peer: str) -> str:
+    """Our address on the interface that reaches ``peer`` (``http://host:port`` or ``host:port``); nothing is sent.
+
+    A host name would do only where every machine resolves every other's; this works wherever the lighthouse is reached.
+    """
+    parts = urllib.parse.urlsplit(peer if "//" in peer else f"//{peer}")
+    host, port = parts.hostname or "127.0.0.1", parts.port or 29510
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    raise OSError(f"no route to {peer}: give the Manager a `hostname` that its peers can reach")

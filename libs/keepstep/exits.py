@@ -1,0 +1,79 @@
+"""How a trainer ends for reasons of its group. The exit codes are part of the contract with launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+EXIT_GROUP_FAILED = 75
+"""A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
+EXIT_EVICTED = 77
+"""An operator evicted the group (EX_NOPERM)."""
+
+
+class EvictedExit(SystemExit):
+    """The lighthouse evicted this group. Exit code ``EXIT_EVICTED``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_EVICTED)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class GroupFailedExit(SystemExit):
+    """This rank cannot learn its group's decision and must not guess. Exit code ``EXIT_GROUP_FAILED``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_GROUP_FAILED)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def end_process(reason: str) -> None:
+    """Ends this process now, from any thread: its training thread may be stuck in a collective or in C++."""
+    print(f"keepstep: {reason}; ending this rank (exit {EXIT_GROUP_FAILED})", file=sys.stderr, flush=True)  # noqa: T201
+    sys.stdout.flush()
+    os._exit(EXIT_GROUP_FAILED)
+
+
+class TerminationFlag:
+    """SIGTERM as a wish to leave at the next step boundary. A second SIGTERM ends the process as it would have before.
+
+    The handler that was there before is called too. Only the main thread can install it; elsewhere nothing happens.
+    """
+
+    def __init__(self, wish: Callable[[str], None]) -> None:
+        self._wish = wish
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        self._installed = threading.current_thread() is threading.main_thread()
+        self._seen = False
+        if self._installed:
+            self._before = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._seen and self._before in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._seen = True
+        self._wish("SIGTERM")
+        if callable(self._before):
+            self._before(number, frame)
+
+    def restore(self) -> None:
+        """Puts the handler back that was there before, if ours still is the one."""
+        if (
+            self._installed
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) == self._handle
+        ):
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)

@@ -1,0 +1,182 @@
+"""Deadlines for torch futures, code blocks and CUDA streams.
+
+One thread watches all deadlines while there are any and ends when there are none. Should that thread itself be stuck (a
+callback that never returns, a GIL that is never given up), the watchdog ends the process: a trainer that can no longer
+keep its deadlines would hang its whole job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import heapq
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+
+T = TypeVar("T")
+
+WATCHDOG_ENV = ("KEEPSTEP_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
+WATCHDOG_TIMEOUT = 30.0
+EXIT_WATCHDOG = 70
+"""Exit code of a process that the watchdog ended (EX_SOFTWARE)."""
+
+
+class _Deadline:
+    __slots__ = ("callback", "due")
+
+    def __init__(self, due: float, callback: Callable[[], None]) -> None:
+        self.due = due
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class _Deadlines:
+    """A heap of deadlines and the thread that keeps them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, _Deadline]] = []
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    def after(self, timeout: timedelta, callback: Callable[[], None]) -> _Deadline:
+        deadline = _Deadline(time.monotonic() + timeout.total_seconds(), callback)
+        with self._changed:
+            heapq.heappush(self._heap, (deadline.due, next(self._order), deadline))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="keepstep-deadlines", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return deadline
+
+    def cancel(self, deadline: _Deadline) -> None:
+        with self._changed:
+            deadline.cancel()
+            while self._heap and self._heap[0][2].callback is None:
+                heapq.heappop(self._heap)
+            self._changed.notify()
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                if not self._heap:
+                    self._thread = None
+                    return
+                due, _, deadline = self._heap[0]
+                wait = due - time.monotonic()
+                if wait > 0:
+                    self._changed.wait(wait)
+                    continue
+                heapq.heappop(self._heap)
+                callback = deadline.callback
+            if callback is not None:
+                with _watchdog():
+                    callback()
+
+
+@contextlib.contextmanager
+def _watchdog() -> Generator[None, None, None]:
+    """Ends the process when the block takes longer than the watchdog's timeout."""
+    timeout = next((float(os.environ[name]) for name in WATCHDOG_ENV if os.environ.get(name)), WATCHDOG_TIMEOUT)
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(timeout):
+            print(  # noqa: T201  the process ends here, whatever becomes of logging
+                f"keepstep: a deadline's callback has been stuck for {timeout:g} s; ending the process (exit "
+                f"{EXIT_WATCHDOG}) so that its launcher restarts it",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(EXIT_WATCHDOG)
+
+    guard = threading.Thread(target=watch, name="keepstep-watchdog", daemon=True)
+    guard.start()
+    try:
+        yield
+    finally:
+        done.set()
+        guard.join()
+
+
+_DEADLINES = _Deadlines()
+
+
+def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
+    """A future that completes as ``fut`` does, or with TimeoutError after ``timeout``, whichever is first."""
+    timed: Future[T] = Future()
+    lock = threading.Lock()
+    settled = False
+
+    def settle(finish: Callable[[], None]) -> None:
+        nonlocal settled
+        with lock:
+            if settled:
+                return
+            settled = True
+        finish()
+
+    deadline = _DEADLINES.after(
+        timeout,
+        lambda: settle(
+            lambda: timed.set_exception(
+                TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")  # type: ignore[arg-type]
+            )
+        ),
+    )
+
+    def finished(source: Future[T]) -> None:
+        def finish() -> None:
+            _DEADLINES.cancel(deadline)
+            try:
+                timed.set_result(source.value())
+            except Exception as error:  # noqa: BLE001  whatever the future holds is handed on
+                timed.set_exception(error)  # type: ignore[arg-type]
+
+        settle(finish)
+
+    fut.add_done_callback(finished)
+    return timed
+
+
+def future_wait(fut: Future[T], timeout: timedelta) -> T:
+    """The value of ``fut``. TimeoutError when it is not there within ``timeout``; else what the future raised."""
+    done = threading.Event()
+    fut.add_done_callback(lambda _: done.set())
+    if not done.wait(timeout.total_seconds()):
+        raise TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")
+    return fut.wait()
+
+
+@contextlib.contextmanager
+def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Generator[None, None, None]:
+    """Calls ``callback`` from another thread when the block takes longer than ``timeout``."""
+    deadline = _DEADLINES.after(timeout, callback)
+    try:
+        yield
+    finally:
+        _DEADLINES.cancel(deadline)
+
+
+def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+    """Calls ``callback`` unless what is queued on the current CUDA stream now is done within ``timeout``."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+
+    def check() -> None:
+        if not event.query():
+            callback()
+
+    _DEADLINES.after(timeout, check)

@@ -1,0 +1,73 @@
+"""What a rank sees of its group, whichever rank it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from keepstep.rendezvous_server import KeyValueServer
+from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote
+
+RANK_BEAT = 1.0
+"""Seconds between heartbeats within a group."""
+RANK_SILENCE = 5.0
+"""Seconds of silence after which a rank counts as dead."""
+
+
+class RankLink(Protocol):
+    """How a rank takes part in its group. Rank 0's is the server itself, every other rank's a ``RankClient``."""
+
+    replica_id: str
+    address: str
+    """Of the group server, as its peers know it."""
+    layout_lines: list[str]
+    key_values: KeyValueServer | None
+    """The rendezvous table, when this process serves it."""
+
+    async def ask(self, ask: RankAsk) -> RankQuorum:
+        """The quorum for the group's next step. TimeoutError, Leaving, LayoutMismatch, SessionClosed, KeepstepError."""
+
+    async def vote(self, vote: RankVote, timeout: float) -> bool:
+        """The group's decision. TimeoutError when not every rank voted in time."""
+
+    def finished_step(self) -> None: ...
+
+    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None: ...
+
+    async def leave(self, reason: str, timeout: float) -> None: ...
+
+    async def fail(self, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    replica_id: str
+    world_size: int
+    host: str
+    """Address to advertise; the server binds to it."""
+    port: int = 0
+    restart: int = 0
+    store_address: str = ""
+    """What members are told to meet at; empty: this server."""
+    token: str | None = None
+    quorum_retries: int = 0
+    rank_0_connects: bool = False
+    """True: rank 0 is a client like the others (``coordination.ManagerServer``)."""
+
+
+class Leaving(KeepstepError):
+    """The group has left the job on purpose; the training thread turns this into ``Drained``."""
+
+
+def denial(code: str, reason: str, peer_address: str = "") -> Exception:
+    """What a denied request raises."""
+    if code == "deadline":
+        return TimeoutError(reason)
+    if code == "leaving":
+        return Leaving(reason)
+    if code == "layout":
+        return LayoutMismatch(reason, peer_address)
+    return SessionClosed(reason) if code == "closed" else KeepstepError(reason)

@@ -1,0 +1,93 @@
+"""What the ranks of one group agree on before they speak with one voice. Pure.
+
+* A request of the group merges those of its ranks: their steps and lineages must agree, ``commit_failures`` is the
+  largest, ``shrink_only`` and leaving are any.
+* A vote is keyed by (epoch, quorum_id, step, attempt). Only votes of one key are counted together; one that comes for
+  an
+  older key than the barrier has seen is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAsk:
+    """The request of a whole group."""
+
+    step: int
+    lineage: Lineage
+    shrink_only: bool
+    commit_failures: int
+    timeout: float
+    """Seconds."""
+    leaving: str
+    layout: str
+    handles: tuple[str, ...]
+
+
+def merge_asks(asks: Mapping[int, RankAsk]) -> GroupAsk:
+    """One request out of those of all ranks. Raises KeepstepError, naming two of them, when their states differ."""
+    first_rank = min(asks)
+    first = asks[first_rank]
+    for rank, ask in sorted(asks.items()):
+        if (ask.step, ask.lineage) != (first.step, first.lineage):
+            raise KeepstepError(
+                f"the ranks of this group disagree: rank {first_rank} is at step {first.step} (lineage "
+                f"{first.lineage!r}), rank {rank} at step {ask.step} (lineage {ask.lineage!r}); restart the group, it "
+                f"will heal from another"
+            )
+    layouts = [ask.layout for _, ask in sorted(asks.items())]
+    if len(layouts) == 1 or not any(layouts):
+        layout = layouts[0]
+    else:
+        layout = hashlib.blake2b("\n".join(layouts).encode(), digest_size=16).hexdigest()
+    handles = tuple(ask.handle for _, ask in sorted(asks.items()))
+    return GroupAsk(
+        step=first.step,
+        lineage=first.lineage,
+        shrink_only=any(ask.shrink_only for ask in asks.values()),
+        commit_failures=max(ask.commit_failures for ask in asks.values()),
+        timeout=min(ask.timeout_ms for ask in asks.values()) / 1000,
+        leaving=next((ask.leaving for ask in asks.values() if ask.leaving), ""),
+        layout=layout,
+        handles=handles if any(handles) else (),
+    )
+
+
+Key = tuple[int, int, int, int]
+
+
+class CommitBarrier:
+    """Counts the votes of one group.
+
+    Args:
+        world_size: ranks whose votes make a decision.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._key: Key = (0, 0, 0, -1)
+        self._votes: dict[int, bool] = {}
+
+    def vote(self, rank: int, vote: RankVote) -> RankDecision | None:
+        """Takes a vote; the decision once every rank voted under this key, yes only if all did."""
+        key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
+        if vote.attempt < self._key[3]:
+            return None
+        if key != self._key:
+            self._key, self._votes = key, {}
+        self._votes[rank] = vote.ok
+        if len(self._votes) < self._world_size:
+            return None
+        return RankDecision(*key, ok=all(self._votes.values()))
+
+    def waiting_for(self) -> list[int]:
+        """Ranks that have not voted under the newest key."""
+        return [rank for rank in range(self._world_size) if rank not in self._votes]

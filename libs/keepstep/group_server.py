@@ -1,0 +1,411 @@
+"""Rank 0's side of a group: the ranks ask and vote here, and the group speaks with one voice.
+
+Duties, in order: take every rank's request, merge them, ask the lighthouse, answer all; take every rank's vote,
+answer all with the one decision; pass on what the lighthouse pushes. A rank whose connection ends without goodbye, or
+that is silent for ``RANK_SILENCE``, fails the whole group: the lighthouse is told, every rank is told, and each
+process ends so that its launcher restarts it. The same server holds the table over which members of a quorum meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+
+from aiohttp import WSMsgType, web
+
+from keepstep.group import RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
+from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.rendezvous_server import KeyValueServer
+from keepstep_mesh import codec
+from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Failed,
+    Goodbye,
+    Healing,
+    Heartbeat,
+    Leave,
+    MemberInfo,
+    RankAsk,
+    RankDecision,
+    RankDenied,
+    RankHello,
+    RankQuorum,
+    RankReady,
+    RankVote,
+    Refused,
+)
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+
+log = get_logger("keepstep.group")
+
+HELLO_DEADLINE = 10.0
+
+
+class _Rank:
+    """One connected rank, as the server sees it."""
+
+    def __init__(self, rank: int, socket: web.WebSocketResponse, now: float) -> None:
+        self.rank = rank
+        self.socket = socket
+        self.heard = now
+        self.said_goodbye = False
+
+    async def send(self, message: codec.Message) -> None:
+        with contextlib.suppress(ConnectionError):  # its reader sees the same end and reports it
+            await self.socket.send_bytes(codec.encode(message))
+
+
+class GroupServer:
+    """Rank 0's side of a group, and its link (``RankLink``).
+
+    Args:
+        settings: who the group is and where it listens.
+        make_session: makes the group's lighthouse session, not started yet, from the replica_id and where pushes go.
+        on_failed: called once, on the loop, when the group is lost as a whole.
+        on_push: what the lighthouse pushes, for this rank; the others get it over their connections.
+    """
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        make_session: Callable[[str, Callable[[Push], None]], LighthouseSession],
+        on_failed: Callable[[str], None],
+        on_push: Callable[[Push], None],
+    ) -> None:
+        self.replica_id = settings.replica_id
+        self.key_values: KeyValueServer | None = (served := KeyValueServer())
+        self._served = served
+        self.layout_lines: list[str] = []
+        """Rank 0's parameters, for a peer that wants to know where its own differ."""
+        self._settings = settings
+        self._session = make_session(settings.replica_id, self._pushed)
+        self._on_failed = on_failed
+        self._on_push = on_push
+        self._barrier = CommitBarrier(settings.world_size)
+        self._asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
+        self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._checkpoints: dict[int, str] = {}
+        self._attempt = 0
+        self._failed = ""
+        self._leaving = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+
+    # ---- life
+
+    async def start(self, connect: bool = True) -> None:
+        """Listens, then opens the lighthouse session. OSError when the port is taken."""
+        app = web.Application(middlewares=[self._authorize], client_max_size=2 * 1024 * 1024)
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthz),
+                web.get("/v1/ranks", self._serve_rank),
+                web.get("/v1/ranks/{rank}/checkpoint", self._serve_checkpoint),
+                web.get("/v1/layout", self._serve_layout),
+                *self._served.routes(),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
+        try:
+            await site.start()
+            host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+            self.address = f"http://{host}:{self._runner.addresses[0][1]}"
+            if connect:
+                await self._session.start()
+            if self._settings.world_size > 1:
+                self._own(self._watch_ranks())
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Says goodbye to the ranks and stops listening. The lighthouse session just ends, unless ``leave`` came
+        before.
+        """
+        self._leaving = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in tuple(self._ranks.values()):
+            await peer.send(Goodbye())
+            await peer.socket.close()
+        self._deny_asks("closed", "the group server was shut down")
+        self._served.close()
+        await self._session.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _own(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- what rank 0 does itself (RankLink)
+
+    async def ask(self, ask: RankAsk) -> RankQuorum:
+        return await self._ask(0, ask)
+
+    async def vote(self, vote: RankVote, timeout: float) -> bool:
+        future = self._vote(0, vote)
+        async with asyncio.timeout(timeout):
+            return await future
+
+    def finished_step(self) -> None:
+        self._session.finished_step()
+
+    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
+        self._session.healing(bytes_done, bytes_total, bytes_per_second)
+
+    async def leave(self, reason: str, timeout: float) -> None:
+        self._leaving = True
+        await self._session.leave(reason, timeout)
+
+    async def fail(self, reason: str) -> None:
+        """The group is lost: tells the lighthouse and every rank, then ``on_failed``."""
+        if self._failed or self._leaving:
+            return
+        self._failed = reason
+        log.error("group lost", replica_id=self.replica_id, reason=reason)
+        for peer in tuple(self._ranks.values()):
+            await peer.send(Failed(reason))
+        try:
+            await self._session.failed(reason, 0.3)
+        except (TimeoutError, KeepstepError, OSError) as error:
+            log.warning("could not tell the lighthouse; it will notice", error=str(error))
+        self._on_failed(reason)
+
+    # ---- requests
+
+    async def _ask(self, rank: int, ask: RankAsk) -> RankQuorum:
+        self._checkpoints[rank] = ask.checkpoint
+        if self._settings.world_size == 1:
+            return await self._request({0: ask})
+        future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
+        self._asks[rank] = (ask, future)
+        if len(self._asks) == self._settings.world_size:
+            asks, self._asks = self._asks, {}
+            self._own(self._round(asks))
+        try:
+            async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            missing = [r for r in range(self._settings.world_size) if r not in self._asks]
+            reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
+            self._deny_asks("deadline", reason)
+            raise TimeoutError(reason) from None
+
+    def _deny_asks(self, code: str, reason: str) -> None:
+        asks, self._asks = self._asks, {}
+        for _, future in asks.values():
+            if not future.done():
+                future.set_exception(denial(code, reason))
+                future.exception()  # whoever still waits gets it; nobody has to
+
+    async def _round(self, asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]]) -> None:
+        try:
+            answer = await self._request({rank: ask for rank, (ask, _) in asks.items()})
+        except asyncio.CancelledError:
+            for _, future in asks.values():
+                future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001  every rank gets the same answer, whatever it is
+            for _, future in asks.values():
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()
+            return
+        for ask, future in asks.values():
+            if not future.done():
+                future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
+
+    async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
+        merged = merge_asks(asks)
+        if merged.leaving:
+            await self.leave(merged.leaving, merged.timeout)
+            raise Leaving(merged.leaving)
+        self._attempt += 1
+        info = MemberInfo(
+            address=self.address,
+            store_address=self._settings.store_address or self.address,
+            world_size=self._settings.world_size,
+            layout=merged.layout,
+            handles=merged.handles,
+        )
+        for left in range(self._settings.quorum_retries, -1, -1):
+            try:
+                quorum = await self._session.quorum(
+                    step=merged.step,
+                    lineage=merged.lineage,
+                    shrink_only=merged.shrink_only,
+                    commit_failures=merged.commit_failures,
+                    info=info,
+                    timeout=merged.timeout,
+                )
+                break
+            except TimeoutError as error:
+                if not left:
+                    raise
+                log.warning("no quorum, asking again", retries_left=left, reason=str(error))
+        return RankQuorum(asks[0].request, self._attempt, quorum)
+
+    # ---- votes
+
+    def _vote(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._votes[rank] = (vote, future)
+        decision = self._barrier.vote(rank, vote)
+        if decision is not None:
+            key = (decision.epoch, decision.quorum_id, decision.step, decision.attempt)
+            for other, (cast, waiting) in tuple(self._votes.items()):
+                if (cast.epoch, cast.quorum_id, cast.step, cast.attempt) == key:
+                    del self._votes[other]
+                    if not waiting.done():
+                        waiting.set_result(decision.ok)
+        return future
+
+    # ---- the other ranks
+
+    async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
+        await socket.prepare(request)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE):
+                hello = codec.decode(await socket.receive_bytes())
+            self._check_hello(hello)
+        except (ProtocolError, TimeoutError, TypeError) as error:
+            await socket.send_bytes(codec.encode(Refused("bad_message", str(error) or "no hello in time")))
+            await socket.close()
+            return socket
+        assert isinstance(hello, RankHello)
+        peer = _Rank(hello.group_rank, socket, loop.time())
+        self._ranks[peer.rank] = peer
+        await peer.send(RankReady(PROTOCOL_VERSION, self.replica_id))
+        try:
+            await self._read_rank(peer)
+        finally:
+            if self._ranks.get(peer.rank) is peer:
+                del self._ranks[peer.rank]
+            if not peer.said_goodbye and not self._leaving:
+                self._own(self.fail(f"rank {peer.rank} of {self._settings.world_size} died: its connection ended"))
+        return socket
+
+    def _check_hello(self, hello: object) -> None:
+        if not isinstance(hello, RankHello):
+            raise ProtocolError("the first message of a rank must be rank_hello")
+        if hello.version < OLDEST_PROTOCOL_VERSION or hello.oldest_version > PROTOCOL_VERSION:
+            raise ProtocolError(f"rank {hello.group_rank} runs another version of keepstep; install one for all ranks")
+        size, lowest = self._settings.world_size, 0 if self._settings.rank_0_connects else 1
+        if hello.world_size not in (0, size) or not lowest <= hello.group_rank < size:
+            raise ProtocolError(f"rank {hello.group_rank} of {hello.world_size} asks to join a group of {size}")
+        if hello.restart != self._settings.restart:
+            raise ProtocolError(
+                f"rank {hello.group_rank} belongs to restart {hello.restart} of this group, rank 0 to "
+                f"{self._settings.restart}"
+            )
+        if hello.group_rank in self._ranks:
+            raise ProtocolError(f"rank {hello.group_rank} is connected already; two processes have the same RANK")
+
+    async def _read_rank(self, peer: _Rank) -> None:
+        loop = asyncio.get_running_loop()
+        async for frame in peer.socket:
+            if frame.type is not WSMsgType.BINARY:
+                return
+            peer.heard = loop.time()
+            try:
+                message = codec.decode(frame.data)
+            except ProtocolError as error:
+                log.error("bad message from a rank", rank=peer.rank, error=str(error))
+                return
+            match message:
+                case RankAsk():
+                    self._own(self._answer_ask(peer, message))
+                case RankVote():
+                    self._own(self._answer_vote(peer, message))
+                case Healing():
+                    self.healing(message.bytes_done, message.bytes_total, message.bytes_per_second)
+                case Leave():
+                    peer.said_goodbye = True
+                    await peer.send(Goodbye())
+                    return
+                case Failed():
+                    await self.fail(message.reason)
+                case _:
+                    pass
+
+    async def _answer_ask(self, peer: _Rank, ask: RankAsk) -> None:
+        try:
+            answer = await self._ask(peer.rank, ask)
+        except TimeoutError as error:
+            await peer.send(RankDenied(ask.request, "deadline", str(error)))
+        except Leaving as error:
+            await peer.send(RankDenied(ask.request, "leaving", str(error)))
+        except LayoutMismatch as error:
+            await peer.send(RankDenied(ask.request, "layout", str(error), error.peer_address))
+        except SessionClosed as error:
+            await peer.send(RankDenied(ask.request, "closed", str(error)))
+        except KeepstepError as error:
+            await peer.send(RankDenied(ask.request, "disagree", str(error)))
+        else:
+            await peer.send(answer)
+
+    async def _answer_vote(self, peer: _Rank, vote: RankVote) -> None:
+        ok = await self._vote(peer.rank, vote)
+        await peer.send(RankDecision(vote.epoch, vote.quorum_id, vote.step, vote.attempt, ok))
+
+    async def _watch_ranks(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(RANK_BEAT)
+            for peer in tuple(self._ranks.values()):
+                silent = loop.time() - peer.heard
+                if silent > RANK_SILENCE:
+                    await self.fail(f"rank {peer.rank} was silent for {silent:.1f} s")
+                    return
+                await peer.send(Heartbeat())
+
+    def _pushed(self, push: Push) -> None:
+        self._on_push(push)
+        if not isinstance(push, (Connected, Disconnected)):
+            for peer in tuple(self._ranks.values()):
+                self._own(peer.send(push))
+
+    # ---- what peers read
+
+    @web.middleware
+    async def _authorize(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        token = self._settings.token
+        if token and request.path != "/healthz":
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                raise web.HTTPUnauthorized(
+                    text=json.dumps({"title": "wrong or missing token", "status": 401}),
+                    content_type="application/problem+json",
+                )
+        return await handler(request)
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "replica_id": self.replica_id})
+
+    async def _serve_checkpoint(self, request: web.Request) -> web.Response:
+        try:
+            metadata = self._checkpoints[int(request.match_info["rank"])]
+        except (KeyError, ValueError):
+            raise web.HTTPNotFound(text=f"no rank {request.match_info['rank']} has asked for a quorum here") from None
+        return web.json_response({"metadata": metadata})
+
+    async def _serve_layout(self, _request: web.Request) -> web.Response:
+        return web.json_response({"replica_id": self.replica_id, "lines": self.layout_lines})

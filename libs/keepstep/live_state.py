@@ -1,0 +1,103 @@
+"""The state that heals: the user's named parts and the Manager's own. On the training thread only.
+
+A snapshot taken beside a running forward pass is torn, and FSDP's ``state_dict`` is collective; so both giving and
+taking happen where the training thread stands between two passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep_mesh.errors import KeepstepError
+
+PROGRESS_INTERVAL = 0.25
+"""Seconds between two reports of a heal's progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    load: Callable[[Any], None]
+    save: Callable[[], Any]
+
+
+class LiveState:
+    """Named parts of a group's state.
+
+    Args:
+        save_manager, load_manager: the Manager's own part.
+    """
+
+    def __init__(
+        self, save_manager: Callable[[], dict[str, Any]], load_manager: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._save_manager = save_manager
+        self._load_manager = load_manager
+        self.readable = True
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any], replace: bool = False) -> None:
+        """ValueError when ``key`` is taken and not to be replaced."""
+        if key in self._parts and not replace:
+            raise ValueError(f"a state is registered as {key!r} already; give each part a key of its own")
+        self._parts[key] = _Part(load, save)
+
+    def stage(
+        self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
+    ) -> None:
+        """Snapshots the state for those who heal from this group; returns when the copy is made."""
+        if not self.readable:
+            raise KeepstepError("another group has to heal from this one, but disallow_state_dict_read() is in force")
+        transport.send_checkpoint(destinations, step, self._save(), timeout)
+
+    def _save(self) -> dict[str, Any]:
+        return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}
+
+    def receive(
+        self,
+        transport: CheckpointTransport[dict[str, Any]],
+        source: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        report: Callable[[int, int, float], None],
+    ) -> int:
+        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit.
+
+        Args:
+            report: told (bytes done, bytes in all or 0, bytes a second) a few times a second.
+
+        Returns:
+            Bytes received.
+        """
+        started = time.monotonic()
+        reported, received = 0.0, 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reported, received
+            now = time.monotonic()
+            received = max(received, done)
+            if now - reported >= PROGRESS_INTERVAL:
+                reported = now
+                report(done, total, done / max(now - started, 1e-6))
+
+        extra: dict[str, Any] = {}
+        known = inspect.signature(transport.recv_checkpoint).parameters
+        if "into" in known:
+            extra["into"] = self._save()
+        if "progress" in known:
+            extra["progress"] = progress
+        state = transport.recv_checkpoint(source, metadata, step, timeout, **extra)
+        for key, value in state["user"].items():
+            if key not in self._parts:
+                raise KeepstepError(
+                    f"the source has a state {key!r} that is not registered here; register the same keys in every group"
+                )
+            self._parts[key].load(value)
+        self._load_manager(state["manager"])
+        return received

@@ -1,0 +1,176 @@
+"""Keeps the process group in line with the quorum, and ends what is in flight when a member is lost.
+
+A group is built once for each quorum_id, in a thread of its own because building blocks. After an abort it is of no use
+under that quorum_id any more (``broken``): the next request has to bring a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from keepstep.process_group import ProcessGroup
+from keepstep.quorum_plan import QuorumPlan
+from keepstep.rendezvous import RendezvousStore
+from keepstep.rendezvous_server import KeyValueServer, Table
+from keepstep_mesh.errors import KeepstepError
+
+REMEMBERED = 64
+"""Quorums of which a loss is remembered: the news may come before the quorum's own answer was acted upon."""
+
+
+class Reconfigurer:
+    """Owns one process group over the replica groups.
+
+    Args:
+        pg: reconfigured, aborted and shut down here.
+        job, group_rank, group_world_size, replica_id: who meets whom.
+        token: for the members' rendezvous.
+        host: our own address, which the group's sockets bind to.
+        key_values: the rendezvous table of this process, when it serves one (rank 0).
+        own_address: where that table is served.
+        timeout: of building a group.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        *,
+        job: str,
+        replica_id: str,
+        group_rank: int,
+        group_world_size: int,
+        token: str | None,
+        host: str,
+        key_values: KeyValueServer | None,
+        own_address: str,
+        timeout: timedelta,
+    ) -> None:
+        self.pg = pg
+        self._job = job
+        self._replica_id = replica_id
+        self._group_rank = group_rank
+        self._group_world_size = group_world_size
+        self._token = token
+        self._host = host
+        self._key_values = key_values
+        self._own_address = own_address
+        self._timeout = timeout
+        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        """CUDA device of the training thread, which the building thread takes over; None without one."""
+        self._lock = threading.Lock()
+        self._quorum_id = -1
+        self._generation = 0
+        self._broken = False
+        self._store: RendezvousStore | None = None
+        self._lost: dict[int, str] = {}
+        self._aborts: list[concurrent.futures.Future[None]] = []
+        self._builder = concurrent.futures.ThreadPoolExecutor(1, "keepstep-reconfigure")
+        self._aborter = concurrent.futures.ThreadPoolExecutor(1, "keepstep-abort")
+
+    @property
+    def broken(self) -> bool:
+        """The group was aborted, or could not be built: only a new quorum_id helps."""
+        return self._broken
+
+    async def follow(self, plan: QuorumPlan) -> bool:
+        """Builds the group of ``plan`` unless it stands; True if it had to. Raises what kept it from being built."""
+        if plan.quorum_id == self._quorum_id and not self._broken:
+            return False
+        await asyncio.get_running_loop().run_in_executor(self._builder, self._build, plan)
+        return True
+
+    def _build(self, plan: QuorumPlan) -> None:
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        with self._lock:
+            self._generation += 1
+            aborts, self._aborts = self._aborts, []
+        concurrent.futures.wait(aborts, self._timeout.total_seconds())
+        table = Table(self._job, plan.epoch, plan.quorum_id, self._group_rank)
+        here = self._key_values if plan.store_address == self._own_address else None
+        store = RendezvousStore(plan.store_address, table, timeout=self._timeout, token=self._token, server=here)
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+            self._store, self._quorum_id, self._broken = store, plan.quorum_id, False
+            self._raise_if_lost(plan.quorum_id)
+        try:
+            self._configure(plan, store)
+        except BaseException:
+            with self._lock:
+                self._broken = True
+            raise
+        with self._lock:
+            self._raise_if_lost(plan.quorum_id)
+
+    def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
+        address = f"{plan.store_address}/{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"
+        extra = (
+            {"store": store, "host": self._host} if isinstance(self.pg, ProcessGroup) else {}
+        )  # else torchft's contract
+        configure: Callable[..., None] = self.pg.configure  # type: ignore[attr-defined]
+        configure(
+            address,
+            self._replica_id,
+            plan.replica_rank,
+            plan.replica_world_size,
+            plan.quorum_id,
+            self._group_rank,
+            self._group_world_size,
+            [rank * self._group_world_size + self._group_rank for rank in range(plan.replica_world_size)],
+            **extra,
+        )
+
+    def _raise_if_lost(self, quorum_id: int) -> None:
+        if quorum_id in self._lost:
+            self._broken = True
+            raise KeepstepError(f"quorum {quorum_id} is over already: {self._lost[quorum_id]}")
+
+    def lost(self, quorum_id: int, reason: str) -> None:
+        """A member of this quorum is gone: ends what waits for it. Any thread."""
+        with self._lock:
+            self._lost[quorum_id] = reason
+            while len(self._lost) > REMEMBERED:
+                del self._lost[next(iter(self._lost))]
+            concerned = quorum_id == self._quorum_id
+        if concerned:
+            self.abort(reason)
+
+    def abort(self, reason: str) -> None:
+        """Frees everybody who waits in the group, here and, as its connections end, at its peers. Any thread."""
+        with self._lock:
+            if self._broken or self._quorum_id < 0:
+                return
+            self._broken = True
+            generation = self._generation
+            if self._store is not None:
+                self._store.abort(reason)
+            with contextlib.suppress(RuntimeError):  # shut down meanwhile
+                self._aborts.append(self._aborter.submit(self._abort, generation, reason))
+
+    def _abort(self, generation: int, reason: str) -> None:
+        if generation != self._generation:
+            return
+        if isinstance(self.pg, ProcessGroup):
+            self.pg.abort(reason)
+        else:
+            self.pg.abort()
+
+    def shutdown(self) -> None:
+        """Ends the group and both threads."""
+        self.abort("shutting down")
+        self._aborter.shutdown()
+        self._builder.shutdown(cancel_futures=True)
+        with self._lock:
+            if self._store is not None:
+                self._store.abort("shutting down")
+                self._store.close()
+        self.pg.shutdown()

@@ -1,0 +1,77 @@
+"""What the ranks of one group agree on."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.messages import RankAsk, RankDecision, RankVote
+
+
+def ask(
+    step: int = 3,
+    lineage: int | str = 2,
+    failures: int = 0,
+    shrink: bool = False,
+    timeout_ms: int = 60_000,
+    layout: str = "",
+    leaving: str = "",
+) -> RankAsk:
+    return RankAsk(1, step, lineage, shrink, failures, timeout_ms, leaving=leaving, layout=layout)
+
+
+def test_ranks_that_disagree_on_the_step_are_both_named():
+    with pytest.raises(KeepstepError, match=r"rank 0 is at step 3 .* rank 1 at step 4"):
+        merge_asks({0: ask(step=3), 1: ask(step=4)})
+
+
+def test_ranks_that_disagree_on_the_lineage_are_both_named():
+    with pytest.raises(KeepstepError, match=r"rank 0 .*lineage 2.* rank 1 .*lineage 7"):
+        merge_asks({0: ask(lineage=2), 1: ask(lineage=7)})
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_commit_failures_are_the_largest_and_shrink_only_any_whoever_comes_last(last):
+    asks = {last: ask(failures=0), 1 - last: ask(failures=2, shrink=True, timeout_ms=500)}
+    merged = merge_asks(asks)
+    assert (merged.commit_failures, merged.shrink_only, merged.timeout) == (2, True, 0.5)
+
+
+def test_one_rank_that_leaves_takes_its_group_along():
+    assert merge_asks({0: ask(), 1: ask(leaving="SIGTERM")}).leaving == "SIGTERM"
+
+
+def test_the_layout_of_a_group_tells_those_of_its_ranks_apart():
+    assert merge_asks({0: ask(), 1: ask()}).layout == ""
+    one = merge_asks({0: ask(layout="x"), 1: ask(layout="y")}).layout
+    other = merge_asks({0: ask(layout="y"), 1: ask(layout="x")}).layout
+    assert one
+    assert one != other
+
+
+def vote(ok: bool, attempt: int = 1, quorum_id: int = 5, step: int = 3) -> RankVote:
+    return RankVote(1, quorum_id, step, attempt, ok)
+
+
+def test_a_step_commits_only_if_every_rank_votes_yes():
+    barrier = CommitBarrier(2)
+    assert barrier.vote(0, vote(True)) is None
+    assert barrier.waiting_for() == [1]
+    assert barrier.vote(1, vote(True)) == RankDecision(1, 5, 3, 1, ok=True)
+    barrier.vote(1, vote(True, attempt=2))
+    assert barrier.vote(0, vote(False, attempt=2)) == RankDecision(1, 5, 3, 2, ok=False)
+
+
+def test_a_vote_that_timed_out_does_not_poison_the_next_step():
+    barrier = CommitBarrier(2)
+    barrier.vote(1, vote(False, attempt=1, step=3))
+    assert barrier.vote(0, vote(True, attempt=2, step=4)) is None
+    assert barrier.vote(1, vote(True, attempt=2, step=4)) == RankDecision(1, 5, 4, 2, ok=True)
+
+
+def test_a_late_vote_for_an_older_attempt_is_dropped():
+    barrier = CommitBarrier(2)
+    barrier.vote(0, vote(True, attempt=2))
+    assert barrier.vote(1, vote(False, attempt=1)) is None
+    assert barrier.vote(1, vote(True, attempt=2)) == RankDecision(1, 5, 3, 2, ok=True)

@@ -1,0 +1,108 @@
+"""Who heals from whom, and who counts: the same quorum gives all members plans that fit together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.quorum_plan import make_plan
+from keepstep_mesh.messages import Lineage, Member, MemberInfo, Quorum
+
+
+def member(name: str, step: int, lineage: Lineage, commit_failures: int = 0) -> Member:
+    return Member(
+        name, step, lineage, commit_failures, shrink_only=False, info=MemberInfo(f"http://{name}:1", f"http://{name}:1")
+    )
+
+
+def quorum(*members: Member, uniform: bool = False, step: int = 0, lineage: Lineage = "") -> Quorum:
+    return Quorum(1, 7, 0, 0, step, lineage, uniform, tuple(sorted(members, key=lambda m: m.replica_id)))
+
+
+def test_equal_groups_all_take_part_and_nobody_heals():
+    agreed = quorum(member("a", 5, 3), member("b", 5, 3))
+    plans = [make_plan(agreed, name) for name in "ab"]
+    assert [plan.max_replica_rank for plan in plans] == [0, 1]
+    assert [(plan.heal, plan.destinations, plan.max_world_size) for plan in plans] == [(False, (), 2)] * 2
+
+
+def test_a_group_behind_heals_and_has_no_place_in_the_cohort():
+    agreed = quorum(member("a", 5, 3), member("b", 2, 1), member("c", 5, 3))
+    behind = make_plan(agreed, "b")
+    assert (behind.heal, behind.source, behind.max_replica_rank) == (True, 0, None)
+    assert (behind.replica_rank, behind.replica_world_size, behind.max_world_size) == (1, 3, 2)
+    assert make_plan(agreed, "a").destinations == (1,)
+    assert make_plan(agreed, "c").max_replica_rank == 1
+
+
+def test_groups_at_an_equal_step_with_different_lineages_do_not_go_on_side_by_side():
+    agreed = quorum(member("a", 5, 3), member("b", 5, 4))
+    assert make_plan(agreed, "a").source == 1
+    assert make_plan(agreed, "b").destinations == (0,)
+
+
+def test_at_the_first_step_all_heal_from_the_lowest_id():
+    agreed = quorum(member("a", 0, "a:1"), member("b", 0, "b:1"), member("c", 0, "c:1"))
+    assert [make_plan(agreed, name).source for name in "abc"] == [None, 0, 0]
+
+
+def test_at_the_first_step_the_state_that_most_hold_wins():
+    agreed = quorum(member("a", 0, "a:2"), member("b", 0, "old"), member("c", 0, "old"))
+    assert [make_plan(agreed, name).source for name in "abc"] == [1, None, None]
+
+
+def test_without_init_sync_nobody_heals_at_the_first_step():
+    agreed = quorum(member("a", 0, ""), member("b", 0, ""))
+    assert not make_plan(agreed, "a").heal
+    assert not make_plan(agreed, "b").heal
+
+
+def test_joiners_are_spread_over_the_sources():
+    agreed = quorum(member("a", 9, 3), member("b", 9, 3), *(member(name, 0, name) for name in "cdef"))
+    assert make_plan(agreed, "a").destinations == (2, 4)
+    assert make_plan(agreed, "b").destinations == (3, 5)
+
+
+def test_a_heal_that_failed_is_tried_from_another_source():
+    first = quorum(member("a", 9, 3), member("b", 9, 3), member("c", 0, "c"))
+    again = quorum(member("a", 9, 3), member("b", 9, 3), member("c", 0, "c", commit_failures=1))
+    assert (make_plan(first, "c").source, make_plan(again, "c").source) == (0, 1)
+    assert make_plan(again, "b").destinations == (2,)
+
+
+def test_a_torn_state_is_never_the_reference():
+    agreed = quorum(member("a", 0, "torn:a"), member("b", 0, "b:1"))
+    assert make_plan(agreed, "a").source == 1
+
+
+def test_a_uniform_quorum_is_taken_at_its_word_whatever_the_old_list_says():
+    agreed = quorum(member("a", 3, 1), member("b", 0, "b"), uniform=True, step=12, lineage=6)
+    plan = make_plan(agreed, "b")
+    assert (plan.max_step, plan.lineage, plan.heal, plan.max_replica_rank) == (12, 6, False, 1)
+
+
+def test_who_is_not_in_the_quorum_gets_no_plan():
+    with pytest.raises(ValueError, match="quorum 7 has no member x; its members are a"):
+        make_plan(quorum(member("a", 0, "")), "x")
+
+
+states = st.tuples(st.integers(0, 3), st.one_of(st.integers(1, 3), st.sampled_from(["", "x", "y", "torn:z"])))
+
+
+@given(st.lists(st.tuples(states, st.integers(0, 2)), min_size=1, max_size=8))
+def test_the_plans_of_all_members_fit_together(drawn):
+    members = [member(f"g{i}", *state, commit_failures=failures) for i, (state, failures) in enumerate(drawn)]
+    agreed = quorum(*members)
+    plans = [make_plan(agreed, m.replica_id) for m in agreed.listed]
+    assert len({(p.max_step, p.lineage, p.cohort, p.max_world_size) for p in plans}) == 1
+    assert plans[0].max_step == max(m.step for m in members)
+    for plan in plans:
+        assert plan.heal == (plan.max_replica_rank is None)
+        if plan.source is not None:
+            assert plan.source in plan.cohort
+            assert plan.replica_rank in plans[plan.source].destinations
+        for destination in plan.destinations:
+            assert plans[destination].source == plan.replica_rank
+    held = {(m.step, m.lineage) for m in agreed.listed if make_plan(agreed, m.replica_id).max_replica_rank is not None}
+    assert len(held) == 1
