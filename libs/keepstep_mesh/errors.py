@@ -24,7 +24,14 @@ class SessionClosed(KeepstepError):
 
 
 class LayoutMismatch(KeepstepError):
-    """The parameters of this group do not fit those of the job."""
+    """The parameters of this group do not fit those of the job.
+
+    ``peer_address``: the group server of a group that has the job's layout.
+    """
+
+    def __init__(self, reason: str, peer_address: str = "") -> None:
+        super().__init__(reason)
+        self.peer_address = peer_address
 
 
 class Drained(SystemExit):
