@@ -36,8 +36,8 @@ from dataclasses import replace
 from itertools import islice
 
 from keepstep_lighthouse import bans, reasons
+from keepstep_lighthouse.announcing import Announcer
 from keepstep_lighthouse.events import (
-    Announce,
     Asked,
     Cancelled,
     Closed,
@@ -62,15 +62,17 @@ from keepstep_lighthouse.events import (
     Tick,
 )
 from keepstep_lighthouse.groups import Group, Groups, KeptOut, name_of
+from keepstep_lighthouse.layouts import differing
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge, policy_problem
-from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
-from keepstep_mesh.lineage import reference_state
+from keepstep_lighthouse.takeover import Takeover
+from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, replica_view
 from keepstep_mesh.messages import (
     Data,
     Denied,
     Drain,
     Evicted,
     Goodbye,
+    HeldAnswer,
     MemberLost,
     QuorumRequest,
     Refused,
@@ -91,33 +93,23 @@ HIGHEST_QUORUM_ID = 2**53
 class JobCore:
     """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way."""
 
-    def __init__(self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool) -> None:  # noqa: ARG002
+    def __init__(self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool) -> None:
         self.job = job
-        self.record = record
+        self.record = replace(record, bans=tuple(ban for ban in record.bans if now_unix < ban.until))
         self._groups = Groups()
+        self._announcer = Announcer()
+        self._takeover = Takeover()
+        if restarted and record.members:
+            self._takeover.wait(record.members, now + self._takeover_grace)
         self._members = frozenset(record.members)
-        self._chosen: list[Group] = []
-        """Groups of the last announcement."""
-        self._last: Announce | None = None
         self._lost: dict[str, str] = {}
         """Members of the current quorum that were lost since it was last announced, with the reason."""
         self._reports: set[str] = set()
         """Members of the current quorum that since then left, were lost, or asked again after a failed commit."""
         self._broken = False
-        """The last answer can no longer be completed by all."""
-        self._version = 0
-        self._infos_changed = False
-        self._absent = set(record.members) if restarted else set()
-        self._grace_until: float | None = None
-        if self._absent:
-            self._grace_until = now + self._takeover_grace
-        self._foreign: dict[str, Group] = {}
-        """Members that hold an answer of the lighthouse before, until this one announces."""
-        self._foreign_step = -1
-        self._lowest_asked: int | None = None
-        """Lowest step that a member asked for before this lighthouse announced anything."""
+        """Not all members can complete the last answer."""
         self._layout = ""
-        """Layout last found to be the job's."""
+        """The layout that was last found to be the job's."""
         self._awake_since = now
         self._verdict = Verdict("nobody")
         self._formed: Reason | None = None
@@ -211,43 +203,50 @@ class JobCore:
                 self._tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
                 self._out.append(EndSession(group.session))
             self._groups.connect(group, event.session, now)
-        if group.replica_id in self._absent:
-            self._absent.discard(group.replica_id)
-            if not self._absent:
-                self._end_grace(now)
+        if group.replica_id in self._takeover.absent:
+            self._came_back(group.replica_id, now)
         if group.draining is not None:
             self._tell(event.session, Drain(group.draining))
         if event.held is not None:
-            self._check_held(group, event.held.quorum_id, event.held.step)
+            self._check_held(group, event.session, event.held)
 
     def _raise_quorum_id(self, seen: int, now: float) -> None:
         """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
         self._set_members([])
-        self._absent.clear()
         self._lost.clear()
         self._reports.clear()
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
         self._log("quorum_id_raised", "", quorum_id=seen)
-        if self._last is None:
-            self._grace_until = now + self._takeover_grace
+        if self._announcer.last is None:
+            self._takeover.wait((), now + self._takeover_grace)
 
-    def _check_held(self, group: Group, quorum_id: int, step: int) -> None:
-        """The group came back with an answer that it works under: can that still be completed?"""
-        session = group.session
-        if session is None:
-            return
-        current = self.record.quorum_id
-        if quorum_id < current:
-            self._tell(session, RoundBroken(quorum_id, f"quorum {quorum_id} is over, the job is at {current}"))
+    def _came_back(self, replica_id: str, now: float) -> None:
+        self._takeover.absent.discard(replica_id)
+        if not self._takeover.absent:
+            self._end_grace(now)
+
+    def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
+        """The group came back with an answer that it works under. Can that still be completed?"""
+        quorum_id, last = self.record.quorum_id, self._announcer.last
+        if held.quorum_id < quorum_id:
+            reason = f"quorum {held.quorum_id} is over, the job is at {quorum_id}"
+            self._tell(session, RoundBroken(held.quorum_id, reason))
         elif self._lost:
-            for replica_id, reason in list(self._lost.items())[:MAX_LOSSES_TOLD]:
+            for replica_id, reason in islice(self._lost.items(), MAX_LOSSES_TOLD):
                 self._tell(session, MemberLost(quorum_id, replica_id, reason))
-        elif self._broken and self._last is not None and step == self._last.step:
+        elif last is None:
+            self._takeover.holds(group, held.step)
+            self._tell_stranded()
+        elif self._broken and held.step == last.step:
             self._tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
-        elif self._last is None:
-            self._foreign[group.replica_id] = group
-            self._foreign_step = max(self._foreign_step, step)
-            self._break_foreign_round()
+
+    def _tell_stranded(self) -> None:
+        stranded = self._takeover.take_stranded()
+        sessions = tuple(group.session for group in stranded if group.session is not None)
+        if sessions:
+            reason = f"the lighthouse before answered step {self._takeover.held_step} to some members only"
+            self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
+            self._log("round_broken", "", reason=reason)
 
     def _closed(self, group: Group, now: float) -> None:
         self._groups.disconnect(group, now)
@@ -259,11 +258,11 @@ class JobCore:
     def _asked(self, group: Group, request: QuorumRequest, now: float) -> None:
         if request.info is not None and request.info != group.info:
             group.info = request.info
-            self._infos_changed |= group.member
+            self._announcer.infos_changed |= group.member
         if request.request < group.highest_request:
             return
-        answer = group.answer if group.answer is self._last and not self._broken else None
-        session = group.session
+        last, session = self._announcer.last, group.session
+        answer = last if last is not None and group.answer is last and not self._broken else None
         if answer is not None and session is not None and request.request == group.answered_request:
             self._out.append(replace(answer, to=((session, request.request),)))
             group.answered_session = session
@@ -273,8 +272,9 @@ class JobCore:
         if group.answered_at is not None:
             group.step_seconds, group.answered_at = now - group.answered_at, None
         self._groups.open(group, request, now)
-        if self._last is None:
-            self._note_step_asked(group, request.step)
+        if last is None and (group.member or not self.record.members):
+            self._takeover.asks(group, request.step)
+            self._tell_stranded()
         if not group.member:
             return
         if request.commit_failures:
@@ -283,45 +283,30 @@ class JobCore:
         elif answer is not None and request.step <= answer.step and session != group.answered_session:
             self._break_round(f"{group.replica_id} lost its connection before it had the answer", group)
 
-    def _note_step_asked(self, group: Group, step: int) -> None:
-        self._foreign.pop(group.replica_id, None)
-        if (group.member or not self.record.members) and (self._lowest_asked is None or step < self._lowest_asked):
-            self._lowest_asked = step
-            self._break_foreign_round()
-
-    def _break_foreign_round(self) -> None:
-        """Another member asks for a step whose answer these hold: the lighthouse before died while it announced."""
-        if self._lowest_asked is None or self._lowest_asked > self._foreign_step or not self._foreign:
-            return
-        sessions = tuple(group.session for group in self._foreign.values() if group.session is not None)
-        self._foreign.clear()
-        if sessions:
-            reason = f"the lighthouse before answered step {self._foreign_step} to some members only"
-            self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
-            self._log("round_broken", "", reason=reason)
-
     def _cancelled(self, group: Group, number: int) -> None:
         if group.request is not None and group.request.request == number:
             self._groups.withdraw(group)
-        elif group.member and group.answer is self._last and group.answered_request == number and not self._broken:
+        elif group.member and group.answer is self._announcer.last and group.answered_request == number:
             self._break_round(f"{group.replica_id} gave its request up before it had the answer", group)
 
     def _break_round(self, reason: str, without: Group) -> None:
         """``without`` holds no answer of the last round, so the others cannot complete it."""
+        if self._broken:
+            return
         self._broken = True
-        holding = tuple(g.session for g in self._chosen if g is not without and g.session is not None and not g.request)
-        if holding:
-            self._out.append(Tell(holding, RoundBroken(self.record.quorum_id, reason)))
+        holding = (group for group in self._announcer.chosen if group is not without and group.request is None)
+        sessions = tuple(group.session for group in holding if group.session is not None)
+        if sessions:
+            self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
         self._log("round_broken", without.replica_id, reason=reason)
 
     def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
         """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
         layout = group.info.layout
         if layout and layout != self._layout:
-            others = [g for g in self._groups if g.info.layout not in ("", layout) and g.kept_out is not KeptOut.LAYOUT]
-            peer = min(others, key=lambda g: (not g.member, g.arrived), default=None)
-            if peer is not None and peer.member >= group.member:
-                self._deny_layout(group, request, peer)
+            others = differing(self._groups, group)
+            if others and others[0].member >= group.member:
+                self._deny_layout(group, request, others[0])
                 return False
             for other in others:
                 if other.request is not None:
@@ -372,7 +357,7 @@ class JobCore:
     def _lose_reported(self, now: float) -> None:
         """Suspects that most of the other members of their quorum report broken are lost without further grace."""
         others = len(self._members) - 1
-        if not self._groups.suspects or 2 * len(self._reports) <= others or self._grace_until is not None:
+        if not self._groups.suspects or 2 * len(self._reports) <= others or self._takeover.until is not None:
             return
         for group in list(self._groups.suspects.values()):
             reports = len(self._reports) - (group.replica_id in self._reports)
@@ -383,9 +368,9 @@ class JobCore:
         return self._groups.by_id.get(group.replica_id) is group
 
     def _forget(self, group: Group, reason: str, now: float) -> None:
-        self._gone.append((now, self._view(group, now, ReplicaState.GONE, reason)))
+        self._gone.append((now, gone_view(group, self._groups, self.record, now, reason)))
         self._groups.remove(group)
-        self._foreign.pop(group.replica_id, None)
+        self._takeover.is_gone(group)
         if group.member:
             self._reports.add(group.replica_id)
 
@@ -397,7 +382,7 @@ class JobCore:
 
     def _evict(self, order: EvictOrdered, now: float, now_unix: float) -> None:
         matching = self._matching(order.target)
-        absent = [one for one in self._absent if order.target in (one, name_of(one))]
+        absent = [one for one in self._takeover.absent if order.target in (one, name_of(one))]
         incarnations = [group.replica_id for group in matching] + absent
         if not incarnations and ":" in order.target:
             incarnations = [order.target]
@@ -414,8 +399,7 @@ class JobCore:
                 self._lose(group, f"evicted by {order.by}: {order.reason}", now)
         for replica_id in absent:
             self._give_up_absent(replica_id, f"evicted by {order.by}: {order.reason}")
-        if absent and not self._absent:
-            self._end_grace(now)
+            self._came_back(replica_id, now)
 
     def _drain(self, order: DrainOrdered) -> None:
         for group in self._matching(order.target):
@@ -428,15 +412,15 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
-        verdict = None if self._grace_until is not None else self._verdict.until
+        verdict = None if self._takeover.until is not None else self._verdict.until
         times = (verdict, self._groups.next_request_deadline(), self._judging_due())
         return min((time for time in times if time is not None), default=None)
 
     def _judging_due(self) -> float | None:
         """When the next group will have been away or silent for too long; in a takeover grace, its end."""
         policy = self.record.policy
-        if self._grace_until is not None:
-            return max(self._grace_until, self._awake_since)
+        if self._takeover.until is not None:
+            return max(self._takeover.until, self._awake_since)
         silent = [group.heard_at + policy.heartbeat_timeout for group in islice(self._groups.by_session.values(), 1)]
         away = [group.closed_at + policy.reconnect_grace for group in islice(self._groups.suspects.values(), 1)]
         return max(min(silent + away), self._awake_since) if silent or away else None
@@ -452,8 +436,8 @@ class JobCore:
             return
         if now > due + LATE_SECONDS:
             self._awake_since = now + LATE_SECONDS
-        elif self._grace_until is not None:
-            for replica_id in sorted(self._absent):
+        elif self._takeover.until is not None:
+            for replica_id in sorted(self._takeover.absent):
                 self._give_up_absent(replica_id, "it did not come back after the lighthouse started anew")
             self._end_grace(now)
         else:
@@ -475,11 +459,10 @@ class JobCore:
 
     def _end_grace(self, now: float) -> None:
         """Who was silent or away meanwhile is judged at the next tick."""
-        self._grace_until = None
+        self._takeover.end_grace()
         self._awake_since = now
 
     def _give_up_absent(self, replica_id: str, reason: str) -> None:
-        self._absent.discard(replica_id)
         self._reports.add(replica_id)
         self._log("lost", replica_id, reason=reason, member=True)
         self._tell_lost(replica_id, reason)
@@ -493,63 +476,49 @@ class JobCore:
 
     def _settle(self, now: float, now_unix: float) -> None:
         record = self.record
-        self._verdict = judge(self._groups, len(record.members), record.policy, self._grace_until, now)
+        self._verdict = judge(self._groups, len(record.members), record.policy, self._takeover.until, now)
         if self._verdict.code in ANNOUNCING:
-            code = self._verdict.code
-            self._verdict = Verdict("nobody")
-            self._announce(code, now, now_unix)
+            self._announce(self._verdict.code, now, now_unix)
+            self._verdict = judge(self._groups, len(self.record.members), record.policy, None, now)
 
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
-        record = self.record
-        chosen = choose(self._groups, len(record.members), record.policy)
-        asked = [group.request for group in chosen if group.request is not None]
-        ids = record.members if self._is_unchanged(chosen) else tuple(group.replica_id for group in chosen)
-        failed = any(request.commit_failures for request in asked)
-        if ids != record.members or failed or self._lost:
-            record = replace(record, quorum_id=record.quorum_id + 1, members=ids, created_ms=int(now_unix * 1000))
-            if ids != self.record.members:
+        record, groups = self.record, self._groups
+        chosen = choose(groups, len(record.members), record.policy)
+        same = len(chosen) == len(record.members) and all(group.member for group in chosen)
+        failed = any(group.request is not None and group.request.commit_failures for group in chosen)
+        changed = not same or failed or bool(self._lost)
+        if changed:
+            if not same:
                 self._set_members(chosen)
-            self._persist(record)
-        given_up = self._groups.give_up_heals() if code == "stragglers_dropped" else []
-        left_out = self._groups.counted - len(chosen)
+            members = tuple(group.replica_id for group in chosen)
+            quorum_id, created_ms = record.quorum_id + 1, int(now_unix * 1000)
+            self._persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
+        given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
+        left_out = groups.counted - len(chosen)
         room = record.policy.max_replicas - len(chosen) if record.policy.max_replicas else left_out
-        first = asked[0]
-        uniform = not failed and all(
-            r.step == first.step and r.lineage == first.lineage and not r.shrink_only for r in asked
-        )
-        last, fresh = self._last, self._infos_changed or self._chosen != chosen
-        if uniform and last is not None and last.uniform and not fresh:
-            members = last.members
-        else:
-            members = tuple(group.as_member(request) for group, request in zip(chosen, asked, strict=True))
-            self._version += last is None or members != last.members or last.uniform != uniform
-        step, lineage = (first.step, first.lineage) if uniform else reference_state(members)
-        announce = Announce(
-            to=tuple((-1 if g.session is None else g.session, r.request) for g, r in zip(chosen, asked, strict=True)),
-            quorum_id=record.quorum_id,
-            created_ms=record.created_ms,
-            version=self._version,
-            step=step,
-            lineage=lineage,
-            joiners=max(0, min(left_out, room)),
-            members=members,
-            uniform=uniform,
-        )
-        self._groups.close_round(chosen, announce, now)
+        announce = self._announcer.announce(chosen, self.record, max(0, min(left_out, room)))
+        groups.close_round(announce, chosen, now)
         self._out.append(announce)
-        names = sorted(g.replica_id for g in self._groups if g.kept_out is None and not g.member) if left_out else []
-        self._formed = reasons.formed(code, record.quorum_id, len(chosen), names)
-        if last is None or last.quorum_id != announce.quorum_id:
-            self._log("quorum", "", quorum_id=record.quorum_id, members=list(ids), reason=self._formed.sentence)
-        for group in given_up:
-            self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
-        self._chosen, self._last, self._infos_changed, self._broken = chosen, announce, False, False
+        self._takeover.forget_answers()
+        self._broken = False
         self._lost.clear()
         self._reports.clear()
-        self._foreign.clear()
-
-    def _is_unchanged(self, chosen: list[Group]) -> bool:
-        return len(chosen) == len(self._members) and all(group.member for group in chosen)
+        names = (
+            sorted(group.replica_id for group in groups if group.kept_out is None and not group.member)
+            if left_out
+            else []
+        )
+        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names)
+        if changed:
+            self._log(
+                "quorum",
+                "",
+                quorum_id=announce.quorum_id,
+                members=list(self.record.members),
+                reason=self._formed.sentence,
+            )
+        for group in given_up:
+            self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
 
     def _set_members(self, members: list[Group]) -> None:
         self._groups.set_members(self.record.members, members)
@@ -573,10 +542,10 @@ class JobCore:
         """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
         if not self._groups.asking_count and self._formed is not None:
             return self._formed
-        return reasons.waiting(self._verdict, self._groups, self.record, self._absent, now)
+        return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
 
     def quorum_view(self, now: float) -> QuorumView:
-        last, groups = self._last, self._groups
+        last, groups = self._announcer.last, self._groups
         return QuorumView(
             quorum_id=self.record.quorum_id,
             created_ms=self.record.created_ms,
@@ -590,47 +559,11 @@ class JobCore:
         )
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
-        """Every group known, sorted by replica_id; the last are those that went within ``GONE_SECONDS``."""
-        here = [self._view(group, now, self._state(group), None) for group in self._groups]
-        here += [self._absent_view(replica_id) for replica_id in self._absent]
+        """Every group known, sorted by replica_id; behind them those that went within ``GONE_SECONDS``."""
+        here = [replica_view(group, self._groups, self.record, now) for group in self._groups]
+        here += [absent_view(replica_id) for replica_id in self._takeover.absent]
         gone = [view for went, view in self._gone if now - went <= GONE_SECONDS]
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
-
-    def _state(self, group: Group) -> ReplicaState:
-        if group.session is None:
-            return ReplicaState.SUSPECT
-        if group.kept_out is not None:
-            return ReplicaState.KEPT_OUT
-        if group.request is not None:
-            return ReplicaState.ASKING
-        if group.healing is not None:
-            return ReplicaState.HEALING
-        return ReplicaState.TRAINING if group.member else ReplicaState.IDLE
-
-    def _view(self, group: Group, now: float, state: ReplicaState, gone: str | None) -> ReplicaView:
-        why = Reason("gone", {}, gone) if gone is not None else reasons.of_group(group, self._groups, self.record)
-        return ReplicaView(
-            replica_id=group.replica_id,
-            name=group.name,
-            state=state,
-            member=group.member and gone is None,
-            draining=group.draining is not None,
-            step=group.step,
-            lineage=group.lineage,
-            world_size=group.info.world_size,
-            address=group.info.address,
-            heard_seconds_ago=max(0.0, now - group.heard_at),
-            step_seconds=group.step_seconds,
-            healed_bytes=group.healing.bytes_done if group.healing else 0,
-            heal_bytes=group.healing.bytes_total if group.healing else 0,
-            reason=why,
-        )
-
-    @staticmethod
-    def _absent_view(replica_id: str) -> ReplicaView:
-        return ReplicaView(
-            replica_id, name_of(replica_id), ReplicaState.ABSENT, True, False, 0, "", 0, "", None, None, 0, 0, None
-        )
 
     # ---- invariants
 
@@ -641,8 +574,9 @@ class JobCore:
         assert list(record.members) == sorted(set(record.members)), "members of the quorum are unsorted or twice"
         assert self._members == set(record.members), "the members are not those of the record"
         assert all(g.member == (g.replica_id in self._members) for g in groups), "a group is wrongly marked as member"
-        assert not self._absent & set(groups.by_id), "a group that is there counts as absent"
-        assert not self._absent or self._grace_until is not None, "absent groups are waited for without an end"
+        absent = self._takeover.absent
+        assert not absent & set(groups.by_id), "a group that is there counts as absent"
+        assert not absent or self._takeover.until is not None, "absent groups are waited for without an end"
         assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
         assert policy_problem(record.policy) is None, "the policy cannot be used"
         assert len(self._lost) <= len(record.members) + 1, "losses pile up"
@@ -651,10 +585,8 @@ class JobCore:
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
         )
-        verdict = judge(groups, len(record.members), record.policy, self._grace_until, self._verdict.until or 0.0)
-        if self._verdict.until is None:
-            assert verdict.code == self._verdict.code, f"{verdict.code} is due, the core holds {self._verdict.code}"
-        last = self._last
+        assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
+        last = self._announcer.last
         if last is not None:
             assert last.members, "an empty quorum was announced"
             assert last.quorum_id <= record.quorum_id, "a quorum was announced that is not in the record"

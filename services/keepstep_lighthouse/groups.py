@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from keepstep_lighthouse.events import Announce, HealProgress
-from keepstep_mesh.messages import Lineage, Member, MemberInfo, QuorumRequest
+from keepstep_mesh.messages import Lineage, MemberInfo, QuorumRequest
 
 MAX_REMEMBERED_HEALS = 1000
 
@@ -67,11 +67,6 @@ class Group:
     draining: str | None = None
     """The reason given with the drain."""
     kept_out: KeptOut | None = None
-
-    def as_member(self, request: QuorumRequest) -> Member:
-        return Member(
-            self.replica_id, request.step, request.lineage, request.commit_failures, request.shrink_only, self.info
-        )
 
 
 class Groups:
@@ -232,7 +227,7 @@ class Groups:
             return group.asked_at
         return None
 
-    def close_round(self, chosen: list[Group], announce: Announce, now: float) -> None:
+    def close_round(self, announce: Announce, chosen: list[Group], now: float) -> None:
         """``chosen`` are answered; who asks and is not among them goes on asking."""
         for group in chosen:
             if group.request is not None:

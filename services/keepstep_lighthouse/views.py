@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from keepstep_lighthouse.events import Reason
+from keepstep_lighthouse import reasons
+from keepstep_lighthouse.events import JobRecord, Reason
+from keepstep_lighthouse.groups import Group, Groups, name_of
 from keepstep_mesh.messages import Lineage
 
 
@@ -33,19 +35,20 @@ class ReplicaView:
     state: ReplicaState
     member: bool
     """Of the current quorum."""
-    draining: bool
-    step: int
-    lineage: Lineage
-    world_size: int
-    address: str
-    heard_seconds_ago: float | None
+    draining: bool = False
+    step: int = 0
+    lineage: Lineage = ""
+    world_size: int = 0
+    """0: not known yet."""
+    address: str = ""
+    heard_seconds_ago: float | None = None
     """None: never heard by this lighthouse."""
-    step_seconds: float | None
+    step_seconds: float | None = None
     """From its last answer to its next request; None before there were two."""
-    healed_bytes: int
-    heal_bytes: int
+    healed_bytes: int = 0
+    heal_bytes: int = 0
     """0: unknown, or not healing."""
-    reason: Reason | None
+    reason: Reason | None = None
     """Why it waits or is gone, where there is a reason of its own."""
 
 
@@ -63,3 +66,44 @@ class QuorumView:
     joiners: int
     reason: Reason
     """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+
+
+def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
+    return ReplicaView(
+        replica_id=group.replica_id,
+        name=group.name,
+        state=_state(group),
+        member=group.member,
+        draining=group.draining is not None,
+        step=group.step,
+        lineage=group.lineage,
+        world_size=group.info.world_size,
+        address=group.info.address,
+        heard_seconds_ago=max(0.0, now - group.heard_at),
+        step_seconds=group.step_seconds,
+        healed_bytes=group.healing.bytes_done if group.healing else 0,
+        heal_bytes=group.healing.bytes_total if group.healing else 0,
+        reason=reasons.of_group(group, groups, record),
+    )
+
+
+def absent_view(replica_id: str) -> ReplicaView:
+    return ReplicaView(replica_id, name_of(replica_id), ReplicaState.ABSENT, member=True)
+
+
+def gone_view(group: Group, groups: Groups, record: JobRecord, now: float, why: str) -> ReplicaView:
+    """The last picture of a group that goes now."""
+    last = replica_view(group, groups, record, now)
+    return replace(last, state=ReplicaState.GONE, member=False, reason=Reason("gone", {}, why))
+
+
+def _state(group: Group) -> ReplicaState:
+    if group.session is None:
+        return ReplicaState.SUSPECT
+    if group.kept_out is not None:
+        return ReplicaState.KEPT_OUT
+    if group.request is not None:
+        return ReplicaState.ASKING
+    if group.healing is not None:
+        return ReplicaState.HEALING
+    return ReplicaState.TRAINING if group.member else ReplicaState.IDLE

@@ -1,0 +1,58 @@
+"""From chosen groups to the announcement of their quorum: member list, its version, the reference state."""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.events import Announce, JobRecord
+from keepstep_lighthouse.groups import Group
+from keepstep_mesh.lineage import reference_state
+from keepstep_mesh.messages import Member
+
+
+class Announcer:
+    """Numbers member lists, so that a list travels only when it changed.
+
+    A list is *uniform* when all members stand at one (step, lineage), none after a failed commit, none with
+    shrink_only. From one uniform round to the next with the same members and infos only the common step and lineage
+    change, and the version stays. Every other round makes a new version.
+    """
+
+    def __init__(self) -> None:
+        self.last: Announce | None = None
+        self.chosen: list[Group] = []
+        """Groups of the last announcement, sorted by replica_id."""
+        self.infos_changed = False
+        """Since then, of one of them."""
+
+    def announce(self, chosen: list[Group], record: JobRecord, joiners: int) -> Announce:
+        """All ``chosen`` are asking and form the quorum of ``record``."""
+        last, same = self.last, not self.infos_changed and chosen == self.chosen
+        asked = [(group, group.request) for group in chosen if group.request is not None]
+        _, first = asked[0]
+        step, lineage = first.step, first.lineage
+        uniform = not any(
+            request.step != step or request.lineage != lineage or request.commit_failures or request.shrink_only
+            for _, request in asked
+        )
+        if last is not None and last.uniform and uniform and same:
+            members, version = last.members, last.version
+        else:
+            members = tuple(
+                Member(group.replica_id, r.step, r.lineage, r.commit_failures, r.shrink_only, group.info)
+                for group, r in asked
+            )
+            version = 1 if last is None else last.version + 1
+            if not uniform:
+                step, lineage = reference_state(members)
+        self.chosen, self.infos_changed = chosen, False
+        self.last = Announce(
+            to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
+            quorum_id=record.quorum_id,
+            created_ms=record.created_ms,
+            version=version,
+            step=step,
+            lineage=lineage,
+            joiners=joiners,
+            members=members,
+            uniform=uniform,
+        )
+        return self.last

@@ -1,0 +1,60 @@
+"""What a lighthouse that just started does not know yet about the quorum it found in the store.
+
+Who of its members lives: until all are back, or the grace is over, nobody is judged and no quorum is formed. And who
+holds an answer of the lighthouse before: when one member holds a step's answer for which another still asks, that
+lighthouse died while it announced, and those who hold the answer wait for a peer that will never come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep_lighthouse.groups import Group
+
+
+class Takeover:
+    """``until``: end of the grace, monotonic seconds; None: there is no grace, or it is over."""
+
+    def __init__(self) -> None:
+        self.until: float | None = None
+        self.absent: set[str] = set()
+        """Members that are not back; empty during a grace means that it is not known who was there."""
+        self._holding: dict[str, Group] = {}
+        self.held_step = -1
+        """The highest step whose answer by the lighthouse before is held."""
+        self._lowest_asked: int | None = None
+
+    def wait(self, members: Iterable[str], until: float) -> None:
+        self.absent = set(members)
+        self.until = until
+
+    def end_grace(self) -> None:
+        self.absent.clear()
+        self.until = None
+
+    def forget_answers(self) -> None:
+        """This lighthouse has announced: every member asked it, so no older answer is held."""
+        self._holding.clear()
+        self._lowest_asked = None
+
+    def holds(self, group: Group, step: int) -> None:
+        """A member came back with an answer of the lighthouse before."""
+        self._holding[group.replica_id] = group
+        self.held_step = max(self.held_step, step)
+
+    def asks(self, group: Group, step: int) -> None:
+        """A member asks. It holds no answer, then."""
+        self._holding.pop(group.replica_id, None)
+        if self._lowest_asked is None or step < self._lowest_asked:
+            self._lowest_asked = step
+
+    def is_gone(self, group: Group) -> None:
+        self._holding.pop(group.replica_id, None)
+
+    def take_stranded(self) -> list[Group]:
+        """The members that hold an answer for whose step another member asks. Each is named once."""
+        if self._lowest_asked is None or self._lowest_asked > self.held_step:
+            return []
+        stranded = list(self._holding.values())
+        self._holding.clear()
+        return stranded
