@@ -1,0 +1,9 @@
+"""Live state from one process to another: a typed format without pickle, and the transports that move it."""
+
+from __future__ import annotations
+
+from keepstep.checkpointing.errors import ManifestError, TransferError, UnsupportedValue
+from keepstep.checkpointing.http import HTTPTransport
+from keepstep.checkpointing.transport import CheckpointTransport
+
+__all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "TransferError", "UnsupportedValue"]

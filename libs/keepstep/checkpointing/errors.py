@@ -1,0 +1,29 @@
+"""What can go wrong with a state: it cannot be stored, what arrived cannot be trusted, or it did not arrive."""
+
+from __future__ import annotations
+
+from keepstep_mesh.errors import KeepstepError, ProtocolError
+
+
+class UnsupportedValue(KeepstepError, TypeError):
+    """The state holds a value that the format has no type for. The message names its path."""
+
+
+class ManifestError(ProtocolError):
+    """A manifest is damaged, hostile, or of a version that this build does not read. Nothing was allocated for it."""
+
+
+class TransferError(KeepstepError):
+    """A state was not received completely.
+
+    ``torn`` is true when bytes were already written into the tensors of ``into``: their content is undefined until a later
+    transfer into them succeeds. Without ``into`` nothing of the caller's was touched.
+    """
+
+    def __init__(self, message: str, *, torn: bool = False) -> None:
+        super().__init__(message)
+        self.torn = torn
+
+
+class TransferTimeout(TransferError, TimeoutError):
+    """A state was not received in time."""

@@ -1,0 +1,138 @@
+"""Healing straight from a healthy group: it serves a snapshot over HTTP, the joiner receives it into place."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import structlog
+
+from keepstep.checkpointing.http_client import Fetch
+from keepstep.checkpointing.http_server import CheckpointServer
+from keepstep.checkpointing.manifest import Origin, build_manifest
+from keepstep.checkpointing.staging import Snapshot, StagingArea
+from keepstep.checkpointing.transport import CheckpointTransport, Progress
+
+T = TypeVar("T")
+
+log = structlog.get_logger("keepstep.checkpointing")
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """One server per transport, on a port of its own; two threads, however many readers.
+
+    Args:
+        timeout: longest that a reader waits here for a step to be staged, and that it may take for one chunk of 8 MiB.
+        num_chunks: parallel streams of ``recv_checkpoint``; 0 and 1 are one stream on the calling thread.
+        hostname: address to serve on and to advertise; default: that of the interface with the default route.
+        token: bearer token that readers must show, and that this transport shows when it reads.
+    """
+
+    def __init__(
+        self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | None = None
+    ) -> None:
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, not {timeout}")
+        if num_chunks < 0:
+            raise ValueError(f"num_chunks is a number of streams, not {num_chunks}")
+        self._num_chunks = num_chunks
+        self._token = token
+        self._hostname = hostname or outward_address()
+        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), token)
+        self._staging = StagingArea(self._server.cut_off)
+        self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")
+        self._staged: Snapshot | None = None
+        self._lock = threading.Lock()
+        self._fetches: set[Fetch] = set()
+        self._shut_down = False
+
+    def metadata(self) -> str:
+        """``http://host:port``"""
+        host = f"[{self._hostname}]" if ":" in self._hostname else self._hostname
+        return f"http://{host}:{self._server.port}"
+
+    def address(self) -> str:
+        """Where a step's manifest is, once the step is appended: ``http://host:port/checkpoint/``."""
+        return f"{self.metadata()}/checkpoint/"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push; ``timeout`` is the one of the constructor.
+
+        Raises ``UnsupportedValue`` that names the path of a value that cannot be stored.
+        """
+        del dst_ranks, timeout
+        self._server.serve(None)
+        snapshot = self._staging.stage(step, state_dict)
+        snapshot.hold()
+        self._hasher.submit(_hash, snapshot)
+        self._staged = snapshot
+        self.allow_checkpoint(step)
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Serves the staged snapshot again, after ``disallow_checkpoint``. Raises ``ValueError`` if it is of another step."""
+        if self._staged is None or self._staged.step != step:
+            raise ValueError(f"step {step} is not staged: send_checkpoint stages it")
+        self._server.serve(self._staged)
+
+    def disallow_checkpoint(self) -> None:
+        self._server.serve(None)
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        into: T | None = None,
+        progress: Progress | None = None,
+    ) -> T:
+        """See ``CheckpointTransport``."""
+        del src_rank
+        fetch = Fetch(
+            metadata, step, timeout.total_seconds(), token=self._token, streams=self._num_chunks, progress=progress
+        )
+        with self._lock:
+            self._fetches.add(fetch)
+        if self._shut_down:
+            fetch.abort("the transport is shut down")
+        try:
+            state: T = fetch.run(into)
+            return state
+        finally:
+            with self._lock:
+                self._fetches.discard(fetch)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends every transfer, in both directions. May be called more than once."""
+        self._shut_down = True
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.abort("the transport is shut down")
+        self._server.stop(wait)
+        self._hasher.shutdown(wait)
+        self._staged = None
+        self._staging.drop()
+
+
+def _hash(snapshot: Snapshot) -> None:
+    try:
+        snapshot.manifest.set_result(build_manifest(Origin(step=snapshot.step), snapshot.content_bytes, snapshot.pack))
+    except BaseException as error:  # noqa: BLE001  # the readers raise it
+        snapshot.manifest.set_exception(error)
+    finally:
+        snapshot.release()
+
+
+def outward_address() -> str:
+    """Address of the interface with the default route, loopback when there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any address, owned by nobody
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,49 @@
+"""A state as (manifest, pack) in memory, and back. The format is described in docs/checkpoint-format.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.layout import describe
+from keepstep.checkpointing.manifest import (
+    CHUNK_BYTES,
+    Origin,
+    build_manifest,
+    chunk_digest,
+    pack_content,
+    read_manifest,
+)
+from keepstep.checkpointing.restoring import Destination
+
+
+def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:
+    """(manifest, pack) of ``state``. Raises ``UnsupportedValue`` that names the path of what cannot be stored."""
+    layout = describe(state)
+    pack = torch.empty(layout.content.positions()[-1], dtype=torch.uint8)
+    layout.copy_into(pack)
+    view = memoryview(pack.numpy())
+    return build_manifest(origin or Origin(), pack_content(layout.content), view), view
+
+
+def load_state(manifest: bytes, pack: bytes | memoryview, into: Any = None) -> Any:
+    """The state, every chunk verified. ``into``: see ``CheckpointTransport.recv_checkpoint``.
+
+    Raises ``ManifestError`` for a bad manifest, ``TransferError`` for a pack that does not fit it.
+    """
+    known = read_manifest(manifest)
+    pack = memoryview(pack)
+    if pack.nbytes != known.pack_bytes:
+        raise TransferError(f"pack of {pack.nbytes} bytes where the manifest has {known.pack_bytes}")
+    for chunk, digest in enumerate(known.chunk_digests):
+        if chunk_digest(pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != digest:
+            raise TransferError(f"chunk {chunk} is damaged: its digest is not the one in the manifest")
+    destination = Destination(known.content, into)
+    for chunk in range(len(known.chunk_digests)):
+        start = chunk * CHUNK_BYTES
+        for segment in destination.segments(chunk):
+            segment[:] = pack[start : start + segment.nbytes]
+            start += segment.nbytes
+    return destination.result()

@@ -1,0 +1,54 @@
+"""The contract of everything that moves live state from a healthy replica group to one that heals."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes verified so far, bytes in all) during a transfer; from any thread, never from two at once."""
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """Rank i of the healthy group sends, rank i of the healing group receives."""
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """What another group passes to ``recv_checkpoint`` to fetch from this one."""
+
+    @abstractmethod
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Takes a snapshot of ``state_dict`` on the calling thread and serves it as the state of ``step``.
+
+        Returns when the snapshot is taken: the state may change at once. Readers are served in the background and never
+        waited for; one that makes no progress for ``timeout`` is cut off.
+        """
+
+    @abstractmethod
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        into: T | None = None,
+        progress: Progress | None = None,
+    ) -> T:
+        """The state of exactly ``step`` from the transport that ``metadata`` names.
+
+        ``into``: a state of the same structure. Each of its tensors with the same path, dtype and shape is overwritten and
+        stands in the result; everything else in the result is new and on the CPU. When this raises, tensors of ``into`` may
+        be half written (``TransferError.torn``): the caller must not count them as valid until a later call succeeds.
+        Raises ``TimeoutError`` when ``timeout`` passes, ``TransferError`` with the reason otherwise.
+        """
+
+    def disallow_checkpoint(self) -> None:
+        """No new reader gets the snapshot. Never waits: a reader in the middle of it finishes from its own copy."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends all transfers and frees threads, ports and buffers. ``wait``: return when they are freed."""
