@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import aiohttp
-import structlog
 
 from keepstep_mesh import codec
 from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, ProtocolError, SessionClosed, VersionError
+from keepstep_mesh.http import client_session
+from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     CancelRequest,
     Denied,
@@ -42,9 +43,10 @@ from keepstep_mesh.messages import (
     Welcome,
 )
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.settings import base_url
 from keepstep_mesh.websocket import Link, UpgradeError
 
-log = structlog.get_logger("keepstep.session")
+log = get_logger("keepstep.session")
 
 CONNECT_SECONDS = 3.0
 """For one address: TCP, TLS and the upgrade."""
@@ -260,7 +262,7 @@ class LighthouseSession:
     # ---- the connection
 
     async def _run(self) -> None:
-        async with _http(self._settings.token) as http:
+        async with client_session(self._settings.token, timeout=None) as http:
             while self._ended is None:
                 delay, address = self._addresses.next(random.random())  # noqa: S311
                 if delay:
@@ -491,14 +493,3 @@ class LighthouseSession:
             self._welcomed.set_exception(ConnectionRefusedError(reason))
         if self._link is not None:
             self._link.close(reason=reason)
-
-
-def base_url(address: str) -> str:
-    """``http://host:port`` without a slash at its end; ``host:port`` means http."""
-    address = address.strip().rstrip("/")
-    return address if "://" in address else f"http://{address}"
-
-
-def _http(token: str | None) -> aiohttp.ClientSession:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), headers=headers)

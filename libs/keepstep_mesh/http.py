@@ -1,0 +1,164 @@
+"""HTTP of the mesh: client sessions, routes with the access they need, errors as problem details (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from keepstep_mesh.auth import Access, ForbiddenError, Role, Tokens
+from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
+from keepstep_mesh.logging import get_logger
+
+log = get_logger("keepstep.http")
+
+PROBLEM_JSON = "application/problem+json"
+MAX_BODY_BYTES = 1024 * 1024
+"""Of a request, unless the service says otherwise."""
+MAX_PROBLEM_BYTES = 64 * 1024
+CONNECT_SECONDS = 5.0
+REQUEST_SECONDS = 30.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Problem(KeepstepError):
+    """An HTTP error with its problem details, on either side.
+
+    A handler raises it; the client gets it back from ``raise_for_problem``. ``fields`` travel as extra members.
+    """
+
+    def __init__(self, status: int, detail: str, *, title: str = "", **fields: Any) -> None:
+        super().__init__(detail or title or str(status))
+        self.status = status
+        self.title = title or _phrase(status)
+        self.detail = detail
+        self.fields = fields
+
+    def response(self) -> web.Response:
+        body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail} | self.fields
+        headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
+        return web.json_response(body, status=self.status, content_type=PROBLEM_JSON, headers=headers)
+
+
+def client_session(token: str | None = None, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
+    """A session for talking to services of the mesh. ``timeout``: seconds for a whole request, None for no limit.
+
+    Proxies of the environment are not used: the mesh is one network.
+    """
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
+        headers={hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {},
+    )
+
+
+async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
+    """Does nothing for a status below 400. Raises ``AuthError`` for 401 and 403, else ``Problem``."""
+    if response.status < 400:
+        return
+    text = (await response.content.read(MAX_PROBLEM_BYTES)).decode(errors="replace")
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        body = {"detail": text.strip()[:500]}
+    title, detail = str(body.pop("title", "")), str(body.pop("detail", ""))
+    if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise AuthError(f"{response.url.origin()}: {detail or title or 'not authorized'}")
+    for known in ("type", "status"):
+        body.pop(known, None)
+    raise Problem(response.status, detail, title=title, **{str(name): value for name, value in body.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row of a service's authorization table; the rows are what the OpenAPI description is made of, too."""
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    summary: str = ""
+
+
+ROLE = web.RequestKey("role", Role)
+"""``request[ROLE]``: the role that asks; not there on an open route."""
+
+
+def application(routes: Iterable[Route], tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
+    """An app that lets nobody through whom the table does not, and turns every error into problem details."""
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
+    for route in routes:
+        app.router.add_route(route.method, route.path, _guarded(route, tokens))
+    return app
+
+
+def _guarded(route: Route, tokens: Tokens) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        role = tokens.check(request.headers.get(hdrs.AUTHORIZATION), route.access)
+        if role is not None:
+            request[ROLE] = role
+        return await route.handler(request)
+
+    return handle
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Problem as problem:
+        return problem.response()
+    except ForbiddenError as error:
+        return Problem(HTTPStatus.FORBIDDEN, str(error)).response()
+    except AuthError as error:
+        return Problem(HTTPStatus.UNAUTHORIZED, str(error)).response()
+    except ProtocolError as error:
+        return Problem(HTTPStatus.BAD_REQUEST, str(error)).response()
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        answer = Problem(error.status, _explained(request, error)).response()
+        if hdrs.ALLOW in error.headers:
+            answer.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
+        return answer
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("request failed", method=request.method, path=request.path)
+        return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the service; its log has the traceback").response()
+
+
+def _explained(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == HTTPStatus.NOT_FOUND:
+        return f"there is nothing at {request.path}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{request.path} does not take {request.method}; it takes {', '.join(sorted(error.allowed_methods))}"
+    return error.text or error.reason
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The JSON object in the body; ``{}`` for none. ``Problem`` 400 for anything else, 413 when it is too large."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Problem(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error or type(error).__name__}") from error
+    if not isinstance(body, dict):
+        raise Problem(HTTPStatus.BAD_REQUEST, "the body must be a JSON object")
+    return body
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "error"

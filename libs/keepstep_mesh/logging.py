@@ -1,0 +1,118 @@
+"""Logs: short lower-case events with fields, through the standard ``logging``, as JSON or for people.
+
+``get_logger`` is for every module. In a process that configures nothing (a training script) events go to the
+``logging`` logger of that name as one line of text, so that the script's own set-up rules. ``configure`` is for
+processes of ours: it routes all logs, those of libraries too, to one stream. What looks like a token is never written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO, cast
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+HIDDEN = "[hidden]"
+_SECRET_NAMES = re.compile(r"token|secret|password|authorization", re.IGNORECASE)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s,;'\"]+")
+_secrets: set[str] = set()
+
+Logger = structlog.stdlib.BoundLogger
+
+
+def hide(secret: str) -> None:
+    """From now on ``secret`` is blotted out of every log line. Less than 6 characters are a word, not a secret."""
+    if len(secret) >= 6:
+        _secrets.add(secret)
+
+
+def without_secrets(text: str) -> str:
+    for secret in _secrets:
+        text = text.replace(secret, HIDDEN)
+    return _BEARER.sub(rf"\1{HIDDEN}", text)
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """A structlog processor: hides fields named like secrets, known tokens and bearer headers."""
+    for name, value in event.items():
+        if _SECRET_NAMES.search(name) and value:
+            event[name] = HIDDEN
+        elif isinstance(value, str):
+            event[name] = without_secrets(value)
+    return event
+
+
+def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """Text for any handler, the fields themselves for ours."""
+    keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
+    message = str(event.pop("event", ""))
+    text = message + "".join(f" {name}={value}" for name, value in event.items())
+    return (text,), {**keep, "extra": {"keepstep": (message, dict(event))}}
+
+
+_PROCESSORS = (structlog.stdlib.filter_by_level, redact, _to_record)
+
+
+def get_logger(name: str) -> Logger:
+    """A logger for one module: ``get_logger("keepstep.manager")``."""
+    return cast(
+        "Logger", structlog.wrap_logger(logging.getLogger(name), _PROCESSORS, Logger, cache_logger_on_first_use=True)
+    )
+
+
+class LogFormatter(logging.Formatter):
+    """Any record, ours or a library's, as one JSON object or as a line for people."""
+
+    def __init__(self, *, as_json: bool, colors: bool = False) -> None:
+        super().__init__()
+        self._as_json = as_json
+        self._render = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=40)
+
+    def format(self, record: logging.LogRecord) -> str:
+        message, fields = cast("tuple[str | None, dict[str, Any]]", getattr(record, "keepstep", (None, {})))
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        event: dict[str, Any] = {
+            "timestamp": time,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": without_secrets(record.getMessage()) if message is None else message,
+            **fields,
+        }
+        if record.exc_info:
+            event["exception"] = without_secrets(self.formatException(record.exc_info))
+        if record.stack_info:
+            event["stack"] = without_secrets(record.stack_info)
+        if self._as_json:
+            return json.dumps(event, default=str, ensure_ascii=False)
+        return str(self._render(None, record.levelname.lower(), event))
+
+
+def configure(level: str = "info", *, as_json: bool | None = None, stream: TextIO | None = None) -> None:
+    """Sends the logs of the whole process to ``stream`` (default: stderr), for processes of ours.
+
+    ``as_json`` None: for people when the stream is a terminal, else JSON. Harmless when repeated. ``ValueError`` for a
+    level that does not exist.
+    """
+    stream = stream or sys.stderr
+    levels = logging.getLevelNamesMapping()
+    if level.upper() not in levels:
+        raise ValueError(f"log level {level!r} does not exist; take one of debug, info, warning, error")
+    terminal = stream.isatty()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LogFormatter(as_json=not terminal if as_json is None else as_json, colors=terminal))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if isinstance(old.formatter, LogFormatter):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(levels[level.upper()])
+    # aiohttp logs every request to this one; the mesh's requests are no news.
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    structlog.configure(
+        processors=list(_PROCESSORS), logger_factory=structlog.stdlib.LoggerFactory(), wrapper_class=Logger
+    )

@@ -1,0 +1,218 @@
+"""One way to run a service: bind, be healthy, be ready, be measured, stop in good order.
+
+``serving`` runs a service inside a loop that is there (``keepstep up`` runs several); ``run`` is a whole process. The
+order of a stop: ``/readyz`` says no, the port is closed, the service ends what it holds (``lifespan``), then what is
+left of connections is cut. All of it together has one deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from aiohttp import hdrs, web
+
+from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.http import MAX_BODY_BYTES, Problem, Route, application
+from keepstep_mesh.logging import get_logger
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+log = get_logger("keepstep.service")
+
+STOP_SECONDS = 10.0
+"""Deadline of a graceful stop."""
+
+
+class BindError(KeepstepError):
+    """The port could not be had."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is special about one service; everything else is the same for all."""
+
+    name: str
+    routes: Sequence[Route]
+    lifespan: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
+    """Entered before the port opens, left after it closed; leaving ends sessions and tasks."""
+    not_ready: Callable[[], str | None] = lambda: None
+    """Why ``/readyz`` says no; None when it says yes."""
+    registry: CollectorRegistry | None = None
+    """Prometheus metrics of this service, for ``/metrics``."""
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a service listens; ``port`` is the real one, whatever was asked for."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def serving(
+    service: Service,
+    host: str,
+    port: int,
+    *,
+    tokens: Tokens | None = None,
+    insecure: bool = False,
+    stop_seconds: float = STOP_SECONDS,
+) -> AsyncIterator[Endpoint]:
+    """Runs ``service`` while the context is open. ``port`` 0 takes any free one.
+
+    Raises ``BindError`` with what to do for a port that is taken, ``AuthError`` for one that would be open to all.
+    """
+    tokens = tokens or Tokens()
+    check_bind(host, tokens, insecure=insecure)
+    stopping = False
+
+    def not_ready() -> str | None:
+        return "the service is stopping" if stopping else service.not_ready()
+
+    app = application(
+        [*service.routes, *_common_routes(service, not_ready)], tokens, max_body_bytes=service.max_body_bytes
+    )
+    runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2)
+    # Before the service starts: one whose port is taken must not touch its store.
+    with _listening(service.name, host, port) as listener:
+        try:
+            async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
+                site = web.SockSite(runner, listener)
+                await site.start()
+                endpoint = Endpoint(host, listener.getsockname()[1])
+                log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(tokens))
+                if not tokens:
+                    reach = "this machine only" if is_loopback(host) else "everybody who reaches the port"
+                    log.warning("no token is set", service=service.name, open_to=reach)
+                try:
+                    yield endpoint
+                finally:
+                    stopping = True
+                    deadline.reschedule(asyncio.get_running_loop().time() + stop_seconds)
+                    await site.stop()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            log.warning("service was cut off while stopping", service=service.name, after_seconds=stop_seconds)
+        log.info("service stopped", service=service.name)
+
+
+@asynccontextmanager
+async def _cleaned_up(runner: web.AppRunner) -> AsyncIterator[None]:
+    await runner.setup()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.contextmanager
+def _listening(name: str, host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=4096)
+    except OSError as error:
+        advice = {
+            errno.EADDRINUSE: "it is taken; end what listens there, or choose another port (0: any free one)",
+            errno.EACCES: "not allowed; choose a port above 1023",
+            errno.EADDRNOTAVAIL: "this machine has no such address",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise BindError(f"{name} cannot listen on {host}:{port}: {advice}") from error
+    with listener:
+        yield listener
+
+
+def _common_routes(service: Service, not_ready: Callable[[], str | None]) -> list[Route]:
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "service": service.name})
+
+    async def readyz(_request: web.Request) -> web.Response:
+        reason = not_ready()
+        if reason is not None:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, title="not ready")
+        return web.json_response({"status": "ready", "service": service.name})
+
+    async def metrics(_request: web.Request) -> web.Response:
+        # Only services have prometheus_client; this module is imported by trainers too.
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415
+
+        if service.registry is None:
+            raise Problem(HTTPStatus.NOT_FOUND, f"{service.name} has no metrics")
+        return web.Response(body=generate_latest(service.registry), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
+
+    return [
+        Route("GET", "/healthz", healthz, Access.OPEN, "the process lives"),
+        Route("GET", "/readyz", readyz, Access.OPEN, "the service can do its work"),
+        Route("GET", "/metrics", metrics, Access.READ, "Prometheus text format"),
+    ]
+
+
+async def until_signal() -> signal.Signals:
+    """Waits for SIGTERM or SIGINT. A second one while stopping ends the process at once."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(number: signal.Signals) -> None:
+        if not came.done():
+            came.set_result(number)
+
+    watched = (signal.SIGTERM, signal.SIGINT)
+    for one in watched:
+        loop.add_signal_handler(one, on_signal, one)
+    try:
+        return await came
+    finally:
+        for one in watched:
+            loop.remove_signal_handler(one)
+
+
+def run(
+    service: Callable[[], Service],
+    host: str,
+    port: int,
+    *,
+    tokens: Tokens | None = None,
+    insecure: bool = False,
+    uvloop: bool = True,
+    stop_seconds: float = STOP_SECONDS,
+    started: Callable[[Endpoint], None] | None = None,
+) -> None:
+    """A whole process: runs the service until SIGTERM or SIGINT, then stops it in good order.
+
+    ``service`` is called on the loop. ``uvloop``: use it where it is installed. ``started`` is told where it listens.
+    """
+
+    async def main() -> None:
+        async with serving(service(), host, port, tokens=tokens, insecure=insecure, stop_seconds=stop_seconds) as at:
+            if started is not None:
+                started(at)
+            number = await until_signal()
+            log.info("stopping", signal=number.name)
+
+    with asyncio.Runner(loop_factory=_loop_factory() if uvloop else None) as runner:
+        runner.run(main())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - an extra of services, not of trainers
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
