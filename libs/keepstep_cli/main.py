@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from keepstep_cli.demo import demo
 from keepstep_cli.run import run
 
 
@@ -14,3 +15,4 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(demo)
