@@ -80,8 +80,8 @@ def test_a_killed_lighthouse_counts_until_a_step_that_needed_the_new_one() -> No
     all_commit(story, 110.7, 52, 1)
     assert story.kills[0].next_commit == pytest.approx(0.7)
     all_commit(story, 110.8, 53, 1)
-    assert not story.over(111.7)
-    assert story.over(111.8)
+    assert not story.over(111.6)
+    assert story.over(111.7)
 
 
 def ended(weights: tuple[str, str, str]) -> Story:
