@@ -65,8 +65,14 @@ def _real(value: Any, path: str) -> float:
 
 
 def _data(value: Any, path: str) -> Any:
-    if value is not None and len(pack(value)) > MAX_DATA_BYTES:
-        raise ProtocolError(f"{path} is larger than {MAX_DATA_BYTES} bytes; keep `data` small or pass a URL")
+    if value is None:
+        return None
+    try:
+        size = len(pack(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{path} cannot be packed again: {error}") from error
+    if size > MAX_DATA_BYTES:
+        raise ProtocolError(f"{path} has {size} bytes; at most {MAX_DATA_BYTES} are taken: pass a URL instead")
     return value
 
 
@@ -151,6 +157,7 @@ for _kind in (
     *typing.get_args(messages.WithinGroup),
 ):
     _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
+_INFO = _record(messages.MemberInfo, "info")
 
 
 def _plain(value: Any) -> Any:
@@ -174,8 +181,9 @@ def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any
     if len(frame) > limit_bytes:
         raise ProtocolError(f"frame of {len(frame)} bytes; at most {limit_bytes} are taken")
     try:
-        return msgpack.unpackb(frame, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        # A list is allocated as long as its header says, so nested headers would cost far more than their bytes.
+        return msgpack.unpackb(frame, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"frame is not msgpack: {error or type(error).__name__}") from error
 
 
@@ -192,6 +200,11 @@ def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Mes
     if decoder is None:
         raise ProtocolError(f"unknown kind of message {value[0][:40]!r}; this build speaks version {PROTOCOL_VERSION}")
     return typing.cast("Message", decoder(value[1:], value[0]))
+
+
+def check_info(info: messages.MemberInfo) -> None:
+    """Raises ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+    _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
 
 
 def answer_frames(answer: QuorumAnswer) -> Callable[[int], bytes]:

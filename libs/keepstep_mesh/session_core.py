@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
+from keepstep_mesh import codec
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -97,6 +98,7 @@ class SessionCore:
         self._library = library
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._requests = 0
+        self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
         self._listed: tuple[Member, ...] = ()
         self._listed_version: int | None = None
@@ -132,7 +134,10 @@ class SessionCore:
         shrink_only: bool,
         commit_failures: int,
     ) -> QuorumRequest:
-        """Opens the next request."""
+        """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+        if info is not self._checked_info:
+            codec.check_info(info)
+            self._checked_info = info
         self._requests += 1
         self.held = None
         self.open = QuorumRequest(self._requests, step, lineage, shrink_only, commit_failures, timeout_ms, info)
@@ -143,11 +148,9 @@ class SessionCore:
         request = self.open
         if request is None:
             return None
-        known = request.info == self._known_info
+        known = request.info is self._known_info or request.info == self._known_info
         self._known_info = request.info
-        if known or timeout_ms != request.timeout_ms:
-            return replace(request, timeout_ms=timeout_ms, info=None if known else request.info)
-        return request
+        return replace(request, timeout_ms=timeout_ms, info=None if known else request.info)
 
     def withdraw(self, request: int) -> bool:
         """The asker is gone, or was denied. True when this was the open request."""

@@ -1,0 +1,257 @@
+"""For tests of what is built on the mesh: a network that misbehaves on demand, and a lighthouse that follows a script.
+
+Use the real lighthouse wherever it will do; the scripted one is for what a real one never says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self, TypeVar
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from keepstep_mesh import codec
+from keepstep_mesh.auth import Access, Tokens
+from keepstep_mesh.http import Route
+from keepstep_mesh.messages import PROTOCOL_VERSION, Goodbye, Hello, Leave, Member, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.service import Service, serving
+from keepstep_mesh.websocket import Link
+
+DEADLINE = 30.0
+"""Seconds that a test waits for anything: generous, because the machine may be busy."""
+_CHUNK_BYTES = 64 * 1024
+
+M = TypeVar("M", bound=codec.Message)
+
+
+class ChaosProxy:
+    """A TCP proxy on loopback in front of ``host:port``: ``async with ChaosProxy(host, port) as proxy: ...``.
+
+    ``cut`` ends what is open; ``refuse`` does so and takes nothing new until ``accept``; ``freeze`` lets bytes wait in
+    both directions, like a dead machine or a dropped network, until ``thaw``; ``half_open`` ends the side of the server
+    only, so that the client has a connection to nobody.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = host, port
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._accepting = True
+        self._pairs: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+        self._server: asyncio.Server
+        self.port = 0
+        self.connections = 0
+        """Accepted so far."""
+
+    @classmethod
+    def before(cls, url: str) -> ChaosProxy:
+        """In front of ``http://host:port``."""
+        parts = urlsplit(url)
+        if parts.hostname is None or parts.port is None:
+            raise ValueError(f"{url!r} is no http://host:port")
+        return cls(parts.hostname, parts.port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self._flowing.set()
+        tasks = list(self._pairs)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=DEADLINE)
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        for writers in self._pairs.values():
+            for writer in writers:
+                writer.transport.abort()
+
+    def refuse(self) -> None:
+        self._accepting = False
+        self.cut()
+
+    def accept(self) -> None:
+        self._accepting = True
+
+    def freeze(self) -> None:
+        self._flowing.clear()
+
+    def thaw(self) -> None:
+        self._flowing.set()
+
+    def half_open(self) -> None:
+        """Whatever the client sends from now on over the open connections is swallowed."""
+        for writers in self._pairs.values():
+            for upstream in writers[1:]:
+                upstream.transport.abort()
+            del writers[1:]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._accepting:
+            writer.transport.abort()
+            return
+        self.connections += 1
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("the proxy serves within a task")
+        self._pairs[task] = [writer]
+        upstream = None
+        try:
+            await self._flowing.wait()
+            upstream_reader, upstream = await asyncio.open_connection(*self._target)
+            self._pairs[task].append(upstream)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump(reader, upstream, task, client=True))
+                group.create_task(self._pump(upstream_reader, writer, task, client=False))
+        except OSError:
+            writer.transport.abort()
+        finally:
+            del self._pairs[task]
+            for one in (writer, upstream):
+                if one is not None:
+                    one.transport.abort()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pair: asyncio.Task[None], *, client: bool
+    ) -> None:
+        """Carries one direction until its end. ``client``: from the client."""
+        try:
+            while data := await reader.read(_CHUNK_BYTES):
+                await self._flowing.wait()
+                if len(self._pairs[pair]) == 2:
+                    writer.write(data)
+                    await writer.drain()
+        except ConnectionError:
+            pass
+        if client:
+            writer.transport.abort()
+        elif len(self._pairs[pair]) == 2:  # when half open, the end of the server's side is kept from the client
+            writer.close()
+
+
+class ScriptedSession:
+    """The lighthouse's end of one session, for a test to play."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[codec.Message | None] = asyncio.Queue()
+        """Everything after the hello but heartbeats; None when the connection is gone."""
+        self.heartbeats = 0
+        self.heard = asyncio.Event()
+        """Set with every heartbeat."""
+        self.hello: Hello
+        self.link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_FRAME_BYTES, unsent_bytes=1 << 28)
+        self.opened: asyncio.Future[ScriptedSession] = asyncio.get_running_loop().create_future()
+
+    def _on_frame(self, frame: bytes) -> None:
+        message = codec.decode(frame)
+        if isinstance(message, Hello):
+            self.hello = message
+            self.opened.set_result(self)
+        elif message.kind == "beat":
+            self.heartbeats += 1
+            self.heard.set()
+        else:
+            self.received.put_nowait(message)
+
+    def _on_lost(self, _reason: str) -> None:
+        self.received.put_nowait(None)
+        if not self.opened.done():
+            self.opened.cancel()
+
+    def send(self, message: codec.Message) -> None:
+        self.link.send(codec.encode(message))
+
+    async def next(self, kind: type[M]) -> M:
+        """The next message, which must be a ``kind``."""
+        async with asyncio.timeout(DEADLINE):
+            message = await self.received.get()
+        if not isinstance(message, kind):
+            raise AssertionError(f"expected {kind.__name__}, got {message!r}")  # noqa: TRY004 - the test failed
+        return message
+
+    async def ended(self) -> None:
+        """Waits until the worker's side is gone; whatever it said before is dropped."""
+        async with asyncio.timeout(DEADLINE):
+            while await self.received.get() is not None:
+                pass
+
+    def welcome(self, epoch: int = 1, quorum_id: int = 0, *, heartbeat: float = 30.0, timeout: float = 60.0) -> None:
+        """``heartbeat`` and ``timeout`` in seconds; long by default, so that a script has no heartbeats in it."""
+        self.send(
+            Welcome(PROTOCOL_VERSION, epoch, quorum_id, round(heartbeat * 1000), round(timeout * 1000), 200, "script")
+        )
+
+    def answer(
+        self, request: QuorumRequest, *, epoch: int = 1, quorum_id: int = 1, version: int = 1, with_members: bool = True
+    ) -> None:
+        """A quorum of the one group that asked."""
+        members = None
+        if with_members:
+            if request.info is None:
+                raise AssertionError("this session has not sent its info yet")
+            me = Member(self.hello.replica_id, request.step, request.lineage, 0, shrink_only=False, info=request.info)
+            members = (me,)
+        self.send(
+            QuorumAnswer(request.request, epoch, quorum_id, 0, version, request.step, request.lineage, 0, members)
+        )
+
+    async def say_goodbye(self) -> Leave:
+        leave = await self.next(Leave)
+        self.send(Goodbye())
+        return leave
+
+
+class ScriptedLighthouse:
+    """Accepts sessions and says only what the test says: ``async with scripted_lighthouse() as lighthouse: ...``."""
+
+    def __init__(self, url: str, sessions: asyncio.Queue[ScriptedSession]) -> None:
+        self.url = url
+        self._sessions = sessions
+
+    async def session(self, *, welcome_epoch: int | None = 1) -> ScriptedSession:
+        """The next session, its hello read; welcomed unless ``welcome_epoch`` is None."""
+        async with asyncio.timeout(DEADLINE):
+            session = await self._sessions.get()
+            await session.opened
+        if welcome_epoch is not None:
+            session.welcome(welcome_epoch)
+        return session
+
+
+@asynccontextmanager
+async def scripted_lighthouse(tokens: Tokens | None = None) -> AsyncIterator[ScriptedLighthouse]:
+    """A lighthouse without a mind of its own, on a free port of loopback."""
+    sessions: asyncio.Queue[ScriptedSession] = asyncio.Queue()
+    links: set[Link] = set()
+
+    async def accept(request: web.Request) -> web.StreamResponse:
+        session = ScriptedSession()
+        response = await session.link.accept(request)
+        links.add(session.link)
+        sessions.put_nowait(session)
+        await session.link.closed
+        links.discard(session.link)
+        return response
+
+    @asynccontextmanager
+    async def links_closed() -> AsyncIterator[None]:
+        yield
+        for link in tuple(links):
+            link.abort("the script is over")
+
+    routes = [Route("GET", "/v1/jobs/{job}/session", accept, Access.WORKER)]
+    service = Service("scripted lighthouse", routes, lifespan=links_closed)
+    async with serving(service, "127.0.0.1", 0, tokens=tokens, stop_seconds=DEADLINE) as endpoint:
+        yield ScriptedLighthouse(endpoint.url, sessions)
