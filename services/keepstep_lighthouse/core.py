@@ -347,6 +347,7 @@ class JobCore:
     def _tell_lost(self, replica_id: str, reason: str) -> None:
         self._broken = True
         self._lost[replica_id] = reason
+        self._takeover.forget_answers()
         if len(self._lost) > MAX_LOSSES_TOLD:
             return
         known = (self._groups.by_id.get(one) for one in self.record.members)
@@ -426,11 +427,7 @@ class JobCore:
         return max(min(silent + away), self._awake_since) if silent or away else None
 
     def _tick(self, now: float) -> None:
-        for group, request in self._groups.withdraw_overdue(now):
-            reason = reasons.of_group(group, self._groups, self.record) or self.reason(now)
-            if group.session is not None:
-                self._tell(group.session, Denied(request.request, "deadline", reason.sentence))
-            self._log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+        self._deny_overdue(now)
         due = self._judging_due()
         if due is None or now < due:
             return
@@ -442,6 +439,16 @@ class JobCore:
             self._end_grace(now)
         else:
             self._judge_groups(now)
+
+    def _deny_overdue(self, now: float) -> None:
+        overdue = [(g, reasons.of_group(g, self._groups, self.record)) for g in self._groups.overdue(now)]
+        why = self.reason(now)
+        for group, own in overdue:
+            if group.session is not None and group.request is not None:
+                reason = own or why
+                self._tell(group.session, Denied(group.request.request, "deadline", reason.sentence))
+                self._log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+            self._groups.withdraw(group)
 
     def _judge_groups(self, now: float) -> None:
         policy = self.record.policy

@@ -259,15 +259,13 @@ class Groups:
             heapq.heappop(self._deadlines)
         return None
 
-    def withdraw_overdue(self, now: float) -> list[tuple[Group, QuorumRequest]]:
-        """Requests that have reached their deadline, earliest first. They are open no longer."""
-        overdue = []
+    def overdue(self, now: float) -> list[Group]:
+        """The groups whose request has reached its deadline, earliest first. To be withdrawn: they are named once."""
+        due: dict[str, Group] = {}
         while (deadline := self.next_request_deadline()) is not None and deadline <= now:
-            group = self.by_id[heapq.heappop(self._deadlines)[1]]
-            if group.request is not None:
-                overdue.append((group, group.request))
-                self.withdraw(group)
-        return overdue
+            _, replica_id, _ = heapq.heappop(self._deadlines)
+            due[replica_id] = self.by_id[replica_id]
+        return list(due.values())
 
     def _is_open(self, replica_id: str, number: int) -> bool:
         group = self.by_id.get(replica_id)

@@ -35,8 +35,10 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
         case "takeover_grace":
             missing = sorted(absent)
             numbers["absent"] = len(missing)
-            who = f"{len(missing)} of {members} members to come back: {named(missing)}" if missing else "who was there"
-            sentence = f"the lighthouse started anew and waits for {who}; {left or 0:.1f} s of takeover_grace left"
+            for_whom = "and does not know who was there before"
+            if missing:
+                for_whom = f"and waits for {len(missing)} of {members} members to come back: {named(missing)}"
+            sentence = f"the lighthouse started anew {for_whom}; {left or 0:.1f} s of takeover_grace left"
         case "min_replicas":
             candidates = candidate_count(groups, members, policy)
             numbers |= {"candidates": candidates, "min_replicas": policy.min_replicas}

@@ -33,7 +33,7 @@ class Takeover:
         self.until = None
 
     def forget_answers(self) -> None:
-        """This lighthouse has announced: every member asked it, so no older answer is held."""
+        """Whoever held an older answer has been told that it is over, or has asked for a new one."""
         self._holding.clear()
         self._lowest_asked = None
 

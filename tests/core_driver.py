@@ -1,0 +1,208 @@
+"""A JobCore with a clock of its own and sessions by replica_id. ``validate`` runs after every event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep_lighthouse.core import JobCore
+from keepstep_lighthouse.events import (
+    Announce,
+    Asked,
+    Cancelled,
+    Closed,
+    Decision,
+    DrainOrdered,
+    EndSession,
+    Event,
+    EvictOrdered,
+    GroupFailed,
+    HealProgress,
+    Heard,
+    JobRecord,
+    LeftOnPurpose,
+    LogEntry,
+    MovedAway,
+    Opened,
+    Persist,
+    Policy,
+    PolicyOrdered,
+    ReadmitOrdered,
+    Tell,
+    Tick,
+)
+from keepstep_mesh.messages import HeldAnswer, Lineage, MemberInfo, QuorumRequest, ToWorker
+
+BEAT_SECONDS = 0.5
+UNIX_AT_START = 1_000_000.0
+
+
+class Driver:
+    """Every method feeds one event and returns its decisions."""
+
+    def __init__(self, policy: Policy | None = None, record: JobRecord | None = None, **limits: float) -> None:
+        self.now = 100.0
+        self.record = record or JobRecord(policy=policy or Policy(**limits))
+        self.core = JobCore("job", self.record, self.now, self.unix, restarted=False)
+        self.session_of: dict[str, int] = {}
+        self.replica_of: dict[int, str] = {}
+        self.requests: dict[str, int] = {}
+        self.log: list[LogEntry] = []
+
+    @property
+    def unix(self) -> float:
+        return UNIX_AT_START + self.now
+
+    def feed(self, event: Event) -> list[Decision]:
+        decisions = self.core.handle(event, self.now, self.unix)
+        self.core.validate()
+        for decision in decisions:
+            match decision:
+                case Persist(record):
+                    self.record = record
+                case EndSession(session):
+                    replica_id = self.replica_of[session]
+                    if self.session_of.get(replica_id) == session:
+                        del self.session_of[replica_id]
+                case LogEntry():
+                    self.log.append(decision)
+                case Announce():
+                    assert decision.quorum_id == self.record.quorum_id, "announced what is not written"
+                    assert {m.replica_id for m in decision.members} == set(self.record.members)
+                case _:
+                    pass
+        return decisions
+
+    def restart(self) -> None:
+        """The lighthouse dies; another starts from what was written. All sessions are gone."""
+        self.session_of.clear()
+        self.core = JobCore("job", self.record, self.now, self.unix, restarted=True)
+
+    # ---- groups
+
+    def opens(self, replica_id: str, *, seen: int = 0, held: HeldAnswer | None = None) -> list[Decision]:
+        session = len(self.replica_of) + 1
+        self.replica_of[session] = replica_id
+        self.session_of[replica_id] = session
+        return self.feed(Opened(session, replica_id, seen, held))
+
+    def open_all(self, *replica_ids: str) -> None:
+        for replica_id in replica_ids:
+            self.opens(replica_id)
+
+    def asks(
+        self,
+        replica_id: str,
+        step: int = 0,
+        lineage: Lineage = "",
+        *,
+        failures: int = 0,
+        shrink: bool = False,
+        request: int | None = None,
+        timeout: float = 600.0,
+        info: MemberInfo | None = None,
+    ) -> list[Decision]:
+        number = self.requests.get(replica_id, 0) + 1 if request is None else request
+        self.requests[replica_id] = max(number, self.requests.get(replica_id, 0))
+        wanted = QuorumRequest(number, step, lineage, shrink, failures, int(timeout * 1000), info)
+        return self.feed(Asked(self.session_of[replica_id], wanted))
+
+    def all_ask(
+        self, replica_ids: Iterable[str], step: int = 0, lineage: Lineage = "", failures: int = 0
+    ) -> list[Decision]:
+        decisions: list[Decision] = []
+        for replica_id in replica_ids:
+            decisions += self.asks(replica_id, step, lineage, failures=failures)
+        return decisions
+
+    def start(self, *replica_ids: str) -> Announce:
+        """All open and get their first quorum."""
+        self.open_all(*replica_ids)
+        return announced(self.all_ask(replica_ids))
+
+    def cancels(self, replica_id: str, request: int | None = None) -> list[Decision]:
+        number = self.requests[replica_id] if request is None else request
+        return self.feed(Cancelled(self.session_of[replica_id], number))
+
+    def closes(self, replica_id: str) -> list[Decision]:
+        return self.feed(Closed(self.session_of.pop(replica_id)))
+
+    def beats(self, replica_id: str) -> list[Decision]:
+        return self.feed(Heard(self.session_of[replica_id]))
+
+    def heals(self, replica_id: str, done: int = 1, total: int = 100, rate: float = 1.0) -> list[Decision]:
+        return self.feed(HealProgress(self.session_of[replica_id], done, total, rate))
+
+    def leaves(self, replica_id: str, reason: str = "told to") -> list[Decision]:
+        return self.feed(LeftOnPurpose(self.session_of[replica_id], reason))
+
+    def moves(self, replica_id: str) -> list[Decision]:
+        return self.feed(MovedAway(self.session_of[replica_id]))
+
+    def fails(self, replica_id: str, reason: str = "a rank died") -> list[Decision]:
+        return self.feed(GroupFailed(self.session_of[replica_id], reason))
+
+    # ---- people
+
+    def evicts(self, target: str, ban_seconds: float = 0, reason: str = "bad disk") -> list[Decision]:
+        return self.feed(EvictOrdered(target, reason, ban_seconds, "ann"))
+
+    def drains(self, target: str, reason: str = "maintenance") -> list[Decision]:
+        return self.feed(DrainOrdered(target, reason, "ann"))
+
+    def readmits(self, target: str) -> list[Decision]:
+        return self.feed(ReadmitOrdered(target, "ann"))
+
+    def sets_policy(self, policy: Policy) -> list[Decision]:
+        return self.feed(PolicyOrdered(policy, "ann"))
+
+    # ---- time
+
+    def tick(self) -> list[Decision]:
+        return self.feed(Tick())
+
+    def passes(self, seconds: float, *, silent: Iterable[str] | None = ()) -> list[Decision]:
+        """Time goes by; all sessions but those of ``silent`` (None: all) send heartbeats. Ticks come when wanted."""
+        end = round(self.now + seconds, 6)
+        decisions: list[Decision] = []
+        next_beat = self.now + BEAT_SECONDS
+        while True:
+            deadline = self.core.deadline()
+            upcoming = min(end, next_beat, end if deadline is None else deadline)
+            self.now = max(self.now, round(upcoming, 6))
+            if deadline is not None and deadline <= self.now:
+                decisions += self.tick()
+            elif self.now >= end:
+                return decisions
+            if self.now >= next_beat:
+                next_beat += BEAT_SECONDS
+                for replica_id, session in self.session_of.items():
+                    if silent is not None and replica_id not in silent:
+                        self.feed(Heard(session))
+
+
+def announced(decisions: Iterable[Decision]) -> Announce:
+    """The one announcement among ``decisions``."""
+    (announce,) = [decision for decision in decisions if isinstance(decision, Announce)]
+    return announce
+
+
+def announces(decisions: Iterable[Decision]) -> bool:
+    return any(isinstance(decision, Announce) for decision in decisions)
+
+
+def members(announce: Announce) -> list[str]:
+    return [member.replica_id for member in announce.members]
+
+
+def told(driver: Driver, decisions: Iterable[Decision]) -> dict[str, list[ToWorker]]:
+    """Messages by the replica_id that they go to."""
+    messages: dict[str, list[ToWorker]] = {}
+    for decision in decisions:
+        if isinstance(decision, Tell):
+            for session in decision.to:
+                messages.setdefault(driver.replica_of[session], []).append(decision.message)
+    return messages
+
+
+def logged(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
+    return [(decision.kind, decision.replica_id) for decision in decisions if isinstance(decision, LogEntry)]

@@ -1,0 +1,258 @@
+"""Scenario files: prose, then events and what the lighthouse decides.
+
+    # Prose says what the scenario shows.
+
+    > policy min_replicas=2
+    > r0, r1 open
+    > r0, r1 ask for step 0
+    writes quorum 1 of r0, r1
+    answers r0, r1: quorum 1, step 0, lineage '', list 1
+
+A line that starts with ``> `` is an event (``EVENTS`` has all forms; ``r0, r1`` does it for one after the other); the
+lines below it are the decisions in their order. While somebody asks and nobody is answered, the reason follows as
+``waits: ...``. Options stand in brackets. Times are virtual; unless it is said otherwise everybody sends heartbeats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from core_driver import Driver
+from keepstep_lighthouse.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
+from keepstep_mesh.messages import (
+    Denied,
+    Drain,
+    Evicted,
+    Goodbye,
+    HeldAnswer,
+    MemberInfo,
+    MemberLost,
+    Refused,
+    RoundBroken,
+)
+
+Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
+IDS = r"(?P<ids>[\w:]+(?:, [\w:]+)*)"
+BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
+
+
+class Dialogue:
+    """Plays the events of one scenario and says what follows in words."""
+
+    def __init__(self) -> None:
+        self.driver = Driver(min_replicas=1)
+        self.written = self.driver.record
+        self.list_version = 0
+
+    def play(self, line: str) -> list[str]:
+        for pattern, action in EVENTS:
+            if (match := re.fullmatch(pattern, line)) is not None:
+                decisions = action(self, match)
+                said = [text for decision in decisions for text in self._say(decision)]
+                core = self.driver.core
+                asking = core.quorum_view(self.driver.now).asking
+                if asking and not any(isinstance(decision, Announce) for decision in decisions):
+                    reason = core.reason(self.driver.now)
+                    said.append(f"waits: {reason.sentence} ({reason.code})")
+                return said
+        raise ValueError(f"no such event: {line}")
+
+    def _say(self, decision: Decision) -> list[str]:
+        match decision:
+            case Persist(record):
+                before, self.written = self.written, record
+                return [f"writes {what}" for what in _differences(before, record)]
+            case Announce():
+                who = ", ".join(self._names(session for session, _ in decision.to))
+                facts = f"quorum {decision.quorum_id}, step {decision.step}, lineage {decision.lineage!r}"
+                which = "the same list" if decision.version == self.list_version else f"list {decision.version}"
+                joiners = f", {decision.joiners} more there" if decision.joiners else ""
+                lines = [f"answers {who}: {facts}, {which}{joiners}"]
+                if not decision.uniform:
+                    for member in decision.members:
+                        failed = f", {member.commit_failures} failed" if member.commit_failures else ""
+                        shrink = ", shrink only" if member.shrink_only else ""
+                        lines.append(
+                            f"    {member.replica_id}: step {member.step}, lineage {member.lineage!r}{failed}{shrink}"
+                        )
+                self.list_version = decision.version
+                return lines
+            case Tell(to, message):
+                return [self._say_message(", ".join(self._names(to)), message)]
+            case EndSession(session):
+                return [f"ends the session of {self._names([session])[0]}"]
+            case LogEntry():
+                return []
+        raise TypeError(f"unknown decision {decision}")
+
+    def _say_message(self, who: str, message: object) -> str:
+        match message:
+            case MemberLost(quorum_id, replica_id, reason):
+                return f"tells {who}: {replica_id} of quorum {quorum_id} is lost, {reason}"
+            case RoundBroken(quorum_id, reason):
+                return f"tells {who}: the round of quorum {quorum_id} is broken, {reason}"
+            case Denied(_, code, reason, peer):
+                return f"denies {who} ({code}): {reason}" + (f" [compare with {peer}]" if peer else "")
+            case Refused(code, reason):
+                return f"refuses {who} ({code}): {reason}"
+            case Drain(reason):
+                return f"tells {who} to drain: {reason}"
+            case Evicted(reason, ban_seconds):
+                return f"tells {who} that it is evicted, banned for {ban_seconds:g} s: {reason}"
+            case Goodbye():
+                return f"says goodbye to {who}"
+        raise TypeError(f"unknown message {message}")
+
+    def _names(self, sessions: object) -> list[str]:
+        """replica_ids; a session that is not the group's last one is called old."""
+        names = []
+        replica_of = self.driver.replica_of
+        for session in sessions:  # type: ignore[attr-defined]
+            replica_id = replica_of[session]
+            newest = max(number for number, one in replica_of.items() if one == replica_id)
+            names.append(replica_id if newest == session else f"{replica_id}(old)")
+        return names
+
+    # ---- events
+
+    def policy(self, match: re.Match[str]) -> list[Decision]:
+        changes = dict(pair.split("=") for pair in match["changes"].split())
+        policy = replace(self.driver.record.policy, **{k: _number(v) for k, v in changes.items()})
+        if match["who"]:
+            return self.driver.sets_policy(policy)
+        self.driver = Driver(policy)
+        self.written = self.driver.record
+        return []
+
+    def opens(self, match: re.Match[str]) -> list[Decision]:
+        options = _options(match)
+        held = None
+        if "holds" in options:
+            quorum_id, step = re.fullmatch(r"quorum (\d+) step (\d+)", options["holds"]).groups()  # type: ignore[union-attr]
+            held = HeldAnswer(1, int(quorum_id), int(step))
+        seen = int(options.get("has seen quorum", "0"))
+        return self._each(match, lambda replica_id: self.driver.opens(replica_id, seen=seen, held=held))
+
+    def asks(self, match: re.Match[str]) -> list[Decision]:
+        options = _options(match)
+        lineage = options.get("lineage", "")
+        layout = options.get("layout")
+        return self._each(
+            match,
+            lambda replica_id: self.driver.asks(
+                replica_id,
+                int(match["step"]),
+                int(lineage) if lineage.isdigit() else lineage,
+                failures=int(options.get("failed", "0")),
+                shrink="shrink only" in options,
+                request=int(options["request"]) if "request" in options else None,
+                timeout=float(options.get("for", "600 s").removesuffix(" s")),
+                info=MemberInfo(f"http://{replica_id}", layout=layout) if layout is not None else None,
+            ),
+        )
+
+    def heals(self, match: re.Match[str]) -> list[Decision]:
+        mib = 1024 * 1024
+        return self.driver.heals(match["ids"], int(match["done"]) * mib, int(match["total"]) * mib, 10.0 * mib)
+
+    def passes(self, match: re.Match[str]) -> list[Decision]:
+        silent = match["silent"].split(", ") if match["silent"] else ()
+        return self.driver.passes(float(match["seconds"]), silent=silent)
+
+    def restarts(self, _: re.Match[str]) -> list[Decision]:
+        self.driver.restart()
+        self.list_version = 0
+        return []
+
+    def restores(self, match: re.Match[str]) -> list[Decision]:
+        members = tuple(match["ids"].split(", "))
+        self.driver.record = JobRecord(int(match["quorum"]), members, policy=self.driver.record.policy)
+        self.written = self.driver.record
+        return self.restarts(match)
+
+    def loses_its_store(self, match: re.Match[str]) -> list[Decision]:
+        self.driver.record = JobRecord(policy=self.driver.record.policy)
+        self.written = self.driver.record
+        return self.restarts(match)
+
+    def _each(self, match: re.Match[str], act: Callable[[str], list[Decision]]) -> list[Decision]:
+        return [decision for replica_id in match["ids"].split(", ") for decision in act(replica_id)]
+
+
+def _simple(name: str) -> Action:
+    """An event whose Driver method takes nothing but the replica_id."""
+    return lambda dialogue, match: dialogue._each(match, getattr(dialogue.driver, name))
+
+
+EVENTS: tuple[tuple[str, Action], ...] = (
+    (r"(?P<who>ann sets )?policy (?P<changes>.+)", Dialogue.policy),
+    (IDS + r" opens?" + BRACKETS, Dialogue.opens),
+    (IDS + r" asks? for step (?P<step>\d+)" + BRACKETS, Dialogue.asks),
+    (IDS + r" gives? up", _simple("cancels")),
+    (IDS + r" loses? the connection", _simple("closes")),
+    (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
+    (IDS + r" leaves?", _simple("leaves")),
+    (IDS + r" moves? to another lighthouse", _simple("moves")),
+    (IDS + r" fails?", _simple("fails")),
+    (r"ann evicts (?P<ids>[\w:]+)", _simple("evicts")),
+    (r"ann bans (?P<ids>[\w:]+) for (?P<s>\d+) s", lambda d, m: d.driver.evicts(m["ids"], float(m["s"]))),
+    (r"ann drains (?P<ids>[\w:]+)", _simple("drains")),
+    (r"ann readmits (?P<ids>[\w:]+)", _simple("readmits")),
+    (r"(?P<seconds>[\d.]+) s pass(?:, (?P<silent>[\w:, ]+) silent)?", Dialogue.passes),
+    (r"the lighthouse is killed and starts anew", Dialogue.restarts),
+    (r"the lighthouse starts anew with quorum (?P<quorum>\d+) of " + IDS + r" in its store", Dialogue.restores),
+    (r"the lighthouse is killed and starts anew without its store", Dialogue.loses_its_store),
+)
+
+
+def _options(match: re.Match[str]) -> dict[str, str]:
+    """``[lineage 3, shrink only]`` as {"lineage": "3", "shrink only": ""}; the names are the ones that are used."""
+    options = {}
+    for option in (match["options"] or "").split(", "):
+        for name in ("holds", "has seen quorum", "lineage", "failed", "shrink only", "request", "for", "layout"):
+            if option == name or option.startswith(f"{name} "):
+                options[name] = option[len(name) + 1 :]
+                break
+        else:
+            if option:
+                raise ValueError(f"no such option: {option}")
+    return options
+
+
+def _number(text: str) -> float | None:
+    if text == "none":
+        return None
+    return float(text) if "." in text else int(text)
+
+
+def _differences(before: JobRecord, after: JobRecord) -> list[str]:
+    said = []
+    if before.quorum_id != after.quorum_id:
+        said.append(f"quorum {after.quorum_id} of {', '.join(after.members) or 'nobody known'}")
+    if before.evicted != after.evicted:
+        said.append(f"evicted: {', '.join(after.evicted) or 'nobody'}")
+    if before.bans != after.bans:
+        said.append(f"banned: {', '.join(ban.target for ban in after.bans) or 'nobody'}")
+    if before.policy != after.policy:
+        said.append("policy")
+    return said
+
+
+def replay(text: str) -> str:
+    """The scenario with the decisions that the core takes now."""
+    dialogue = Dialogue()
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("> "):
+            lines.append(line)
+            lines += dialogue.play(line[2:])
+        elif not line or line.startswith("#"):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def scenario_files() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("*.txt"))

@@ -1,0 +1,24 @@
+"""Each scenario file is a dialogue that the core must hold word by word.
+
+``KEEPSTEP_REWRITE_SCENARIOS=1`` writes what the core says now into the files: read the difference like prose before you
+keep it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from scenarios.dialogue import replay, scenario_files
+
+
+@pytest.mark.parametrize("path", scenario_files(), ids=lambda path: path.stem)
+def test_the_lighthouse_decides_as_the_scenario_says(path: Path) -> None:
+    text = path.read_text()
+    now = replay(text)
+    if os.environ.get("KEEPSTEP_REWRITE_SCENARIOS"):
+        path.write_text(now)
+    else:
+        assert now == text
