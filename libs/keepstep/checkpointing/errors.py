@@ -16,8 +16,8 @@ class ManifestError(ProtocolError):
 class TransferError(KeepstepError):
     """A state was not received completely.
 
-    ``torn`` is true when bytes were already written into the tensors of ``into``: their content is undefined until a later
-    transfer into them succeeds. Without ``into`` nothing of the caller's was touched.
+    ``torn`` is true when bytes may already have been written into the tensors of ``into``: their content is undefined
+    until a later transfer into them succeeds. Without ``into`` nothing of the caller's was touched.
     """
 
     def __init__(self, message: str, *, torn: bool = False) -> None:

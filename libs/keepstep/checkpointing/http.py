@@ -42,6 +42,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._token = token
         self._hostname = hostname or outward_address()
         self._server = CheckpointServer(self._hostname, timeout.total_seconds(), token)
+        if token is None and not self._server.is_loopback:
+            log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
         self._staging = StagingArea(self._server.cut_off)
         self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")
         self._staged: Snapshot | None = None
@@ -59,11 +61,13 @@ class HTTPTransport(CheckpointTransport[T]):
         return f"{self.metadata()}/checkpoint/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push; ``timeout`` is the one of the constructor.
+        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push, ``timeout`` that of the constructor.
 
         Raises ``UnsupportedValue`` that names the path of a value that cannot be stored.
         """
         del dst_ranks, timeout
+        if self._shut_down:
+            raise RuntimeError("the transport is shut down")
         self._server.serve(None)
         snapshot = self._staging.stage(step, state_dict)
         snapshot.hold()
@@ -72,7 +76,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.allow_checkpoint(step)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Serves the staged snapshot again, after ``disallow_checkpoint``. Raises ``ValueError`` if it is of another step."""
+        """Serves the staged snapshot again, after ``disallow_checkpoint``. ``ValueError`` if it is of another step."""
         if self._staged is None or self._staged.step != step:
             raise ValueError(f"step {step} is not staged: send_checkpoint stages it")
         self._server.serve(self._staged)

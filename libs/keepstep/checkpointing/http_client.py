@@ -1,8 +1,9 @@
 """The receiving half of ``HTTPTransport``: blocking sockets, from the kernel straight into the destination tensors.
 
-Each stream is one connection in one thread that asks for runs of chunks, receives each in pieces that fit the processor's
-cache, hashes a piece while it is there and checks the chunk before it counts. ``MSG_WAITALL`` with the socket's own timeout makes a
-piece one system call, during which no GIL is held. What breaks is asked for again from the last chunk that was verified.
+Each stream is one connection in one thread that asks for runs of chunks, receives them in pieces that fit the
+processor's cache, hashes a piece while it is there and checks the chunk before it counts. ``MSG_WAITALL`` with the
+socket's own timeout makes a piece one system call without the GIL. What breaks is asked for again from the last chunk
+that was verified.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
 log = structlog.get_logger("keepstep.checkpointing")
 
 
-class _Broken(Exception):  # noqa: N818  # handled here: the connection is made anew
+class _Broken(Exception):  # handled here: the connection is made anew
     """The connection is of no use any more."""
 
 
@@ -82,7 +83,7 @@ class _Connection:
     def ask(
         self, method: str, target: str, line: str = "", *, patience: float = STALL_SECONDS
     ) -> tuple[dict[str, str], int]:
-        """(header fields, length of the body) of the answer. Raises ``TransferError`` with the source's reason for a refusal."""
+        """(header fields, length of the body) of the answer. A refusal raises ``TransferError`` with its reason."""
         try:
             self._socket.sendall(f"{method} {target} HTTP/1.1\r\n{self._head}{line}\r\n".encode())
         except OSError as error:
@@ -166,6 +167,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
         self._ended: BaseException | None = None
+        self._wake = threading.Event()
         self._torn = False
         self._damages: Counter[int] = Counter()
         self._bytes_done = 0
@@ -192,6 +194,7 @@ class Fetch:
     def _end(self, error: BaseException) -> None:
         with self._lock:
             self._ended = self._ended or error
+            self._wake.set()
             for connection in self._open:
                 connection.interrupt()
 
@@ -210,7 +213,7 @@ class Fetch:
                 if failures == MAX_FAILURES:
                     raise TransferError(f"the source of step {self._step} is lost: {error}") from error
                 log.info("transfer broken, going on", step=self._step, reason=str(error), failures=failures)
-                time.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (failures - 1), self._deadline.remaining()))
+                self._wake.wait(min(FIRST_PAUSE_SECONDS * 2 ** (failures - 1), self._deadline.remaining()))
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[_Connection]:

@@ -29,13 +29,13 @@ _SHARED_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """A state taken apart: ``content`` says what it is, ``sources`` hold the bytes of each region, still the caller's."""
+    """A state taken apart: ``content`` says what it is, ``sources`` are the bytes of each region, uncopied."""
 
     content: Content
     sources: list[torch.Tensor | Array]
 
     def copy_into(self, pack: torch.Tensor) -> None:
-        """Copies every region to its place in ``pack`` (uint8, on the CPU, exactly as long as the pack) and zeroes the gaps.
+        """Copies every region to its place in ``pack`` (uint8, on the CPU, as long as the pack) and zeroes the gaps.
 
         CUDA tensors are copied on the current stream of their device; returns when all copies are done.
         """
@@ -143,7 +143,8 @@ class _Walk:
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.dtype not in TORCH_DTYPE_NAMES or tensor.is_meta:
             raise UnsupportedValue(
-                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: only dense ones with data travel"
+                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: only dense ones with data "
+                f"travel"
             )
         if type(tensor) not in _TENSOR_TYPES:
             raise UnsupportedValue(f"{path} is a {type(tensor).__qualname__}: convert it to a plain tensor or DTensor")
@@ -182,7 +183,7 @@ class _Walk:
             elif index in shared:
                 source, start, members = shared[index]
                 for member, found in members:
-                    offset = found.tensor.storage_offset() * found.tensor.itemsize - start
+                    offset = int(found.tensor.storage_offset()) * found.tensor.itemsize - start
                     entries[member] = found.entry(region, offset, found.tensor.stride())
             else:
                 dense = _is_dense(value.tensor)
@@ -195,24 +196,23 @@ class _Walk:
         return Layout(Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths)), sources)
 
     def _shared_memory(self) -> dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]]:
-        """For each entry that overlaps others: (the bytes of all of them, where in their storage those begin, all of them).
+        """For each entry that overlaps others: (bytes of all of them, where in their storage those begin, all of them).
 
         They share one region, so that they are stored once and tied again.
         """
-        storages: dict[Any, list[tuple[int, int, int, _Found]]] = {}
+        storages: dict[Any, list[tuple[int, _Found]]] = {}
         for index, value in enumerate(self.found):
             if isinstance(value, _Found) and value.tensor.numel() and not may_overlap_itself(value.tensor):
-                start, end = _extent(value.tensor)
                 key = (value.tensor.untyped_storage().data_ptr(), value.tensor.device)
-                storages.setdefault(key, []).append((start, end, index, value))
-        shared = {}
-        for spans in storages.values():
-            for group in _overlapping(sorted(spans, key=lambda span: span[:3])) if len(spans) > 1 else ():
+                storages.setdefault(key, []).append((index, value))
+        shared: dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]] = {}
+        for users in storages.values():
+            for group in _overlapping(users):
                 start = group[0][0] // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
                 end = max(span[1] for span in group)
                 storage = max((span[3].tensor.untyped_storage() for span in group), key=len)
                 whole = torch.empty(0, dtype=torch.uint8, device=group[0][3].tensor.device)
-                whole.set_(storage, start, (end - start,))
+                whole.set_(storage, start, (end - start,), (1,))
                 members = [(index, found) for _, _, index, found in group]
                 shared.update((index, (whole, start, members)) for index, _ in members)
         return shared
@@ -220,13 +220,16 @@ class _Walk:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of the tensor in its storage, and the byte after its last."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, end * tensor.itemsize
 
 
-def _overlapping(spans: list[tuple[int, int, int, _Found]]) -> Iterator[list[tuple[int, int, int, _Found]]]:
-    """The groups of more than one of ``spans`` (sorted) that overlap."""
+def _overlapping(users: list[tuple[int, _Found]]) -> Iterator[list[tuple[int, int, int, _Found]]]:
+    """The groups of more than one of ``users`` of a storage that overlap in it, as (first byte, end, index, tensor)."""
+    if len(users) == 1:
+        return
+    spans = sorted([(*_extent(found.tensor), index, found) for index, found in users], key=lambda span: span[:3])
     group, end = spans[:1], spans[0][1]
     for span in spans[1:]:
         if span[0] >= end:
@@ -240,7 +243,9 @@ def _overlapping(spans: list[tuple[int, int, int, _Found]]) -> Iterator[list[tup
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (transposed, channels last)."""
+    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (say, channels last)."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -250,6 +255,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,7 +1,7 @@
 """Values that are not tensors, as msgpack values and back.
 
-None, bool, int in 64 bits, float, str and bytes stand for themselves. Every other value is a list that starts with the name
-of its type.
+None, bool, int in 64 bits, float, str and bytes stand for themselves. Every other value is a list that starts with the
+name of its type.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _zone_is_fixed(value: datetime | time) -> bool:
 
 
 def encode_leaf(value: Any, path: str) -> Any:
-    """``value`` as a msgpack value. Raises ``UnsupportedValue`` that names ``path`` for a type that the format has not."""
+    """``value`` as a msgpack value. Raises ``UnsupportedValue`` that names ``path`` for any type not known here."""
     kind = type(value)
     if value is None or kind in (bool, float):
         return value
@@ -97,8 +97,8 @@ def encode_leaf(value: Any, path: str) -> Any:
         array = np.asarray(value)
         return ["scalar", numpy_dtype_name(array.dtype, path), array.tobytes()]
     raise UnsupportedValue(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: turn it into tensors, numbers, "
-        f"strings, dicts, lists or tuples (nothing is pickled)"
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: turn it into tensors, "
+        f"numbers, strings, dicts, lists or tuples (nothing is pickled)"
     )
 
 

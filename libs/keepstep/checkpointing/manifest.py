@@ -60,7 +60,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor, numpy array or bytes object of the pack. Entries that overlap in one region share memory (tied weights)."""
+    """One tensor, numpy array or bytes object. Entries that overlap in one region share memory (tied weights)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -286,7 +286,7 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
     if max(elements, extent) * itemsize + entry.offset > length or entry.offset % itemsize:
         raise ManifestError(
-            f"{what} of shape {entry.shape} and dtype {dtype} at byte {entry.offset} does not fit its region of {length} bytes"
+            f"{what} of shape {entry.shape}, {dtype}, at byte {entry.offset} does not fit its region of {length} bytes"
         )
     return entry
 

@@ -123,10 +123,11 @@ class Destination:
     def _memory(self, region: int) -> memoryview:
         target = self._in_place.get(region)
         if target is None:
-            return memoryview(self._fresh[region].numpy())
+            return self._fresh[region].numpy().data
         if isinstance(target, np.ndarray):
-            return memoryview(target.reshape(-1).view(np.uint8))
-        return memoryview(target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy())
+            return target.reshape(-1).view(np.uint8).data
+        flat: memoryview = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+        return flat
 
     def _value(self, entry: TensorEntry) -> Any:
         if entry.region in self._in_place:

@@ -24,7 +24,7 @@ def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryv
     layout = describe(state)
     pack = torch.empty(layout.content.positions()[-1], dtype=torch.uint8)
     layout.copy_into(pack)
-    view = memoryview(pack.numpy())
+    view = pack.numpy().data
     return build_manifest(origin or Origin(), pack_content(layout.content), view), view
 
 

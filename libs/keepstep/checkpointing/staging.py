@@ -1,7 +1,7 @@
 """Snapshots of the live state in reused buffers. A buffer that somebody still reads is never written.
 
-At most two buffers exist: the snapshot that is served, and the one before it while its readers finish. When a third would
-be needed, the readers of the oldest are cut off; its memory goes when the last of them has let go.
+At most two buffers exist: the snapshot that is served, and the one before it while its readers finish. When a third
+would be needed, the readers of the oldest are cut off; its memory goes when the last of them has let go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Snapshot:
     ) -> None:
         self.step = step
         self.content_bytes = content_bytes
-        self.pack = memoryview(buffer.numpy())[:pack_bytes]
+        self.pack = buffer.numpy().data[:pack_bytes]
         self.manifest: Future[bytes] = Future()
         """Set once the chunks are hashed."""
         self.buffer = buffer

@@ -41,9 +41,10 @@ class CheckpointTransport(ABC, Generic[T]):
     ) -> T:
         """The state of exactly ``step`` from the transport that ``metadata`` names.
 
-        ``into``: a state of the same structure. Each of its tensors with the same path, dtype and shape is overwritten and
-        stands in the result; everything else in the result is new and on the CPU. When this raises, tensors of ``into`` may
-        be half written (``TransferError.torn``): the caller must not count them as valid until a later call succeeds.
+        ``into``: a state of the same structure that nobody else uses meanwhile. Each of its tensors with the same path,
+        dtype and shape is overwritten and stands in the result; everything else in the result is new and on the CPU.
+        When this raises, tensors of ``into`` may be half written (``TransferError.torn``): the caller must not count
+        them as valid until a later call succeeds, which overwrites all of them.
         Raises ``TimeoutError`` when ``timeout`` passes, ``TransferError`` with the reason otherwise.
         """
 
