@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import structlog
-
 from keepstep_lighthouse.memory import MemoryStore
 from keepstep_lighthouse.store import Compare, OutcomeUnknownError, StoreError, Write, WriteFailedError
+from keepstep_mesh.logging import get_logger
 
 T = TypeVar("T")
 Row = tuple[str, bytes, int, float]
@@ -26,7 +25,7 @@ BUSY_SECONDS = 1.0
 """How long to wait for a lighthouse on the same file that is just ending."""
 SCHEMA = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, lease INTEGER, ttl REAL) WITHOUT ROWID"
 
-log = structlog.get_logger("keepstep.lighthouse.store")
+log = get_logger("keepstep.lighthouse.store")
 
 
 class SqliteStore(MemoryStore):

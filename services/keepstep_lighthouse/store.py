@@ -1,7 +1,7 @@
 """The Store contract: what a lighthouse needs of the place where its membership is kept.
 
 Keys are text, values are bytes, keys are ordered as text. What changes goes through ``transact``: a set of
-comparisons and, if all of them hold, a set of writes, all or none. A key written under a lease goes when the lease ends.
+comparisons and, if all of them hold, a set of writes, all or none. A key written under a lease goes when that ends.
 
 A call that changes something ends in one of three ways, and the caller must tell them apart:
 

@@ -1,0 +1,62 @@
+"""``python -m keepstep_lighthouse``: the lighthouse as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.settings import LighthouseSettings, read_settings
+from keepstep_mesh import logging, service
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.service import Endpoint
+from keepstep_mesh.settings import bind_address, duration, whole
+
+
+def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None] | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ``KeepstepError`` or ``ValueError`` that says what to do.
+
+    ``started`` is told where it listens.
+    """
+    host, port = bind_address(settings.bind)
+    # A session is a descriptor, and the usual soft limit is a thousand.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    service.run(
+        Lighthouse(settings).service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=started
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m keepstep_lighthouse", description="Forms the quorums of training jobs.")
+    parser.add_argument("--bind", help="host:port to listen on (127.0.0.1:29510)")
+    parser.add_argument("--store", help="where quorums are kept: memory:// or sqlite:///path (memory://)")
+    parser.add_argument("--event-log", type=Path, help="file that gets every event as a line of JSON")
+    parser.add_argument("--token-file", type=Path, help="lines `role = token` for worker, service, admin")
+    parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
+    for one in fields(Policy):
+        read = whole if one.name in ("min_replicas", "max_replicas") else duration
+        flag = f"--{one.name.replace('_', '-')}"
+        parser.add_argument(flag, type=read, help=f"policy of new jobs ({one.default})")
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    flags = vars(_parser().parse_args(arguments))
+    try:
+        logging.configure(level=flags.pop("log_level"))
+        run_lighthouse(read_settings(flags))
+    except (KeepstepError, ValueError) as error:
+        print(f"keepstep lighthouse: {error}", file=sys.stderr)  # noqa: T201 - the last word of a command
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

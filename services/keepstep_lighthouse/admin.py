@@ -1,0 +1,395 @@
+"""REST over a lighthouse: what people and tools may ask and order.
+
+Reads answer from memory. Orders are carried out like every other event: written first, then answered, 202 with the
+entry of the event log that they made. An order that changes nothing because it was carried out before answers with the
+entry of that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import hdrs, web
+
+from keepstep_lighthouse import openapi
+from keepstep_lighthouse.event_log import Happened
+from keepstep_lighthouse.events import Ban, DrainOrdered, Event, EvictOrdered, Policy, ReadmitOrdered
+from keepstep_lighthouse.groups import name_of
+from keepstep_lighthouse.openapi import Shape
+from keepstep_lighthouse.term import TermOverError
+from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
+from keepstep_mesh.auth import Access
+from keepstep_mesh.http import ROLE, Problem, Route, read_json
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.app import Lighthouse
+    from keepstep_lighthouse.jobs import Job
+
+T = TypeVar("T")
+
+EVENTS_AT_ONCE = 1000
+MAX_EVENTS_AT_ONCE = 10_000
+MAX_FOLLOWERS = 100
+FOLLOWER_BATCH = 100
+SIGN_OF_LIFE_SECONDS = 15.0
+SLOW_FOLLOWER_SECONDS = 30.0
+"""A follower that takes nothing for so long is cut off."""
+MAX_NAMED = 20
+MAX_REASON = 1000
+MAX_BAN_SECONDS = 10 * 365 * 86400.0
+
+# ---- what is answered
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    address: str
+    leads: bool
+    epoch: int
+    trouble: str | None
+    """Why it decides nothing now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    kind: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    leader: str | None
+    epoch: int
+    nodes: tuple[NodeView, ...]
+    services: tuple[ServiceView, ...]
+    """Relays and others that registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    job: str
+    policy: Policy
+    quorum_id: int
+    members: int
+    asking: int
+    healthy: int
+    joiners: int
+    sessions: int
+    bans: tuple[Ban, ...]
+    evicted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobsView:
+    jobs: tuple[JobView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumStatus(QuorumView):
+    job: str
+    epoch: int
+    age_seconds: float | None
+    """Of the quorum_id; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasView:
+    job: str
+    replicas: tuple[ReplicaView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EventsView:
+    job: str
+    events: tuple[Happened, ...]
+    """Oldest first."""
+    after: int
+    """Ask with this number for those that follow."""
+
+
+# ---- what is ordered
+
+
+@dataclass(frozen=True, slots=True)
+class EvictBody:
+    reason: str
+    ban_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBody:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadmitBody:
+    pass
+
+
+QUERY_OF_EVENTS = {
+    "after": "number of the last event that is known; only newer ones are answered",
+    "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
+    "follow": "1: server-sent events, first those that there are, then each as it happens",
+}
+SHAPES = {
+    "/v1/cluster": Shape(ClusterView),
+    "/v1/jobs": Shape(JobsView),
+    "/v1/jobs/{job}": Shape(JobView),
+    "/v1/jobs/{job}/quorum": Shape(QuorumStatus),
+    "/v1/jobs/{job}/replicas": Shape(ReplicasView),
+    "/v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
+    "/v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
+    "/v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
+    "/v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
+    "/v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
+}
+
+
+def routes(lighthouse: Lighthouse) -> list[Route]:
+    here = _Admin(lighthouse)
+    job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
+    return [
+        Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
+        Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, leader, epoch, services known"),
+        Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs"),
+        Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
+        Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
+        Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
+        Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
+        Route("POST", f"{one}/evict", here.evict, Access.ADMIN, "end a group; ban_seconds keeps its name out"),
+        Route("POST", f"{one}/drain", here.drain, Access.ADMIN, "ask a group to finish its step and leave"),
+        Route("POST", f"{one}/readmit", here.readmit, Access.ADMIN, "lift bans and evictions"),
+        Route("GET", f"{job}/events", here.events, Access.READ, "the event log, or its tail as it grows"),
+    ]
+
+
+class _Admin:
+    def __init__(self, lighthouse: Lighthouse) -> None:
+        self._lighthouse = lighthouse
+        self._followers = 0
+
+    # ---- reads
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        return web.json_response(openapi.describe(self._lighthouse.service().routes, SHAPES))
+
+    async def cluster(self, _request: web.Request) -> web.Response:
+        one = self._lighthouse
+        epoch = one.term.epoch if one.term else 0
+        node = NodeView(one.address, one.term is not None, epoch, one.trouble)
+        return _json(ClusterView(one.address if one.term else None, epoch, (node,), ()))
+
+    async def jobs(self, _request: web.Request) -> web.Response:
+        self._check_term()
+        return _json(JobsView(tuple(_job_view(job) for _, job in sorted(self._lighthouse.jobs.items()))))
+
+    async def job(self, request: web.Request) -> web.Response:
+        return _json(_job_view(self._job(request)))
+
+    async def quorum(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        view = job.core.quorum_view(time.monotonic())
+        age = time.time() - view.created_ms / 1000 if view.created_ms else None
+        known = {field.name: getattr(view, field.name) for field in fields(view)}
+        return _json(QuorumStatus(**known, job=job.name, epoch=job.term.epoch, age_seconds=age))
+
+    async def replicas(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        return _json(ReplicasView(job.name, job.core.replicas(time.monotonic())))
+
+    async def replica(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        matching = _matching(job, request.match_info["replica_id"])
+        if not matching:
+            raise _no_replica(job, request.match_info["replica_id"])
+        # Of several incarnations the one that counts: here before gone, a member before one that waits.
+        best = min(matching, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
+        return _json(best)
+
+    # ---- orders
+
+    async def evict(self, request: web.Request) -> web.Response:
+        body = await _body(request, EvictBody)
+        if not 0 <= body.ban_seconds <= MAX_BAN_SECONDS:
+            raise _bad(f"ban_seconds must be between 0 and {MAX_BAN_SECONDS:.0f}, not {body.ban_seconds:g}")
+        job, target = self._job(request), request.match_info["replica_id"]
+        if not _matching(job, target) and not body.ban_seconds:
+            raise _no_replica(job, target)
+        order = EvictOrdered(target, _reason(body.reason), body.ban_seconds, _who(request))
+        return await self._ordered(job, order, "evicted", (target,), f"{target} is gone; ban_seconds would keep it out")
+
+    async def drain(self, request: web.Request) -> web.Response:
+        body = await _body(request, DrainBody)
+        job, target = self._job(request), request.match_info["replica_id"]
+        if not (matching := _matching(job, target)):
+            raise _no_replica(job, target)
+        here = [one for one in matching if one.state is not ReplicaState.GONE]
+        order = DrainOrdered(target, _reason(body.reason), _who(request))
+        said_before = bool(here) and all(one.draining for one in here)
+        names = [one.replica_id for one in matching]
+        return await self._ordered(job, None if said_before else order, "drain", names, f"{target} is gone already")
+
+    async def readmit(self, request: web.Request) -> web.Response:
+        await _body(request, ReadmitBody)
+        job, target = self._job(request), request.match_info["replica_id"]
+        order = ReadmitOrdered(target, _who(request))
+        return await self._ordered(job, order, "readmitted", (target,), f"nothing stands against {target}")
+
+    async def _ordered(
+        self, job: Job, order: Event | None, kind: str, targets: Iterable[str], otherwise: str
+    ) -> web.Response:
+        """Carries out ``order``; the entry that it made, else the last of its kind for one of ``targets``."""
+        try:
+            made = await job.order(order) if order is not None else []
+        except TermOverError as error:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        before = (self._lighthouse.events.latest(job.name, kind, target) for target in targets)
+        found = next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
+        if found is None:
+            raise Problem(HTTPStatus.CONFLICT, otherwise)
+        return _json(found, HTTPStatus.ACCEPTED)
+
+    # ---- events
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        job = self._job(request).name
+        after = _number(request, "after", 0)
+        if request.query.get("follow", "0") not in ("0", "1"):
+            raise _bad("follow is 0 or 1")
+        if request.query.get("follow") == "1":
+            return await self._follow(request, job, after)
+        limit = _number(request, "limit", EVENTS_AT_ONCE)
+        found = tuple(self._lighthouse.events.after(job, after, min(limit, MAX_EVENTS_AT_ONCE)))
+        return _json(EventsView(job, found, found[-1].id if found else after))
+
+    async def _follow(self, request: web.Request, job: str, after: int) -> web.StreamResponse:
+        """A follower holds a number, no queue: what it is too slow for has left the memory, and it is told so."""
+        if self._followers >= MAX_FOLLOWERS:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_FOLLOWERS} follow already")
+        if known := request.headers.get("Last-Event-ID", ""):
+            after = int(known) if known.isdecimal() else after
+        stream = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
+        events = self._lighthouse.events
+        self._followers += 1
+        try:
+            await stream.prepare(request)
+            while self._lighthouse.serving:
+                if batch := events.after(job, after, FOLLOWER_BATCH):
+                    text = ": events before this were missed\n\n" if after and events.missed(job, after) else ""
+                    text += "".join(f"id: {one.id}\nevent: {one.kind}\ndata: {one.json()}\n\n" for one in batch)
+                    after = batch[-1].id
+                else:
+                    text = ""
+                    try:
+                        async with asyncio.timeout(SIGN_OF_LIFE_SECONDS):
+                            await events.news(job).wait()
+                        continue
+                    except TimeoutError:
+                        text = ": nothing new\n\n"
+                async with asyncio.timeout(SLOW_FOLLOWER_SECONDS):
+                    await stream.write(text.encode())
+        except (ConnectionError, TimeoutError):
+            # The follower went, or takes nothing: its connection is of no use any more.
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._followers -= 1
+        return stream
+
+    # ---- what is asked for
+
+    def _check_term(self) -> None:
+        if self._lighthouse.term is None:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self._lighthouse.trouble or "the lighthouse is not ready")
+
+    def _job(self, request: web.Request) -> Job:
+        self._check_term()
+        name = request.match_info["job"]
+        job = self._lighthouse.jobs.get(name)
+        if job is None:
+            known = sorted(self._lighthouse.jobs)
+            raise Problem(HTTPStatus.NOT_FOUND, f"there is no job {name!r}; {_those(known)}", known=known[:MAX_NAMED])
+        return job
+
+
+def _job_view(job: Job) -> JobView:
+    quorum, record = job.core.quorum_view(time.monotonic()), job.core.record
+    return JobView(
+        job=job.name,
+        policy=record.policy,
+        quorum_id=quorum.quorum_id,
+        members=len(quorum.members),
+        asking=len(quorum.asking),
+        healthy=quorum.healthy,
+        joiners=quorum.joiners,
+        sessions=len(job.sessions),
+        bans=record.bans,
+        evicted=record.evicted,
+    )
+
+
+def _matching(job: Job, target: str) -> list[ReplicaView]:
+    return [one for one in job.core.replicas(time.monotonic()) if target in (one.replica_id, name_of(one.replica_id))]
+
+
+def _no_replica(job: Job, target: str) -> Problem:
+    known = sorted({one.replica_id for one in job.core.replicas(time.monotonic())})
+    detail = f"there is no replica group {target!r} in job {job.name!r}; {_those(known)}"
+    return Problem(HTTPStatus.NOT_FOUND, detail, known=known[:MAX_NAMED])
+
+
+def _those(known: list[str]) -> str:
+    if not known:
+        return "there is none"
+    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    return f"there are {', '.join(known[:MAX_NAMED])}{more}"
+
+
+def _who(request: web.Request) -> str:
+    role = request[ROLE]
+    return f"{role.value if role else 'nobody'} at {request.remote}"
+
+
+def _reason(text: str) -> str:
+    if len(text) > MAX_REASON:
+        raise _bad(f"reason has {len(text)} characters; at most {MAX_REASON} are taken")
+    return text
+
+
+def _bad(detail: str) -> Problem:
+    return Problem(HTTPStatus.BAD_REQUEST, detail)
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or len(text) > 20:
+        raise _bad(f"{name} must be a whole number, not {text[:40]!r}")
+    return int(text)
+
+
+async def _body(request: web.Request, cls: type[T]) -> T:
+    """The body as ``cls``; a field too many, too few or of the wrong type is a 400 that names it."""
+    plain = await read_json(request)
+    hints = typing.get_type_hints(cls)
+    if unknown := sorted(set(plain) - set(hints)):
+        raise _bad(f"unknown field {unknown[0]!r}; {_those(sorted(hints))}")
+    for name, value in plain.items():
+        taken = (int, float) if hints[name] is float else hints[name]
+        if not isinstance(value, taken) or isinstance(value, bool):
+            raise _bad(f"{name} must be {'a number' if hints[name] is float else 'text'}, not {value!r:.40}")
+    try:
+        return cls(**plain)
+    except TypeError:
+        raise _bad(f"a field is missing; {_those(sorted(hints))}") from None
+
+
+def _json(view: object, status: int = HTTPStatus.OK) -> web.Response:
+    return web.json_response(openapi.plain(view), status=status)

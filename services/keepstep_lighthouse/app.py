@@ -1,0 +1,246 @@
+"""One lighthouse: its store, its term, its jobs, the sessions of all of them, and the server in front.
+
+The duties of a life, in their order (those of one event stand in ``jobs.py``): open the store; begin a term, which
+raises the epoch before anybody is welcomed; take up every job that the store knows; listen. When the term is over, for
+whatever reason: say nothing more, close all sessions, read the store again, begin the next term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+
+from aiohttp import web
+
+from keepstep_lighthouse import admin, metrics, records
+from keepstep_lighthouse.event_log import EventLog, FiledEventLog
+from keepstep_lighthouse.events import JobRecord, Opened
+from keepstep_lighthouse.jobs import Job
+from keepstep_lighthouse.sessions import Session
+from keepstep_lighthouse.settings import LighthouseSettings
+from keepstep_lighthouse.store import Store, StoreError, open_store
+from keepstep_lighthouse.term import Term, TermOverError
+from keepstep_mesh import websocket
+from keepstep_mesh.auth import Access
+from keepstep_mesh.http import Problem, Route
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.messages import Hello
+from keepstep_mesh.service import Endpoint, Service, serving
+from keepstep_mesh.settings import bind_address
+
+MAX_JOBS = 1000
+MAX_SESSIONS = 20_000
+MAX_WELCOMED = 100_000
+HIGHEST_EPOCH = 2**31
+"""A hello that knows a higher one is broken, not ahead."""
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+TERM_RETRY_FIRST, TERM_RETRY_MOST = 0.1, 5.0
+
+__all__ = ["Lighthouse", "LighthouseSettings"]
+
+log = get_logger("keepstep.lighthouse")
+
+
+class Lighthouse:
+    """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
+
+    def __init__(self, settings: LighthouseSettings) -> None:
+        self.settings = settings
+        self.jobs: dict[str, Job] = {}
+        self.sessions: dict[int, Session] = {}
+        self.events = EventLog()
+        self.term: Term | None = None
+        """None: nothing may be decided now; ``trouble`` says why."""
+        self.trouble: str | None = "the lighthouse is starting"
+        self.bad_messages = metrics.BadMessages()
+        self.serving = False
+        """False once it stops: who waits for something has to go."""
+        self._store: Store
+        self._numbers = itertools.count(1)
+        self._welcomed: set[tuple[str, str]] = set()
+        """(job, replica_id) of those who have the epoch of this term from us."""
+        self._raising: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
+        self._life = contextlib.AsyncExitStack()
+        self._endpoint: Endpoint | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Listens when it returns. Raises ``StoreError``, ``BindError``, ``AuthError`` or ``ValueError``."""
+        host, port = bind_address(self.settings.bind)
+        self._endpoint = await self._life.enter_async_context(
+            serving(self.service(), host, port, tokens=self.settings.tokens, insecure=self.settings.insecure)
+        )
+
+    async def stop(self) -> None:
+        await self._life.aclose()
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``, with the real port."""
+        if self._endpoint is None:
+            raise RuntimeError("the lighthouse is not started; await start() first")
+        return self._endpoint.url
+
+    def service(self) -> Service:
+        session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
+        return Service(
+            name="lighthouse",
+            routes=[session, *admin.routes(self)],
+            lifespan=self._lifespan,
+            not_ready=lambda: self.trouble,
+            registry=metrics.registry(self),
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            self._store = await open_store(self.settings.store)
+            stack.push_async_callback(self._store.close)
+            if self.settings.event_log is not None:
+                self.events = await FiledEventLog.open(self.settings.event_log)
+            stack.push_async_callback(self.events.close)
+            await self._begin_term()
+            keeper = asyncio.create_task(self._keep_term(), name="keepstep lighthouse term")
+            stack.push_async_callback(_cancelled, keeper)
+            self.serving = True
+            try:
+                yield
+            finally:
+                self.serving = False
+                self.events.wake()
+                await self._end_term("the lighthouse is stopping", websocket.CLOSE_GOING_AWAY)
+
+    async def _keep_term(self) -> None:
+        """Begins the next term whenever one is over."""
+        while True:
+            await self._over.wait()
+            await self._end_term(self.trouble or "", websocket.CLOSE_GOING_AWAY)
+            pause = TERM_RETRY_FIRST
+            while self.term is None:
+                try:
+                    await self._begin_term()
+                except (StoreError, TimeoutError) as error:
+                    self.trouble = f"the store does not let a term begin: {error or 'it does not answer'}"
+                    log.error("no term", reason=self.trouble, again_in_seconds=pause)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, TERM_RETRY_MOST)
+
+    async def _begin_term(self) -> None:
+        term = await Term.begin(self._store)
+        stored = await self._store.get_prefix(records.JOB_PREFIX)
+        found = {key: records.decode(key, value) for key, value in stored.items()}
+        self.events.begin_epoch(term.epoch)
+        self._welcomed.clear()
+        self._over.clear()
+        self.term, self.trouble = term, None
+        for key, record in found.items():
+            self._add_job(key.removeprefix(records.JOB_PREFIX), term, stored[key], record)
+        log.info("term began", epoch=term.epoch, jobs=len(found), store=self.settings.store.partition("://")[0])
+
+    def _add_job(self, name: str, term: Term, stored: bytes | None, record: JobRecord) -> Job:
+        job = self.jobs[name] = Job(name, stored, record, term, self.events, self._term_is_over)
+        return job
+
+    def _term_is_over(self, reason: str) -> None:
+        """Called in the middle of anything: from here on nothing is said; the rest is the keeper's."""
+        log.error("term over", reason=reason)
+        self.term, self.trouble = None, f"the last term is over: {reason}"
+        for job in self.jobs.values():
+            job.end()
+        self._over.set()
+
+    async def _end_term(self, reason: str, code: int) -> None:
+        self.term, self.trouble = None, reason
+        jobs, self.jobs = list(self.jobs.values()), {}
+        for job in jobs:
+            job.end()
+        for session in list(self.sessions.values()):
+            session.end(reason, code)
+        pending = [*self._raising, *(task for job in jobs for task in job.writing())]
+        if pending:
+            await asyncio.wait(pending)
+
+    # ---- sessions
+
+    async def _session(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["job"]
+        if JOB_NAME.fullmatch(name) is None:
+            raise Problem(
+                HTTPStatus.BAD_REQUEST,
+                f"{name!r} is no name of a job: up to 128 letters, digits, '.', '_' and '-', a letter or digit first",
+            )
+        if self.term is None:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.trouble or "the lighthouse is not ready")
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
+        session = Session(next(self._numbers), name, on_hello=self._greeted, on_bad=self._bad, on_end=self._ended)
+        self.sessions[session.number] = session
+        try:
+            return await session.run(request)
+        finally:
+            self.sessions.pop(session.number, None)
+
+    def _greeted(self, session: Session, hello: Hello) -> None:
+        term = self.term
+        if term is None:
+            session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
+        elif hello.epoch_seen > HIGHEST_EPOCH:
+            self._bad(session, f"no lighthouse ever had epoch {hello.epoch_seen}")
+        elif hello.epoch_seen < term.epoch or (session.job, session.replica_id) in self._welcomed:
+            self._open(session, hello)
+        else:
+            # It met a leader that our store knows nothing of: the store was restored, or is new.
+            task = asyncio.create_task(self._raise_epoch(term, session, hello))
+            self._raising.add(task)
+            task.add_done_callback(self._raising.discard)
+
+    async def _raise_epoch(self, term: Term, session: Session, hello: Hello) -> None:
+        try:
+            await term.raise_epoch(hello.epoch_seen)
+        except TermOverError as error:
+            if self.term is term:
+                self._term_is_over(str(error))
+        if self.term is not term:
+            session.refuse("not_ready", self.trouble or "the lighthouse began another term; try again")
+            return
+        log.warning("epoch raised", epoch=term.epoch, replica_id=session.replica_id, seen=hello.epoch_seen)
+        self.events.begin_epoch(term.epoch)
+        if not session.ending:
+            self._open(session, hello)
+
+    def _open(self, session: Session, hello: Hello) -> None:
+        job = self.jobs.get(session.job)
+        if job is None:
+            if self.term is None or len(self.jobs) >= MAX_JOBS:
+                session.refuse("not_ready", f"this lighthouse keeps at most {MAX_JOBS} jobs")
+                return
+            job = self._add_job(session.job, self.term, None, JobRecord(policy=self.settings.policy))
+        if len(self._welcomed) >= MAX_WELCOMED:
+            self._welcomed.clear()
+        self._welcomed.add((session.job, session.replica_id))
+        job.open(session, Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held))
+        session.begin(job)
+
+    def _bad(self, session: Session, reason: str) -> None:
+        self.bad_messages.add(session.job, session.replica_id, reason)
+        session.refuse("bad_message", reason)
+
+    def _ended(self, session: Session) -> None:
+        job = self.jobs.get(session.job)
+        if job is not None:
+            job.sessions.pop(session.number, None)
+            if job.unused:
+                job.end()
+                del self.jobs[session.job]
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,251 @@
+"""The shell of one job. Its duties, in their order:
+
+1. receive an event (a frame, an order, a timer) and give it to the core, events in the order in which they happened;
+2. carry out the core's decisions in the order in which they stand: write what is to be persisted, and only when that
+   write is known to have succeeded go on to what stands behind it, of this event and of all later ones;
+3. set one timer for the deadline that the core names.
+
+A decision with no write before it is carried out at once, in the call that brought the event: a quorum round in steady
+state has no task switch. A write that fails or whose outcome is unknown ends the term: what stands behind it is never
+said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from keepstep_lighthouse import records
+from keepstep_lighthouse.core import JobCore
+from keepstep_lighthouse.event_log import EventLog, Happened
+from keepstep_lighthouse.events import (
+    Announce,
+    Decision,
+    EndSession,
+    Event,
+    JobRecord,
+    LogEntry,
+    Opened,
+    Persist,
+    Tell,
+    Tick,
+)
+from keepstep_lighthouse.sessions import Session
+from keepstep_lighthouse.term import Term, TermOverError
+from keepstep_mesh import codec
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.messages import QuorumAnswer
+
+MIN_WAIT = 0.001
+"""Clocks of loops are that coarse; a timer that fires too early would fire again and again."""
+
+log = get_logger("keepstep.lighthouse")
+
+
+class Job:
+    """``on_term_over`` is called once when a write ended the term; the job then does nothing more."""
+
+    def __init__(
+        self,
+        name: str,
+        stored: bytes | None,
+        record: JobRecord,
+        term: Term,
+        events: EventLog,
+        on_term_over: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.term = term
+        self.sessions: dict[int, Session] = {}
+        self.rounds = 0
+        """Quorums announced, confirmed ones too."""
+        self._stored = stored
+        self._written = record
+        """The record as last written."""
+        self._events = events
+        self._on_term_over = on_term_over
+        self._outbox: deque[Decision | Callable[[], None]] = deque()
+        self._carrying: asyncio.Task[None] | None = None
+        """Not None while decisions wait for a write."""
+        self._orders: set[asyncio.Future[list[Happened]]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._over = False
+        self.core = JobCore(name, record, time.monotonic(), time.time(), restarted=bool(record.members))
+        self._set_timer()
+
+    # ---- 1. receive
+
+    def handle(self, event: Event) -> None:
+        if self._over:
+            return
+        self._carry_out(self.core.handle(event, time.monotonic(), time.time()))
+        self._set_timer()
+
+    def heard(self, session: int) -> None:
+        self.core.heard(session, time.monotonic())
+
+    def open(self, session: Session, event: Opened) -> None:
+        """The hello was accepted: writes what it made necessary, then welcomes, then the rest."""
+        if self._over:
+            session.refuse("not_ready", "the lighthouse begins a new term")
+            return
+        self.sessions[session.number] = session
+        decisions: list[Decision | Callable[[], None]] = [*self.core.handle(event, time.monotonic(), time.time())]
+        if EndSession(session.number) not in decisions:
+            said = (place for place, one in enumerate(decisions) if isinstance(one, Tell | Announce | EndSession))
+            decisions.insert(next(said, len(decisions)), partial(self._welcome, session))
+        self._carry_out(decisions)
+        self._set_timer()
+
+    async def order(self, event: Event) -> list[Happened]:
+        """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
+        done: asyncio.Future[list[Happened]] = self._loop.create_future()
+        made: list[Happened] = []
+        decisions = self.core.handle(event, time.monotonic(), time.time())
+        batch: list[Decision | Callable[[], None]] = [
+            partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in decisions
+        ]
+        self._orders.add(done)
+        done.add_done_callback(self._orders.discard)
+        self._carry_out([*batch, partial(_complete, done, made)])
+        self._set_timer()
+        return await done
+
+    # ---- 2. persist, then reply
+
+    def _carry_out(self, decisions: list[Decision] | list[Decision | Callable[[], None]]) -> None:
+        if self._carrying is not None:
+            self._outbox.extend(decisions)
+            return
+        for place, decision in enumerate(decisions):
+            if type(decision) is Persist:
+                self._outbox.extend(decisions[place:])
+                self._carrying = asyncio.ensure_future(self._carry_out_outbox())
+                return
+            self._do(decision)
+
+    async def _carry_out_outbox(self) -> None:
+        try:
+            while self._outbox:
+                decision = self._outbox.popleft()
+                if type(decision) is Persist:
+                    await self._write(decision.record)
+                else:
+                    self._do(decision)
+        except TermOverError as error:
+            self.end()
+            self._on_term_over(str(error))
+        finally:
+            self._carrying = None
+
+    async def _write(self, record: JobRecord) -> None:
+        value = records.encode(record)
+        await self.term.replace(records.JOB_PREFIX + self.name, self._stored, value)
+        self._stored, self._written = value, record
+
+    def _do(self, decision: Decision | Callable[[], None]) -> None:
+        match decision:
+            case Announce():
+                self._announce(decision)
+            case Tell(to, message):
+                frame = codec.encode(message)
+                for number in to:
+                    if (session := self.sessions.get(number)) is not None:
+                        session.send(frame)
+            case EndSession(number):
+                if (session := self.sessions.pop(number, None)) is not None:
+                    session.end("ended by the lighthouse")
+            case LogEntry():
+                self._log(decision, [])
+            case Persist():
+                raise TypeError("a Persist is written, not done")
+            case _:
+                decision()
+
+    def _announce(self, announce: Announce) -> None:
+        """Who knows the member list gets the short answer. Each of the two is packed once."""
+        self.rounds += 1
+        epoch, version = self.term.epoch, announce.version
+        listed = (epoch, version) if announce.uniform else None
+        short = full = None
+        for number, request in announce.to:
+            session = self.sessions.get(number)
+            if session is None:
+                continue
+            if session.listed == listed and listed is not None:
+                if short is None:
+                    short = codec.answer_frames(_answer(announce, epoch, listed=False))
+                session.send(short(request))
+            else:
+                if full is None:
+                    full = codec.answer_frames(_answer(announce, epoch, listed=True))
+                session.listed = (epoch, version)
+                session.send(full(request))
+
+    def _welcome(self, session: Session) -> None:
+        session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy)
+
+    def _log(self, entry: LogEntry, made: list[Happened]) -> None:
+        made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))
+        log.info(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
+
+    # ---- 3. time
+
+    def _set_timer(self) -> None:
+        """A timer that fires too early costs less than setting it anew for each event."""
+        due = self.core.deadline()
+        if due is None or (self._timer is not None and self._timer_due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_later(max(MIN_WAIT, due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(Tick())
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Nothing is decided or said from now on."""
+        self._over = True
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        for done in list(self._orders):
+            if not done.done():
+                done.set_exception(TermOverError("whether the order was carried out is not known; ask again"))
+
+    def writing(self) -> list[asyncio.Task[None]]:
+        """What has to be awaited before the store is closed."""
+        return [] if self._carrying is None else [self._carrying]
+
+    @property
+    def unused(self) -> bool:
+        """Nobody is connected and nothing was ever stored: there is nothing to remember."""
+        return not self.sessions and self._stored is None and self._carrying is None
+
+
+def _complete(done: asyncio.Future[list[Happened]], made: list[Happened]) -> None:
+    if not done.done():
+        done.set_result(made)
+
+
+def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
+    return QuorumAnswer(
+        request=0,
+        epoch=epoch,
+        quorum_id=announce.quorum_id,
+        created_ms=announce.created_ms,
+        version=announce.version,
+        step=announce.step,
+        lineage=announce.lineage,
+        joiners=announce.joiners,
+        members=announce.members if listed else None,
+    )

@@ -1,0 +1,144 @@
+"""The OpenAPI 3.1 description, made from the routes and from the dataclasses that they answer with."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum
+from importlib.metadata import version
+from typing import Any
+
+from keepstep_mesh.auth import Access
+from keepstep_mesh.http import PROBLEM_JSON, Route
+
+SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a route takes and answers: dataclasses, and query parameters with what they mean."""
+
+    answer: type
+    status: int = 200
+    body: type | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+
+
+COMMON = {
+    "/healthz": "the process lives",
+    "/readyz": "the lighthouse can decide",
+    "/metrics": "Prometheus text format",
+}
+"""Routes that every service has."""
+
+
+def plain(value: object) -> Any:
+    """A view as what JSON has: dataclasses as objects, enums as their values."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)
+
+
+def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    schemas: dict[str, Any] = {
+        "Problem": {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string"},
+                "title": {"type": "string"},
+                "status": {"type": "integer"},
+                "detail": {"type": "string"},
+            },
+        }
+    }
+    paths: dict[str, Any] = {path: {"get": _common(path, summary)} for path, summary in COMMON.items()}
+    for route in routes:
+        operation = _operation(route, shapes.get(route.path), schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "keepstep lighthouse", "version": version("keepstep")},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _common(path: str, summary: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": summary}, **_problem()}}
+    if path == "/metrics":
+        operation["security"] = [{"token": []}]
+    return operation
+
+
+def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", route.path)
+    ]
+    operation: dict[str, Any] = {"summary": route.summary}
+    if shape is None:
+        status = "101" if route.path.endswith("/session") else "200"
+        operation["responses"] = {status: {"description": route.summary}, **_problem()}
+    else:
+        parameters += [
+            {"name": name, "in": "query", "description": meaning, "schema": {"type": "integer"}}
+            for name, meaning in shape.query.items()
+        ]
+        content: dict[str, Any] = {"application/json": {"schema": _schema(shape.answer, schemas)}}
+        if "follow" in shape.query:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"] = {str(shape.status): {"description": route.summary, "content": content}, **_problem()}
+        if shape.body is not None:
+            needed = any(one.default is MISSING for one in fields(shape.body))
+            schema = _schema(shape.body, schemas)
+            operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": schema}}}
+    if parameters:
+        operation["parameters"] = parameters
+    if route.access is not Access.OPEN:
+        operation["security"] = [{"token": []}]
+        operation["x-roles"] = sorted(role.value for role in route.access.value or ())
+    return operation
+
+
+def _problem() -> dict[str, Any]:
+    content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {"default": {"description": "what went wrong (RFC 9457)", "content": content}}
+
+
+def _schema(hint: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    if hint in SIMPLE:
+        return {"type": SIMPLE[hint]}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {"type": "string", "enum": [one.value for one in hint]}
+    if is_dataclass(hint) and isinstance(hint, type):
+        if hint.__name__ not in schemas:
+            schemas[hint.__name__] = {}
+            hints = typing.get_type_hints(hint)
+            schemas[hint.__name__] = {
+                "type": "object",
+                "properties": {one.name: _schema(hints[one.name], schemas) for one in fields(hint)},
+                "required": [
+                    one.name for one in fields(hint) if one.default is MISSING and one.default_factory is MISSING
+                ],
+            }
+        return {"$ref": f"#/components/schemas/{hint.__name__}"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_schema(one, schemas) for one in arguments]}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(arguments[0], schemas)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], schemas)}
+    return {}

@@ -1,0 +1,216 @@
+"""One worker's connection: a hello within its deadline, then frames to events.
+
+What is not the protocol ends the session with ``Refused("bad_message")`` and the reason; it reaches neither the core
+nor another session. A peer that does not read is cut off by its link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from aiohttp import web
+
+from keepstep_lighthouse.events import (
+    Asked,
+    Cancelled,
+    Closed,
+    Event,
+    GroupFailed,
+    HealProgress,
+    LeftOnPurpose,
+    MovedAway,
+    Policy,
+)
+from keepstep_mesh import codec, websocket
+from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.messages import (
+    PROTOCOL_VERSION,
+    CancelRequest,
+    Failed,
+    Healing,
+    Heartbeat,
+    Hello,
+    Leave,
+    Moved,
+    QuorumRequest,
+    Refused,
+    Welcome,
+)
+
+HELLO_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+"""For the peer to take what was said last; then the connection is cut."""
+UNSENT_BYTES = 64 * 1024 * 1024
+"""What may wait for a peer that does not read: several full member lists of a large job."""
+MAX_EARLY_FRAMES = 16
+"""Frames that may come between a hello and its welcome."""
+MAX_REPLICA_ID = 256
+
+log = get_logger("keepstep.lighthouse.session")
+
+
+class JobShell(Protocol):
+    """What a session needs of its job."""
+
+    def handle(self, event: Event) -> None: ...
+
+    def heard(self, session: int) -> None: ...
+
+
+class Session:
+    """``on_hello`` is called once, with a hello that is in order; the callee calls ``begin`` or ``refuse``.
+
+    ``on_bad`` is called with the reason when the peer broke the protocol; the callee calls ``refuse``. ``on_end`` is
+    called exactly once, when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        job: str,
+        *,
+        on_hello: Callable[[Session, Hello], None],
+        on_bad: Callable[[Session, str], None],
+        on_end: Callable[[Session], None],
+    ) -> None:
+        self.number = number
+        self.job = job
+        self.replica_id = ""
+        self.listed: tuple[int, int] | None = None
+        """(epoch, version) of the member list that the peer knows."""
+        self.link = websocket.Link(
+            self._on_frame, self._on_lost, limit_bytes=codec.MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES
+        )
+        self.send = self.link.send
+        self._on_hello = on_hello
+        self._on_bad = on_bad
+        self._on_end = on_end
+        self._shell: JobShell | None = None
+        """Set when the hello was accepted."""
+        self._hello: Hello | None = None
+        self._early: list[bytes] = []
+        self._ending = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        """Answers the upgrade and returns when the connection is gone. Raises what ``Link.accept`` raises."""
+        response = await self.link.accept(request)
+        self._set_timer(HELLO_SECONDS, self._hello_is_late)
+        try:
+            await self.link.closed
+        finally:
+            self.link.abort("the handler was cancelled")
+        return response
+
+    @property
+    def ending(self) -> bool:
+        return self._ending
+
+    # ---- in
+
+    def _on_frame(self, frame: bytes) -> None:
+        if self._ending:
+            return
+        try:
+            if self._shell is not None:
+                self._dispatch(self._shell, codec.decode(frame))
+            elif self._hello is None:
+                self._greet(codec.decode(frame))
+            else:
+                self._hold_back(frame)
+        except VersionError as error:
+            too_old = self._hello is not None and self._hello.version < PROTOCOL_VERSION
+            self.refuse("version_too_old" if too_old else "version_too_new", str(error))
+        except ProtocolError as error:
+            self._on_bad(self, str(error))
+
+    def _dispatch(self, shell: JobShell, message: codec.Message) -> None:
+        match message:
+            case QuorumRequest():
+                shell.handle(Asked(self.number, message))
+            case Heartbeat():
+                shell.heard(self.number)
+            case CancelRequest(request):
+                shell.handle(Cancelled(self.number, request))
+            case Healing(done, total, rate):
+                shell.handle(HealProgress(self.number, done, total, rate))
+            case Leave(reason):
+                shell.handle(LeftOnPurpose(self.number, reason))
+            case Moved():
+                shell.handle(MovedAway(self.number))
+            case Failed(reason):
+                shell.handle(GroupFailed(self.number, reason))
+            case _:
+                raise ProtocolError(f"{message.kind!r} is not for a lighthouse to get here")
+
+    def _greet(self, message: codec.Message) -> None:
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"a session begins with 'hello', not with {message.kind!r}")
+        self._hello = message
+        codec.check_version(message)
+        if not 0 < len(message.replica_id) <= MAX_REPLICA_ID or not message.replica_id.isprintable():
+            raise ProtocolError(f"hello.replica_id must be 1 to {MAX_REPLICA_ID} printable characters")
+        self.replica_id = message.replica_id
+        self._set_timer(None)
+        self._on_hello(self, message)
+
+    def _hold_back(self, frame: bytes) -> None:
+        if len(self._early) >= MAX_EARLY_FRAMES:
+            raise ProtocolError("too many frames before the welcome")
+        self._early.append(frame)
+
+    def begin(self, shell: JobShell) -> None:
+        """The hello was accepted: events go to ``shell`` from now on, first those that came meanwhile."""
+        self._shell = shell
+        early, self._early = self._early, []
+        for frame in early:
+            self._on_frame(frame)
+
+    # ---- out
+
+    def welcome(self, epoch: int, quorum_id: int, policy: Policy) -> None:
+        asked = self._hello.heartbeat_interval_ms if self._hello is not None else 0
+        timeout_ms = int(policy.heartbeat_timeout * 1000)
+        message = Welcome(
+            version=PROTOCOL_VERSION,
+            epoch=epoch,
+            quorum_id=quorum_id,
+            # Ten signs of life within the timeout are enough: a thousand groups at ten a second each are a load.
+            heartbeat_interval_ms=min(max(asked, timeout_ms // 10), max(1, timeout_ms // 3)),
+            heartbeat_timeout_ms=timeout_ms,
+            reconnect_grace_ms=int(policy.reconnect_grace * 1000),
+        )
+        self.send(codec.encode(message))
+
+    def refuse(self, code: str, reason: str) -> None:
+        """Says why, then ends the session."""
+        self.send(codec.encode(Refused(code, reason)))
+        self.end(reason)
+
+    def end(self, reason: str, code: int = websocket.CLOSE_NORMAL) -> None:
+        """Closes the connection after what was sent."""
+        if not self._ending:
+            self._ending = True
+            self._set_timer(CLOSE_SECONDS, partial(self.link.abort, "the peer does not take what was said last"))
+            self.link.close(code, reason)
+
+    def _set_timer(self, seconds: float | None, call: Callable[[], None] | None = None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None or call is None else self.link.loop.call_later(seconds, call)
+
+    def _hello_is_late(self) -> None:
+        self._on_bad(self, f"no hello within {HELLO_SECONDS:g} s")
+
+    def _on_lost(self, reason: str) -> None:
+        self._set_timer(None)
+        log.debug("session ended", job=self.job, replica_id=self.replica_id, session=self.number, reason=reason)
+        shell, self._shell = self._shell, None
+        self._ending = True
+        if shell is not None:
+            shell.handle(Closed(self.number))
+        self._on_end(self)

@@ -1,0 +1,61 @@
+"""What a lighthouse can be told, and where it is read from: flags beat the environment beats a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.quorum_rules import policy_problem
+from keepstep_mesh.auth import Tokens, tokens_of_service
+from keepstep_mesh.settings import Settings, boolean, duration, whole
+
+
+@dataclass(frozen=True)
+class LighthouseSettings:
+    """``bind``: host:port, port 0 for any free one. ``policy``: of each job that is new; a known one keeps its own.
+
+    ``event_log``: a file of JSON lines, if any. ``insecure``: listen beyond this machine without a token.
+    """
+
+    bind: str = "127.0.0.1:29510"
+    store: str = "memory://"
+    policy: Policy = field(default_factory=Policy)
+    tokens: Tokens = field(default_factory=Tokens)
+    event_log: Path | None = None
+    insecure: bool = False
+
+
+def read_settings(
+    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
+) -> LighthouseSettings:
+    """``flags``: ``bind``, ``store``, ``event_log``, ``insecure``, ``token_file``, the fields of ``Policy`` (seconds).
+
+    In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
+    that names the source of what is wrong, ``AuthError`` for tokens.
+    """
+    given = {f"lighthouse_{name}": value for name, value in flags.items()}
+    settings = Settings(flags=given, environ=environ, file=file or {})
+    default = LighthouseSettings()
+
+    def path(name: str) -> Path | None:
+        return settings.get(f"lighthouse_{name}", lambda text: Path(text), None)  # noqa: PLW0108 - mypy
+
+    limits: dict[str, Any] = {}
+    for one in fields(Policy):
+        read: Any = whole if one.name in ("min_replicas", "max_replicas") else duration
+        limits[one.name] = settings.get(f"lighthouse_{one.name}", read, getattr(default.policy, one.name))
+    policy = Policy(**limits)
+    if (problem := policy_problem(policy)) is not None:
+        raise ValueError(problem)
+    return LighthouseSettings(
+        bind=settings.get("lighthouse_bind", str, default.bind),
+        store=settings.get("lighthouse_store", str, default.store),
+        policy=policy,
+        tokens=tokens_of_service(environ, path("token_file")),
+        event_log=path("event_log"),
+        insecure=settings.get("lighthouse_insecure", boolean, default=False),
+    )
