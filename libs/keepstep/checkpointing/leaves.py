@@ -34,10 +34,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+def glimpse(value: Any) -> str:
+    """A hostile value for an error message: short, and without walking through it."""
+    return str(value)[:40] if value is None or type(value) in (bool, int, float, str) else type(value).__name__
+
+
 def numpy_dtype(name: Any) -> np.dtype[Any]:
     """The dtype that ``name`` (numpy's ``dtype.str``) stands for; never one with Python objects in it."""
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
-        raise ManifestError(f"{str(name)[:40]!r} is not a numpy dtype that travels")
+        raise ManifestError(f"{glimpse(name)} is not a numpy dtype that travels")
     try:
         return np.dtype(name)
     except (TypeError, ValueError) as error:
@@ -138,7 +143,8 @@ def decode_leaf(node: Any, path: str) -> Any:
     if node is None or type(node) in (bool, int, float, str, bytes):
         return node
     if type(node) is not list or not node or type(node[0]) is not str or node[0] not in _DECODERS:
-        raise ManifestError(f"{path} is no value of this format: {str(node)[:60]}")
+        kind = glimpse(node[0]) if type(node) is list and node else glimpse(node)
+        raise ManifestError(f"{path} is no value of this format: {kind}")
     try:
         return _DECODERS[node[0]](*node[1:])
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:

@@ -16,7 +16,7 @@ import msgpack
 import xxhash
 
 from keepstep.checkpointing.errors import ManifestError, UnsupportedValue
-from keepstep.checkpointing.leaves import TORCH_DTYPES, numpy_dtype
+from keepstep.checkpointing.leaves import TORCH_DTYPES, glimpse, numpy_dtype
 
 FORMAT = "keepstep-state"
 VERSION = 1
@@ -181,11 +181,11 @@ def read_manifest(data: bytes) -> Manifest:
     if type(top) is not dict or top.get("format") != FORMAT:
         raise ManifestError("this is no keepstep manifest")
     if top.get("version") != VERSION:
-        raise ManifestError(f"manifest of version {str(top.get('version'))[:40]}; this build reads version {VERSION}")
+        raise ManifestError(f"manifest of version {glimpse(top.get('version'))}; this build reads version {VERSION}")
     expected = {"chunk_bytes": CHUNK_BYTES, "chunk_digest": "xxh3-128", "root_digest": "blake2b-256"}
     for name, value in expected.items():
         if top.get(name) != value:
-            raise ManifestError(f"{name} of the manifest is {str(top.get(name))[:40]}; this build reads {value}")
+            raise ManifestError(f"{name} of the manifest is {glimpse(top.get(name))}; this build reads {value}")
     content_bytes, chunks, root = (_typed(top.get(name), bytes, name) for name in ("content", "chunks", "root"))
     if root_digest(content_bytes, chunks) != root:
         raise ManifestError("the root digest does not fit the manifest: it was damaged on its way")
@@ -214,7 +214,7 @@ def _typed(value: Any, kind: type, what: str) -> Any:
 
 def _size(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= MAX_PACK_BYTES:
-        raise ManifestError(f"{what} must be an integer in [0, 2^46], not {str(value)[:40]}")
+        raise ManifestError(f"{what} must be an integer in [0, 2^46], not {glimpse(value)}")
     return value
 
 
@@ -264,7 +264,7 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
         raise ManifestError(f"{what} must be a list of 6 fields")
     dtype, shape, strides, region, offset, sharding = row
     if type(dtype) is not str or not (dtype in TORCH_DTYPES or dtype == BYTES or dtype.startswith(NUMPY)):
-        raise ManifestError(f"{what} has unknown dtype {str(dtype)[:40]!r}")
+        raise ManifestError(f"{what} has unknown dtype {glimpse(dtype)}")
     entry = TensorEntry(
         dtype,
         _sizes(shape, f"shape of {what}"),
@@ -316,7 +316,7 @@ def _references(tree: Any, tensors: int) -> set[int]:
                 continue
             if node[0] == "tensor":
                 if len(node) != 2 or type(node[1]) is not int or not 0 <= node[1] < tensors:
-                    raise ManifestError(f"the tree refers to tensor {str(node[1:])[:40]} of {tensors}")
+                    raise ManifestError(f"the tree refers to tensor {glimpse(node[-1])} of {tensors}")
                 found.add(node[1])
             else:
                 below.extend(one for one in node[1:] if type(one) is list)

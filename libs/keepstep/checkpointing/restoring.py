@@ -233,6 +233,8 @@ def _build_dict(node: Any, into: Any, path: str, deliver: Callable[[int, Any, st
     known = into if isinstance(into, dict) else {}
     for key_node, item in zip(pairs[::2], pairs[1::2], strict=True):
         key = _build_key(key_node, path)
+        if key in built:
+            raise ManifestError(f"{path} has the key {key!r} twice")
         built[key] = _build(item, known.get(key, _ABSENT), f"{path}[{key!r}]", deliver)
     return built
 
