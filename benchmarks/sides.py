@@ -84,8 +84,8 @@ def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]
         command += ["--min_replicas", str(min_replicas)]
         log = Path(os.devnull)  # it has no quiet mode and writes each quorum whole
     else:
-        command = [side.python, "-m", "keepstep_lighthouse", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--store", "memory", "--min-replicas", str(min_replicas)]
+        command = [side.python, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{port}"]
+        command += ["--store", "memory://", "--min-replicas", str(min_replicas)]
     with log.open("ab") as out:
         process = subprocess.Popen(command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
