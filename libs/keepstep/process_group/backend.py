@@ -9,6 +9,7 @@ operation has let go of its tensors, so a late result never lands in a gradient.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -22,11 +23,16 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep_mesh.errors import KeepstepError
 
 log = structlog.get_logger("keepstep.process_group")
 
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
+
+
+_GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
 
 
 class Communicator(ABC):
@@ -39,8 +45,7 @@ class Communicator(ABC):
         self.size = size
         self.timeout = timeout
         self.error: Exception | None = None
-        self.transfers: weakref.WeakSet[BackendWork] = weakref.WeakSet()
-        """Sends and receives: their buffers are registered until they are dropped."""
+        self.in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._error_lock = threading.Lock()
 
     @abstractmethod
@@ -62,9 +67,11 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Frees everything, after ``fail``. No operation writes to a tensor of the user's after it."""
-        for work in list(self.transfers):
-            work.release()
-        self.backend = None
+        for work in list(self.in_flight):
+            work.finish()
+        backend, self.backend = [self.backend], None
+        if backend[0] is not None:  # torch's destructor waits up to 20 ms for a thread of its own
+            threading.Thread(target=backend.clear, name="keepstep-disposal").start()
 
 
 class BackendWork(Work):
@@ -76,6 +83,7 @@ class BackendWork(Work):
         self._raw: Work | None = raw
         self._operation = operation
         self._future: Future[Any] | None = None
+        communicator.in_flight.add(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Waits until the operation is over, at most ``timeout`` (0: the operation's own).
@@ -91,7 +99,7 @@ class BackendWork(Work):
         except RuntimeError as error:
             del raw  # the traceback would keep it, and with it the sockets of the group
             raise self._failed(error, timeout) from error
-        self.release()
+        self._raw = None  # torch's work keeps the communicator's threads and sockets
         return done
 
     def get_future(self) -> Future[Any]:
@@ -120,9 +128,12 @@ class BackendWork(Work):
         if self._raw is not None:
             self._raw.synchronize()
 
-    def release(self) -> None:
-        """Lets go of torch's work, which keeps the communicator's threads and sockets alive."""
-        self._raw = None
+    def finish(self) -> None:
+        """Waits, once the connections are cut, until the operation has let go of its tensors."""
+        raw, self._raw = self._raw, None
+        if raw is not None and not raw.is_completed():
+            with contextlib.suppress(RuntimeError):  # it fails, as it was made to
+                raw.wait(self._communicator.timeout)
 
     def _over(self) -> bool:
         if self._communicator.error is not None:
@@ -133,7 +144,7 @@ class BackendWork(Work):
         try:
             future.value()
         except RuntimeError as error:
-            self._communicator.fail(ProcessGroupError(f"{self._operation} failed: {error}"))
+            self._communicator.fail(ProcessGroupError(f"{self._operation} failed: {_plain(error)}"))
 
     def _failure(self) -> ProcessGroupError:
         error = self._communicator.error
@@ -141,18 +152,14 @@ class BackendWork(Work):
         return kind(f"{self._operation} failed: {error}")
 
     def _failed(self, error: RuntimeError, timeout: timedelta) -> Exception:
-        text = str(error)
         failure: Exception
-        if "imed out" in text:
+        if "imed out" in str(error):
             limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
             failure = TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or gone")
         else:
-            failure = ProcessGroupError(f"{self._operation} failed: {text}")
+            failure = ProcessGroupError(f"{self._operation} failed: {_plain(error)}")
         first = self._communicator.fail(failure)
-        raw, self._raw = self._raw, None
-        if raw is not None and not raw.is_completed():
-            with contextlib.suppress(RuntimeError):  # it fails, as it was made to
-                raw.wait(self._communicator.timeout)
+        self.finish()
         return failure if first is failure else self._failure()
 
 
@@ -193,11 +200,16 @@ class BackendProcessGroup(ProcessGroup):
         try:
             communicator.connect()
         except Exception as error:
-            first = communicator.fail(error)
+            failure = error
+            if not isinstance(error, KeepstepError | TimeoutError):
+                failure = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {_plain(error)}")
+            first = communicator.fail(failure)
             communicator.close()
-            if first is error:
+            if first is not failure:
+                raise ProcessGroupAbortedError(f"configure was aborted: {first}") from error
+            if failure is error:
                 raise
-            raise ProcessGroupAbortedError(f"configure was aborted: {first}") from error
+            raise failure from error
         if communicator.error is not None:
             communicator.close()
             raise ProcessGroupAbortedError(f"configure was aborted: {communicator.error}")
@@ -248,16 +260,18 @@ class BackendProcessGroup(ProcessGroup):
         except RuntimeError as error:
             if communicator.error is None and not _is_connection_error(error):
                 raise  # the caller's mistake: the group is sound
-            failure = ProcessGroupError(f"{operation} failed: {error}")
+            failure = ProcessGroupError(f"{operation} failed: {_plain(error)}")
             communicator.fail(failure)
             raise failure from error
-        work = self._wrap(communicator, raw, operation)
-        if operation in {"send", "recv"}:
-            communicator.transfers.add(work)
-        return work
+        return self._wrap(communicator, raw, operation)
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str) -> BackendWork:
         return BackendWork(communicator, raw, operation)
+
+
+def _plain(error: Exception) -> str:
+    """What Gloo says without the places in its source and its guess."""
+    return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
 
 
 def _is_connection_error(error: RuntimeError) -> bool:

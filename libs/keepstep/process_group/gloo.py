@@ -21,8 +21,8 @@ from keepstep.rendezvous import RendezvousStore
 log = structlog.get_logger("keepstep.process_group")
 
 _GLOO: Any = TorchGloo  # torch's stubs do not fit it
-SLICE = timedelta(milliseconds=100)
-"""How long a wait on a store that knows no abort may go on before it is looked whether it should."""
+POLL_SECONDS = 0.005
+"""Between two looks at a store that knows no abort."""
 RESCUE_SECONDS = 0.02
 """Between two tries to free a constructor that is to end."""
 
@@ -107,10 +107,12 @@ class _ObservedStore(Store):
         self._inner = inner
         self._communicator = communicator
         self._timeout = timeout
+        self._aborted = threading.Event()
         self.own: GlooRank | None = None
         self.peers: set[Endpoint] = set()
 
     def abort(self) -> None:
+        self._aborted.set()
         if isinstance(self._inner, RendezvousStore):
             self._inner.abort(str(self._communicator.error))
 
@@ -128,23 +130,19 @@ class _ObservedStore(Store):
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        timeout = timeout or self._timeout
+        limit = timeout or self._timeout
         if isinstance(self._inner, RendezvousStore):
-            self._inner.wait(keys, timeout)
+            self._inner.wait(keys, limit)
             return
-        deadline = time.monotonic() + timeout.total_seconds()
-        while True:
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self._inner.check(list(keys)):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{', '.join(keys)} did not come to the store within {limit}")
+            self._aborted.wait(POLL_SECONDS)
             self._check()
-            try:
-                self._inner.wait(list(keys), SLICE)
-            except RuntimeError:
-                if time.monotonic() >= deadline:
-                    raise
-            else:
-                return
 
     def _check(self) -> None:
-        if self._communicator.error is not None:
+        if self._aborted.is_set():
             raise ProcessGroupAbortedError(str(self._communicator.error))
 
     def _parse(self, value: bytes) -> GlooRank | None:

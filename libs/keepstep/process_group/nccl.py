@@ -187,7 +187,7 @@ class ProcessGroupNCCL(BackendProcessGroup):
     def _create(
         self,
         store: Store,
-        host: str | None,
+        host: str | None,  # noqa: ARG002  # NCCL_SOCKET_IFNAME is its way
         rank: int,
         world_size: int,
         name: str,
