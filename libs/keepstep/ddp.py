@@ -28,7 +28,7 @@ class _ReducerGroup(ProcessGroupDummy):
     parameters were used; we say all, so that every parameter takes its averaged gradient in every group.
     """
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             tensor.fill_(1)
         return super().allreduce(tensors, opts, timeout)
@@ -75,6 +75,10 @@ def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Futur
         state._synced.start()  # noqa: SLF001
     work = state._keepstep_manager.allreduce(bucket.buffer())  # noqa: SLF001
     return work.get_future()
+
+
+# torch looks at the hook's annotations, and does not read them as strings
+_average_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
 
 
 class _SyncedBuffers:

@@ -1,0 +1,195 @@
+"""A real job for tests: a lighthouse process and replica groups of ``trainer.py``, to be killed, frozen and parted.
+
+Nothing here sleeps to wait: every wait is on a line that a trainer printed, with a deadline that a busy machine keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+DEADLINE = 90.0
+TRAINER = Path(__file__).with_name("trainer.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Rank:
+    process: asyncio.subprocess.Process
+    reader: asyncio.Task[None]
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+@dataclass
+class Group:
+    name: str
+    ranks: list[Rank] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
+    """What was printed that is no event, for failures."""
+
+    def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
+        for one in self.ranks if rank is None else [self.ranks[rank]]:
+            one.signal(number)
+
+    def committed(self, rank: int = 0) -> dict[int, str]:
+        """step -> digest, of the newest incarnation's rank."""
+        pid = self.ranks[rank].process.pid
+        return {e["step"]: e["digest"] for e in self.lines if e["event"] == "committed" and e["pid"] == pid}
+
+    def step(self) -> int:
+        return max(self.committed(), default=0)
+
+    async def exit_codes(self) -> list[int]:
+        async with asyncio.timeout(DEADLINE):
+            return [await one.process.wait() for one in self.ranks]
+
+
+class Job:
+    """Use as an async context manager. ``policy``: flags of the lighthouse."""
+
+    def __init__(self, *flags: str, min_replicas: int = 1, address: str | None = None) -> None:
+        self._flags = flags
+        self._min_replicas = min_replicas
+        self.port = free_port()
+        self.address = address or f"http://127.0.0.1:{self.port}"
+        self.groups: dict[str, Group] = {}
+        self._changed = asyncio.Condition()
+        self._directory = tempfile.TemporaryDirectory(prefix="keepstep-test-")
+        self.directory = Path(self._directory.name)
+        self.lighthouse: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start_lighthouse()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for group in self.groups.values():
+            group.kill()
+        for group in self.groups.values():
+            for one in group.ranks:
+                one.signal(signal.SIGCONT)
+                await one.process.wait()
+                await one.reader
+        await self.stop_lighthouse(signal.SIGTERM)
+        self._directory.cleanup()
+
+    async def start_lighthouse(self) -> None:
+        log = (self.directory / "lighthouse.log").open("ab")
+        with log:
+            self.lighthouse = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{self.port}",
+                "--store", f"sqlite:///{self.directory}/lighthouse.db", "--min-replicas", str(self._min_replicas),
+                *self._flags, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    async def stop_lighthouse(self, number: int = signal.SIGKILL) -> None:
+        if self.lighthouse is not None and self.lighthouse.returncode is None:
+            self.lighthouse.send_signal(number)
+            async with asyncio.timeout(DEADLINE):
+                await self.lighthouse.wait()
+
+    async def start(self, name: str, ranks: int = 1, lighthouse: str = "", **environment: str) -> Group:
+        """Starts a group; a second call under a name is its restart."""
+        group = self.groups.setdefault(name, Group(name))
+        for one in group.ranks:
+            await one.process.wait()
+            await one.reader
+        restart = sum(e["event"] == "started" and e["rank"] == 0 for e in group.lines)
+        group.ranks = []
+        port = free_port()
+        for rank in range(ranks):
+            variables = {
+                **os.environ,
+                "KEEPSTEP_LIGHTHOUSE": lighthouse or self.address,
+                "REPLICA_GROUP_ID": name,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
+                "PYTHONUNBUFFERED": "1",
+                **environment,
+            }
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, str(TRAINER), env=variables, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT, limit=2**20,
+            )  # fmt: skip
+            group.ranks.append(Rank(process, asyncio.create_task(self._read(group, process))))
+        return group
+
+    async def _read(self, group: Group, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for raw in process.stdout:
+            text = raw.decode(errors="replace").rstrip()
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            async with self._changed:
+                if isinstance(line, dict) and "event" in line and "pid" in line:
+                    group.lines.append(line)
+                else:
+                    group.output.append(text)
+                self._changed.notify_all()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until(self, condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:
+        """Waits for ``condition`` to be true after some line."""
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                return await self._changed.wait_for(condition)
+        except TimeoutError:
+            raise AssertionError(f"not seen within {seconds:g} s: {what}\n{self.report()}") from None
+
+    def report(self) -> str:
+        parts = []
+        for group in self.groups.values():
+            codes = [one.process.returncode for one in group.ranks]
+            events = [json.dumps(e) for e in group.lines[-6:]]
+            parts.append("\n".join([f"--- {group.name} (exit {codes})", *events, *group.output[-25:]]))
+        log = self.directory / "lighthouse.log"
+        tail = log.read_text().splitlines()[-25:] if log.exists() else []
+        return "\n".join([*parts, "--- lighthouse", *tail])
+
+    async def advance(self, *groups: Group, steps: int = 5, seconds: float = DEADLINE) -> None:
+        """Waits until each of these groups (all by default) has committed ``steps`` more than anybody has now."""
+        chosen = groups or tuple(self.groups.values())
+        goal = max(group.step() for group in self.groups.values()) + steps
+        await self.until(
+            lambda: all(group.step() >= goal for group in chosen), f"{[g.name for g in chosen]} at step {goal}", seconds
+        )
+
+    def assert_identical(self, *groups: Group) -> int:
+        """Whoever committed a step holds the same weights after it. Returns how many steps were compared."""
+        compared = 0
+        seen: dict[int, tuple[str, str]] = {}
+        for group in groups or tuple(self.groups.values()):
+            for event in group.lines:
+                if event["event"] != "committed":
+                    continue
+                first = seen.setdefault(event["step"], (event["digest"], group.name))
+                assert first[0] == event["digest"], (
+                    f"step {event['step']}: {group.name} and {first[1]} hold different weights\n{self.report()}"
+                )
+                compared += 1
+        return compared - len(seen)

@@ -1,0 +1,167 @@
+"""Real groups, really killed, frozen and parted while they train; after each all weights are bit-identical."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from .job import Job
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+
+
+async def test_a_killed_group_costs_no_restart_and_comes_back_equal():
+    async with Job() as job:
+        a, b, c = [await job.start(name) for name in ("a", "b", "c")]
+        await job.until(
+            lambda: len(a.committed().keys() & b.committed().keys() & c.committed().keys()) > 3, "all train"
+        )
+        for victim in (c, a):
+            survivors = [g for g in (a, b, c) if g is not victim]
+            pids = [g.ranks[0].process.pid for g in survivors]
+            victim.kill()
+            await job.advance(*survivors)
+            assert pids == [g.ranks[0].process.pid for g in survivors]
+            await job.start(victim.name)
+            await job.advance(a, b, c)
+        assert job.assert_identical() > 20
+
+
+async def test_two_groups_killed_together_leave_the_third_training():
+    async with Job() as job:
+        a, b, c = [await job.start(name) for name in ("a", "b", "c")]
+        await job.advance(a, b, c)
+        a.kill()
+        b.kill()
+        await job.advance(c)
+        await job.start("a")
+        await job.start("b")
+        await job.advance(a, b, c)
+        assert job.assert_identical() > 10
+
+
+async def test_a_frozen_group_is_left_behind_and_heals_when_it_goes_on():
+    async with Job("--heartbeat-timeout", "1.5") as job:
+        a, b = [await job.start(name) for name in ("a", "b")]
+        await job.advance(a, b)
+        b.kill(number=signal.SIGSTOP)
+        await job.advance(a, steps=10)
+        b.kill(number=signal.SIGCONT)
+        await job.advance(a, b)
+        assert job.assert_identical() > 5
+        assert b.ranks[0].process.returncode is None
+
+
+async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():
+    async with Job() as job:
+        a = await job.start("a")
+        await job.advance(a, steps=20)
+        b = await job.start("b")
+        await job.advance(a, b)
+        assert min(b.committed()) > 20
+        assert job.assert_identical() > 3
+
+
+async def test_batch_norm_and_its_counters_stay_equal_over_kills():
+    async with Job() as job:
+        a, b = [await job.start(name, TRAINER_BATCH_NORM="1") for name in ("a", "b")]
+        await job.advance(a, b)
+        b.kill()
+        await job.advance(a)
+        await job.start("b", TRAINER_BATCH_NORM="1")
+        await job.advance(a, b)
+        assert job.assert_identical() > 10
+
+
+async def test_a_synchronous_quorum_heals_before_the_step():
+    async with Job() as job:
+        a, b = [await job.start(name, TRAINER_SYNC="1") for name in ("a", "b")]
+        await job.advance(a, b)
+        a.kill()
+        await job.advance(b)
+        await job.start("a", TRAINER_SYNC="1")
+        await job.advance(a, b)
+        assert job.assert_identical() > 10
+
+
+async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weights(tmp_path):
+    go_on = tmp_path / "go-on"
+    pause = {"TRAINER_PAUSE_AT": "60", "TRAINER_PAUSE_FILE": str(go_on)}
+    async with Job("--heartbeat-timeout", "1.5") as job:
+        a, b = [await job.start(name, **pause) for name in ("a", "b")]
+        await job.until(lambda: a.step() > 5 and b.step() > 5, "both train")
+        b.kill(number=signal.SIGSTOP)
+        await job.until(lambda: any(e["event"] == "paused" for e in a.lines), "a is at step 60, alone")
+        a.kill(number=signal.SIGSTOP)
+        b.kill(number=signal.SIGCONT)
+        await job.until(lambda: any(e["event"] == "paused" for e in b.lines), "b is at step 60, alone")
+        assert a.committed()[60] != b.committed()[60], "they were to be apart"
+        go_on.touch()
+        a.kill(number=signal.SIGCONT)
+        await job.until(lambda: len([s for s in a.committed() if s > 60 and s in b.committed()]) > 5, "together again")
+        together = [s for s in a.committed() if s > 60 and s in b.committed()]
+        assert all(a.committed()[s] == b.committed()[s] for s in together)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_dies_takes_its_group_along_and_the_group_comes_back(rank):
+    async with Job() as job:
+        a = await job.start("a", ranks=2)
+        b = await job.start("b", ranks=2)
+        await job.advance(a, b)
+        b.kill(rank=rank)
+        codes = await b.exit_codes()
+        assert codes[rank] == -signal.SIGKILL
+        assert codes[1 - rank] == 75
+        await job.advance(a)
+        await job.start("b", ranks=2)
+        await job.advance(a, b)
+        assert job.assert_identical() > 10
+        assert a.committed(0).items() & a.committed(1).items()
+
+
+async def test_the_lighthouse_dies_and_comes_back_and_no_trainer_exits():
+    async with Job() as job:
+        a, b = [await job.start(name) for name in ("a", "b")]
+        await job.advance(a, b)
+        for _ in range(2):
+            await job.stop_lighthouse()
+            await job.start_lighthouse()
+            await job.advance(a, b)
+        assert [g.ranks[0].process.returncode for g in (a, b)] == [None, None]
+        assert job.assert_identical() > 10
+
+
+async def test_a_second_process_of_the_same_name_waits_for_the_first():
+    async with Job() as job:
+        a = await job.start("a")
+        b = await job.start("b")
+        await job.advance(a, b)
+        twin = await job.start("twin", REPLICA_GROUP_ID="a")
+        await job.until(lambda: any(e["event"] == "started" for e in twin.lines), "the twin is connected")
+        await job.advance(a, b, steps=20)
+        assert not twin.committed()
+        a.kill()
+        await job.advance(b, twin)
+        assert job.assert_identical() > 10
+
+
+async def test_sigterm_finishes_the_step_leaves_and_exits_0():
+    async with Job() as job:
+        a, b = [await job.start(name) for name in ("a", "b")]
+        await job.advance(a, b)
+        b.kill(number=signal.SIGTERM)
+        assert await b.exit_codes() == [0]
+        before = len([e for e in a.lines if e["event"] == "discarded"])
+        await job.advance(a)
+        assert len([e for e in a.lines if e["event"] == "discarded"]) == before, "leaving costs nobody a step"
+        assert any(e["event"] == "left" and e["reason"] == "SIGTERM" for e in b.lines)
+
+
+async def test_a_job_of_fixed_length_ends_by_itself():
+    async with Job(min_replicas=2) as job:
+        groups = [await job.start(name, TRAINER_STEPS="20") for name in ("a", "b")]
+        for group in groups:
+            assert await group.exit_codes() == [0], job.report()
+        assert groups[0].committed()[20] == groups[1].committed()[20]

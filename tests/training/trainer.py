@@ -1,0 +1,120 @@
+"""A replica group for tests: trains on real digits until it is told to leave, and says what it committed.
+
+Each line on standard output is JSON: {"event": "started" | "committed" | "discarded" | "left", "step", "digest", "pid",
+"rank", "name"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told to leave),
+TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1, TRAINER_WIDTH,
+TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FILE exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+
+def say(event: str, **detail: object) -> None:
+    line = {"event": event, "pid": os.getpid(), "rank": int(os.environ.get("RANK", "0")), "t": time.time(), **detail}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def digest(*states: dict[str, object]) -> str:
+    total = hashlib.blake2b(digest_size=12)
+
+    def feed(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                total.update(str(key).encode())
+                feed(value[key])
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                feed(one)
+        else:
+            total.update(repr(value).encode())
+
+    for state in states:
+        feed(state)
+    return total.hexdigest()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name = os.environ["REPLICA_GROUP_ID"]
+    torch.manual_seed(int.from_bytes(name.encode(), "big") % 1000)  # groups begin apart: only healing makes them equal
+    width = int(os.environ.get("TRAINER_WIDTH", "16"))
+    layers: list[nn.Module] = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10)]
+    if os.environ.get("TRAINER_BATCH_NORM"):
+        layers.insert(1, nn.BatchNorm1d(width))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def load(state: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=int(os.environ.get("TRAINER_MIN_REPLICAS", "1")),
+        use_async_quorum=not os.environ.get("TRAINER_SYNC"),
+        timeout=timedelta(seconds=30),
+        quorum_timeout=timedelta(seconds=60),
+    )
+    ddp = DistributedDataParallel(manager, model)
+    wrapped = Optimizer(manager, optimizer)
+    say("started", name=name, replica_id=manager.replica_id())
+    data = load_digits()
+    inputs = torch.tensor(data.data, dtype=torch.float32) / 16
+    targets = torch.tensor(data.target)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    steps = int(os.environ.get("TRAINER_STEPS", "0"))
+    pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
+    pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
+    pace = float(os.environ.get("TRAINER_PACE", "0.01"))
+    try:
+        while not steps or manager.current_step() < steps:
+            wrapped.zero_grad()
+            batch = torch.randint(len(inputs), (32,), generator=generator)
+            loss = nn.functional.cross_entropy(ddp(inputs[batch]), targets[batch])
+            loss.backward()
+            if wrapped.step():
+                state = digest(model.state_dict(), optimizer.state_dict())
+                say(
+                    "committed",
+                    step=manager.current_step(),
+                    digest=state,
+                    loss=loss.item(),
+                    batches=manager.batches_committed(),
+                )
+            else:
+                say("discarded", step=manager.current_step())
+            time.sleep(pace)
+            if manager.current_step() == pause_at:
+                say("paused", step=pause_at)
+                while not pause_file.exists():
+                    time.sleep(0.02)
+                pause_at = -1
+    except SystemExit as reason:
+        say("left", reason=str(reason), step=manager.current_step())
+        raise
+    finally:
+        manager.shutdown()
+    say("left", reason="done", step=manager.current_step())
+
+
+if __name__ == "__main__":
+    main()
