@@ -162,13 +162,13 @@ class Driver:
 
     def passes(self, seconds: float, *, silent: Iterable[str] | None = ()) -> list[Decision]:
         """Time goes by; all sessions but those of ``silent`` (None: all) send heartbeats. Ticks come when wanted."""
-        end = round(self.now + seconds, 6)
+        end = self.now + seconds + 1e-9  # so that 0.1 s twice is at least 0.2 s
         decisions: list[Decision] = []
-        next_beat = self.now + BEAT_SECONDS
+        next_beat = (self.now // BEAT_SECONDS + 1) * BEAT_SECONDS
         while True:
             deadline = self.core.deadline()
             upcoming = min(end, next_beat, end if deadline is None else deadline)
-            self.now = max(self.now, round(upcoming, 6))
+            self.now = max(self.now, upcoming)
             if deadline is not None and deadline <= self.now:
                 decisions += self.tick()
             elif self.now >= end:

@@ -563,6 +563,7 @@ class JobCore:
             healthy=groups.counted,
             joiners=sum(group.kept_out is None and not group.member for group in groups),
             reason=self.reason(now),
+            formed=self._formed,
         )
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:

@@ -66,6 +66,8 @@ class QuorumView:
     joiners: int
     reason: Reason
     """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+    formed: Reason | None
+    """How the last one was formed; None: not by this lighthouse."""
 
 
 def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
