@@ -11,6 +11,8 @@ from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
+CLOSE_SECONDS = 1.0
+"""How long a connection that is closed waits for the other side to say so too."""
 RANK_SILENCE = 5.0
 """Seconds of silence after which a rank counts as dead."""
 

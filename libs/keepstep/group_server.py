@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from aiohttp import WSMsgType, web
 
-from keepstep.group import RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
+from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
 from keepstep.group_core import CommitBarrier, merge_asks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
@@ -277,7 +277,7 @@ class GroupServer:
     # ---- the other ranks
 
     async def _serve_rank(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
+        socket = web.WebSocketResponse(timeout=CLOSE_SECONDS, max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
         loop = asyncio.get_running_loop()
         try:

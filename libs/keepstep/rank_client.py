@@ -7,9 +7,9 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, WSMsgType
+from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
-from keepstep.group import RANK_BEAT, RANK_SILENCE, denial
+from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
@@ -100,7 +100,9 @@ class RankClient:
     async def _connect(self) -> None:
         assert self._client is not None
         socket = await self._client.ws_connect(
-            urllib.parse.urljoin(self.address, "/v1/ranks"), max_msg_size=codec.MAX_SERVER_FRAME_BYTES
+            urllib.parse.urljoin(self.address, "/v1/ranks"),
+            max_msg_size=codec.MAX_SERVER_FRAME_BYTES,
+            timeout=ClientWSTimeout(ws_close=CLOSE_SECONDS),
         )
         await socket.send_bytes(codec.encode(self._hello))
         ready = codec.decode(await socket.receive_bytes(), codec.MAX_SERVER_FRAME_BYTES)

@@ -1,0 +1,220 @@
+"""The ranks of a group over real sockets, with a real lighthouse behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from keepstep.group import GroupSettings, Leaving
+from keepstep.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.group_server import GroupServer
+from keepstep.rank_client import RankClient
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.settings import LighthouseSettings
+from keepstep_mesh import codec
+from keepstep_mesh.errors import KeepstepError, SessionClosed
+from keepstep_mesh.messages import MemberLost, RankAsk, RankHello, RankVote, Refused
+from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+async def lighthouse() -> AsyncIterator[Lighthouse]:
+    service = Lighthouse(LighthouseSettings(bind="127.0.0.1:0"))
+    await service.start()
+    yield service
+    await service.stop()
+
+
+class Group:
+    """A server and its clients, with what they were told."""
+
+    def __init__(self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | None = None) -> None:
+        self.failed: list[str] = []
+        self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
+        self.server = GroupServer(
+            GroupSettings(name, world_size, "127.0.0.1", token=token),
+            lambda replica_id, push: LighthouseSession(
+                SessionSettings((lighthouse.address,), "default", replica_id), push
+            ),
+            self.failed.append,
+            self.hear,
+        )
+        self.world_size = world_size
+        self.token = token
+        self.clients: list[RankClient] = []
+
+    def hear(self, push: Push) -> None:
+        if isinstance(push, MemberLost) and not self.lost.done():
+            self.lost.set_result(push)
+
+    async def start(self) -> None:
+        await self.server.start()
+        for rank in range(1, self.world_size):
+            self.clients.append(await self.connect(rank))
+
+    async def connect(self, rank: int, **changes: Any) -> RankClient:
+        timeout = changes.pop("timeout", DEADLINE)
+        settings = {"world_size": self.world_size, "restart": 0, "token": self.token, **changes}
+        client = RankClient(self.server.address, rank, on_failed=self.failed.append, on_push=self.hear, **settings)
+        await client.start(timeout)
+        return client
+
+    @property
+    def links(self) -> list[Any]:
+        return [self.server, *self.clients]
+
+    async def ask(self, **changes: Any) -> list[Any]:
+        asks = [link.ask(ask(**changes)) for link in self.links]
+        return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), DEADLINE)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        await self.server.close()
+
+
+@pytest.fixture
+async def pair(lighthouse) -> AsyncIterator[Group]:
+    group = Group(lighthouse, 2)
+    await group.start()
+    yield group
+    await group.close()
+
+
+def ask(step: int = 0, request: int = 1, **changes: Any) -> RankAsk:
+    values = {"lineage": "", "shrink_only": False, "commit_failures": 0, "timeout_ms": 10_000, **changes}
+    return RankAsk(request, step, **values)
+
+
+async def test_all_ranks_get_the_same_quorum_once_all_have_asked(pair):
+    first = asyncio.create_task(pair.server.ask(ask(checkpoint="here")))
+    second = await asyncio.wait_for(pair.clients[0].ask(ask(request=9, checkpoint="there")), DEADLINE)
+    answer = await asyncio.wait_for(first, DEADLINE)
+    assert answer.quorum == second.quorum
+    assert (answer.request, second.request, answer.attempt) == (1, 9, second.attempt)
+    assert [m.info.world_size for m in answer.quorum.members] == [2]
+    assert await checkpoint_metadata(pair.server.address, 1, None, DEADLINE) == "there"
+
+
+async def test_ranks_at_different_steps_are_told_so(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask(step=3)), pair.clients[0].ask(ask(step=4)), return_exceptions=True
+    )
+    for error in answers:
+        assert isinstance(error, KeepstepError)
+        assert "rank 0 is at step 3" in str(error)
+        assert "rank 1 at step 4" in str(error)
+
+
+async def test_a_rank_that_does_not_ask_is_named_at_the_deadline(pair):
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of this group"):
+        await pair.server.ask(ask(timeout_ms=200))
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
+
+
+async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
+    (answer, _) = await pair.ask()
+    for first, second in ((True, True), (True, False)):
+        votes = [RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, ok) for ok in (first, second)]
+        decided = await asyncio.gather(pair.server.vote(votes[0], DEADLINE), pair.clients[0].vote(votes[1], DEADLINE))
+        assert decided == [first and second] * 2
+        (answer, _) = await pair.ask(commit_failures=1)
+
+
+async def test_a_vote_that_nobody_completes_times_out(pair):
+    (answer, _) = await pair.ask()
+    with pytest.raises(TimeoutError):
+        await pair.server.vote(RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True), 0.1)
+
+
+async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_hears_of_it(lighthouse, pair):
+    other = Group(lighthouse, 1, "b:1")
+    await other.start()
+    answers = await asyncio.gather(pair.ask(), other.ask())
+    assert [m.replica_id for m in answers[1][0].quorum.members] == ["a:1", "b:1"]
+    pair.clients[0]._socket._writer.transport.abort()
+    assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
+    assert any("rank 1 of 2 died" in reason for reason in pair.failed)
+    await other.close()
+
+
+async def test_a_rank_that_leaves_properly_fails_nobody(pair):
+    await pair.clients[0].leave("done", DEADLINE)
+    await pair.clients[0].close()
+    assert not pair.failed
+
+
+async def test_a_server_that_is_closed_says_goodbye(pair):
+    await pair.server.close()
+    with pytest.raises(SessionClosed):
+        await pair.clients[0].ask(ask())
+    assert not pair.failed
+
+
+async def test_one_rank_that_was_told_to_leave_takes_the_group_along(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask()), pair.clients[0].ask(ask(leaving="SIGTERM")), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [Leaving, Leaving]
+    assert [str(answer) for answer in answers] == ["SIGTERM"] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "message"),
+    [
+        (1, {}, "rank 1 is connected already"),
+        (2, {}, "asks to join a group of 2"),
+        (1, {"world_size": 3}, "asks to join a group of 2"),
+        (1, {"restart": 4}, "belongs to restart 4"),
+    ],
+)
+async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(pair, rank, changes, message):
+    with pytest.raises(KeepstepError, match=message):
+        await pair.connect(rank, **changes)
+    assert not any("died" in reason for reason in pair.failed)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1garbage", codec.pack(["rank_hello"]), codec.pack(["beat"]), codec.encode(RankHello(99, 99, 1, 2, 0))],
+    ids=["empty", "not msgpack", "too short", "no hello", "another version"],
+)
+async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nobody(pair, frame):
+    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks") as socket:
+        await socket.send_bytes(frame)
+        refused = codec.decode(await socket.receive_bytes(timeout=DEADLINE))
+        assert isinstance(refused, Refused)
+        assert refused.reason
+    assert not pair.failed
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask())
+
+
+async def test_a_token_is_asked_for_on_every_route(lighthouse):
+    group = Group(lighthouse, 2, token="secret-token")
+    await group.start()
+    try:
+        async with aiohttp.ClientSession() as client:
+            for path in ("/v1/ranks", "/v1/ranks/0/checkpoint", "/v1/layout", "/v1/anything"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}):
+                    async with client.get(group.server.address + path, headers=headers) as answer:
+                        assert answer.status == 401, path
+            async with client.get(group.server.address + "/healthz") as answer:
+                assert answer.status == 200
+        with pytest.raises(TimeoutError, match="401"):
+            await group.connect(1, token="wrong", timeout=0.3)
+    finally:
+        await group.close()
+
+
+async def test_the_first_difference_of_two_layouts_is_named(pair):
+    pair.server.layout_lines = ["a (2,)", "b (3,)"]
+    address = pair.server.address
+    assert "here 'b (4,)', in a:1 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
+    assert "only in a:1: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
+    assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
