@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
@@ -31,6 +32,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Children that Python starts once and keeps for the life of the process."""
+
+
+# The machine may be busy: no test is timed by the clock on the wall.
+hypothesis.settings.register_profile("keepstep", deadline=None)
+hypothesis.settings.load_profile("keepstep")
 
 
 def pytest_configure() -> None:

@@ -157,10 +157,11 @@ class LighthouseSession:
             async with asyncio.timeout(self._settings.connect_timeout):
                 await self._started
         except TimeoutError:
+            problem = self._last_problem
             await self.close()
+            limit = self._settings.connect_timeout
             raise TimeoutError(
-                f"no lighthouse welcomed {self._settings.replica_id} within {self._settings.connect_timeout:g} s: "
-                f"{self._last_problem}"
+                f"no lighthouse welcomed {self._settings.replica_id} within {limit:g} s: {problem}"
             ) from None
         except BaseException:
             await self.close()
@@ -419,9 +420,10 @@ class LighthouseSession:
         if self.lighthouse is None:
             raise ProtocolError("an answer before the welcome")
         quorum = self._core.answered(answer)
-        asker, self._asker = self._asker, None
-        if quorum is not None and asker is not None and not asker.done():
-            asker.set_result(quorum)
+        if quorum is not None:
+            asker, self._asker = self._asker, None
+            if asker is not None and not asker.done():
+                asker.set_result(quorum)
 
     def _told(self, message: codec.Message) -> None:
         match message:

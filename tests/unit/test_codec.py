@@ -1,0 +1,199 @@
+"""Frames: what goes in comes out, what is bad is a ProtocolError that says where."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from contextlib import suppress
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from keepstep_mesh import codec, messages
+from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.messages import (
+    MAX_DATA_BYTES,
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Member,
+    MemberInfo,
+    QuorumAnswer,
+    QuorumRequest,
+)
+
+KINDS = [
+    *typing.get_args(messages.ToLighthouse),
+    *typing.get_args(messages.ToWorker),
+    *typing.get_args(messages.WithinGroup),
+]
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+whole = st.integers(0, 2**63 - 1)
+data = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | texts
+    | st.binary(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def values(hint: object) -> st.SearchStrategy:
+    simple = {bool: st.booleans(), int: whole, str: texts, object: data, type(None): st.none()}
+    if hint in simple:
+        return simple[hint]
+    if hint is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return st.one_of([values(choice) for choice in typing.get_args(hint)])
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
+    hints = typing.get_type_hints(hint)
+    return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
+
+
+any_message = st.sampled_from(KINDS).flatmap(values)
+
+
+def hello(**changes: object) -> Hello:
+    return dataclasses.replace(Hello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, "r0:1"), **changes)
+
+
+def test_no_two_messages_have_the_same_kind() -> None:
+    assert len({kind.kind for kind in KINDS}) == len(set(KINDS))
+
+
+@given(any_message)
+@settings(max_examples=400)
+def test_every_message_comes_back_as_it_was(message) -> None:
+    back = codec.decode(codec.encode(message))
+    assert type(back) is type(message)
+    assert back == message
+
+
+@given(any_message, st.lists(data, max_size=3))
+def test_fields_that_a_newer_peer_appended_are_ignored(message, appended) -> None:
+    frame = msgpack.packb(msgpack.unpackb(codec.encode(message), strict_map_key=False) + appended)
+    assert codec.decode(frame) == message
+
+
+def test_fields_that_an_older_peer_does_not_know_have_their_defaults() -> None:
+    assert codec.decode(msgpack.packb(["hello", 1, 1, "r0"])) == Hello(1, 1, "r0")
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=500)
+@example(b"")
+@example(b"\x81\x90\x01")
+@example(b"\xc7\x03\xff\x01\x02\x03")
+@example(b"\x91" * 2000)
+def test_garbage_is_a_protocol_error_and_nothing_else(frame) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(frame)
+
+
+@given(any_message, st.data())
+@settings(max_examples=500)
+def test_a_damaged_frame_is_a_message_or_a_protocol_error(message, draw) -> None:
+    frame = bytearray(codec.encode(message))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        frame[draw.draw(st.integers(0, len(frame) - 1))] = draw.draw(st.integers(0, 255))
+    with suppress(ProtocolError):
+        assert type(codec.decode(bytes(frame))) in KINDS
+
+
+@given(st.sampled_from(KINDS), st.lists(data, max_size=12))
+@settings(max_examples=500)
+def test_well_formed_nonsense_is_a_message_or_a_protocol_error(kind, fields) -> None:
+    with suppress(ProtocolError):
+        assert isinstance(codec.decode(msgpack.packb([kind.kind, *fields])), kind)
+
+
+def test_an_error_names_the_field_and_what_is_wrong_with_it() -> None:
+    with pytest.raises(ProtocolError, match=r"hello\.replica_id must be a string, not int"):
+        codec.decode(msgpack.packb(["hello", 1, 1, 7]))
+    with pytest.raises(ProtocolError, match=r"ask\.step must be in \[0, 2\^63\), not -1"):
+        codec.decode(msgpack.packb(["ask", 1, -1, "", False, 0, 1000]))
+    with pytest.raises(ProtocolError, match=r"hello has 1 fields; at least 3 are needed"):
+        codec.decode(msgpack.packb(["hello", 1]))
+    with pytest.raises(ProtocolError, match=r"unknown kind of message 'nonsense'"):
+        codec.decode(msgpack.packb(["nonsense"]))
+    with pytest.raises(ProtocolError, match=r"healing\.bytes_per_second must be finite"):
+        codec.decode(msgpack.packb(["healing", 1, 1, float("nan")]))
+
+
+def test_a_boolean_is_no_integer() -> None:
+    with pytest.raises(ProtocolError, match="must be an integer, not bool"):
+        codec.decode(msgpack.packb(["cancel", True]))
+
+
+def test_a_frame_beyond_the_limit_is_not_even_parsed() -> None:
+    with pytest.raises(ProtocolError, match="at most 100 are taken"):
+        codec.decode(b"\x91" * 101, limit_bytes=100)
+
+
+def test_a_header_that_promises_a_huge_list_costs_nothing() -> None:
+    for head in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
+        with pytest.raises(ProtocolError):
+            codec.decode(head)
+    with pytest.raises(ProtocolError, match="exceeds max_array_len"):
+        codec.decode((b"\xdd" + (1 << 20).to_bytes(4, "big")) * 200_000)
+
+
+def test_long_texts_and_lists_are_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"leave\.reason has 5000 characters"):
+        codec.decode(codec.encode(messages.Leave("x" * 5000)))
+    many = MemberInfo(handles=("",) * (codec.MAX_ITEMS + 1))
+    with pytest.raises(ProtocolError):
+        codec.decode(codec.encode(QuorumRequest(1, 0, "", False, 0, 1, many)))
+
+
+def test_user_data_has_a_limit_that_both_sides_check() -> None:
+    just = MemberInfo(data=b"x" * (MAX_DATA_BYTES - 3))
+    codec.check_info(just)
+    with pytest.raises(ProtocolError, match=rf"info\.data has {MAX_DATA_BYTES + 1} bytes"):
+        codec.check_info(MemberInfo(data=b"x" * (MAX_DATA_BYTES - 2)))
+    with pytest.raises(TypeError, match="object does not travel"):
+        codec.check_info(MemberInfo(data=object()))
+
+
+@given(whole, values(QuorumAnswer))
+def test_one_answer_for_many_is_byte_for_byte_what_each_would_get(request_number, answer) -> None:
+    assert codec.answer_frames(answer)(request_number) == codec.encode(
+        dataclasses.replace(answer, request=request_number)
+    )
+
+
+def test_an_unchanged_quorum_is_a_small_frame() -> None:
+    answer = QuorumAnswer(1000, 5, 70, 1_700_000_000_000, 3, 100_000, 70, 0, None)
+    assert len(codec.encode(answer)) <= 40
+    assert len(codec.encode(Heartbeat())) <= 6
+
+
+def test_members_without_data_share_nothing_with_the_frame() -> None:
+    member = Member("r0", 1, 1, 0, False, MemberInfo("http://a:1"))
+    frame = codec.encode(QuorumAnswer(1, 1, 1, 0, 1, 1, 1, 0, (member,)))
+    assert codec.decode(memoryview(frame)).members == (member,)
+
+
+def test_a_worker_that_is_too_old_is_told_to_update_itself(monkeypatch) -> None:
+    monkeypatch.setattr(codec, "OLDEST_PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 5)
+    with pytest.raises(VersionError, match="update keepstep in the training environment"):
+        codec.check_version(hello(version=2, oldest_version=1))
+    codec.check_version(hello(version=3, oldest_version=1))
+
+
+def test_a_worker_that_is_too_new_wants_the_lighthouse_updated(monkeypatch) -> None:
+    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 5)
+    with pytest.raises(VersionError, match="update the lighthouse"):
+        codec.check_version(hello(version=9, oldest_version=6))
+    codec.check_version(hello(version=9, oldest_version=5))
