@@ -23,6 +23,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -142,7 +143,7 @@ class CheckpointServer:
                     continue
                 task = self._loop.create_task(self._converse(connection, peer[0]))
                 self._connections.add(task)
-                task.add_done_callback(self._connections.discard)
+                task.add_done_callback(partial(self._forget, connection))
         finally:
             self._listener.close()
             self._end_leases(None)
@@ -150,35 +151,37 @@ class CheckpointServer:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
 
+    def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        connection.close()
+
     async def _converse(self, connection: socket.socket, peer: str) -> None:
         """All requests of one connection, one after the other."""
-        with connection:
+        received = bytearray()
+        try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            received = bytearray()
-            try:
-                while head := await self._head(connection, received):
-                    try:
-                        request = self._parse(head)
-                        await self._answer(connection, request)
-                    except _Refused as refused:
-                        body = msgpack.packb({"reason": refused.reason})
-                        await self._send_head(connection, refused.status, len(body), body=body)
-                        if refused.status == HTTPStatus.BAD_REQUEST:
-                            log.warning("bad request to the checkpoint server", peer=peer, reason=refused.reason)
-                            return
-            except (OSError, TimeoutError) as error:
-                log.info("reader of a checkpoint is gone", peer=peer, reason=str(error) or "it took no bytes in time")
+            while (head := await self._head(connection, received)) is not None:
+                try:
+                    await self._answer(connection, self._parse(head))
+                except _Refused as refused:
+                    body = msgpack.packb({"reason": refused.reason})
+                    await self._send_head(connection, refused.status, len(body), body=body)
+                    if refused.status == HTTPStatus.BAD_REQUEST:
+                        log.warning("bad request to the checkpoint server", peer=peer, reason=refused.reason)
+                        return
+        except OSError as error:
+            log.info("reader of a checkpoint is gone", peer=peer, reason=str(error) or "it was silent for too long")
 
-    async def _head(self, connection: socket.socket, received: bytearray) -> bytes:
-        """The next request up to its empty line, out of ``received`` and the socket; empty when the reader is done."""
+    async def _head(self, connection: socket.socket, received: bytearray) -> bytes | None:
+        """The next request up to its empty line, out of ``received`` and the socket; None when the reader is done."""
         async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
             while (end := received.find(b"\r\n\r\n")) < 0:
                 if len(received) > MAX_HEAD_BYTES:
-                    return b" "
+                    return bytes(received)
                 data = await self._loop.sock_recv(connection, MAX_HEAD_BYTES)
                 if not data:
-                    return b""
+                    return None
                 received += data
         head = bytes(received[:end])
         del received[: end + 4]
