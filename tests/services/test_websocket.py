@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,6 @@ from keepstep_mesh.http import Route
 from keepstep_mesh.service import Service, serving
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 from keepstep_mesh.websocket import Link, UpgradeError
-import itertools
 
 LIMIT = 200_000
 UNSENT = 1_000_000

@@ -1,0 +1,122 @@
+"""Tokens: who they speak for, where they come from, and that nobody listens to the world without one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from keepstep_mesh.auth import (
+    Access,
+    ForbiddenError,
+    Role,
+    Tokens,
+    check_bind,
+    is_loopback,
+    token_of_client,
+    tokens_of_service,
+)
+from keepstep_mesh.errors import AuthError
+
+WORKER, SERVICE, ADMIN = "w" * 20, "s" * 20, "a" * 20
+TOKENS = Tokens(WORKER, SERVICE, ADMIN)
+
+ALLOWED = {
+    Access.OPEN: {None, "wrong", WORKER, SERVICE, ADMIN},
+    Access.READ: {WORKER, SERVICE, ADMIN},
+    Access.WORKER: {WORKER, ADMIN},
+    Access.SERVICE: {SERVICE, ADMIN},
+    Access.ADMIN: {ADMIN},
+}
+
+
+@pytest.mark.parametrize(("access", "token"), list(itertools.product(Access, [None, "wrong", WORKER, SERVICE, ADMIN])))
+def test_each_role_may_do_what_the_table_says_and_nothing_else(access, token) -> None:
+    header = None if token is None else f"Bearer {token}"
+    if token in ALLOWED[access]:
+        TOKENS.check(header, access)
+    elif token in (WORKER, SERVICE, ADMIN):
+        with pytest.raises(ForbiddenError, match="may not do this; it takes"):
+            TOKENS.check(header, access)
+    else:
+        with pytest.raises(AuthError, match="KEEPSTEP_TOKEN") as raised:
+            TOKENS.check(header, access)
+        assert not isinstance(raised.value, ForbiddenError)
+
+
+def test_without_any_token_everybody_is_admin() -> None:
+    assert Tokens().check(None, Access.ADMIN) is Role.ADMIN
+    assert not Tokens()
+
+
+def test_a_role_whose_token_is_not_given_out_cannot_be_had() -> None:
+    with pytest.raises(ForbiddenError, match="no admin token"):
+        Tokens(worker=WORKER).check(f"Bearer {WORKER}", Access.ADMIN)
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", WORKER, f"Basic {WORKER}", "Bearer \ud800", "Bearer é"])
+def test_a_header_that_is_no_bearer_token_is_refused(header) -> None:
+    with pytest.raises(AuthError):
+        TOKENS.check(header, Access.READ)
+
+
+def test_the_scheme_is_case_insensitive_as_http_wants_it() -> None:
+    assert TOKENS.check(f"bearer {WORKER}", Access.READ) is Role.WORKER
+
+
+def test_weak_or_shared_tokens_are_refused_with_advice() -> None:
+    with pytest.raises(AuthError, match=r"secrets\.token_urlsafe"):
+        Tokens(worker="short")
+    with pytest.raises(AuthError, match="two roles have the same token"):
+        Tokens(worker=WORKER, admin=WORKER)
+
+
+def test_a_token_is_in_no_repr_and_no_error() -> None:
+    assert WORKER not in repr(TOKENS)
+    for header, access in ((f"Bearer {WORKER}", Access.ADMIN), ("Bearer wrong-but-long-enough", Access.READ)):
+        with pytest.raises(AuthError) as raised:
+            TOKENS.check(header, access)
+        assert WORKER not in str(raised.value)
+        assert "wrong-but-long" not in str(raised.value)
+
+
+def test_the_environment_beats_the_token_file(tmp_path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# ours\n\nworker = {WORKER}\nadmin={ADMIN}\n")
+    assert tokens_of_service({}, file) == Tokens(worker=WORKER, admin=ADMIN)
+    found = tokens_of_service({"KEEPSTEP_ADMIN_TOKEN": "b" * 20, "KEEPSTEP_SERVICE_TOKEN": ""}, file)
+    assert found == Tokens(worker=WORKER, admin="b" * 20)
+    assert tokens_of_service({}) == Tokens()
+
+
+def test_a_token_file_that_cannot_be_used_says_which_line(tmp_path) -> None:
+    file = tmp_path / "tokens"
+    with pytest.raises(AuthError, match="No such file"):
+        tokens_of_service({}, file)
+    for line in (WORKER, "root = " + WORKER, "admin ="):
+        file.write_text(f"worker = {WORKER}\n{line}\n")
+        with pytest.raises(AuthError, match="line 2: write worker"):
+            tokens_of_service({}, file)
+
+
+def test_a_client_has_one_token_from_a_variable_or_a_file(tmp_path) -> None:
+    file = tmp_path / "token"
+    file.write_text(WORKER + "\n")
+    assert token_of_client({}) is None
+    assert token_of_client({"KEEPSTEP_TOKEN_FILE": str(file)}) == WORKER
+    assert token_of_client({"KEEPSTEP_TOKEN_FILE": str(file), "KEEPSTEP_TOKEN": ADMIN}) == ADMIN
+    with pytest.raises(AuthError, match="KEEPSTEP_TOKEN_FILE"):
+        token_of_client({"KEEPSTEP_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_loopback_is_told_from_the_world() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "", "node7")))
+
+
+def test_nobody_listens_to_the_world_without_a_token_or_an_explicit_word() -> None:
+    with pytest.raises(AuthError, match="--insecure"):
+        check_bind("0.0.0.0", Tokens(), insecure=False)
+    check_bind("0.0.0.0", Tokens(), insecure=True)
+    check_bind("0.0.0.0", TOKENS, insecure=False)
+    check_bind("127.0.0.1", Tokens(), insecure=False)

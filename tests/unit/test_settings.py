@@ -1,0 +1,90 @@
+"""Settings: which source wins, and what their texts mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep_mesh.settings import (
+    Settings,
+    bind_address,
+    boolean,
+    duration,
+    from_environment,
+    read_file,
+    split_addresses,
+    whole,
+)
+
+
+def test_flags_beat_environment_beats_file_beats_default() -> None:
+    flags, environ, file = {"join_timeout": 1.0}, {"KEEPSTEP_JOIN_TIMEOUT": "2s"}, {"join_timeout": "3s"}
+    assert Settings(flags, environ, file).get("join_timeout", duration, 4.0) == 1.0
+    assert Settings({"join_timeout": None}, environ, file).get("join_timeout", duration, 4.0) == 2.0
+    assert Settings({}, {}, file).get("join_timeout", duration, 4.0) == 3.0
+    assert Settings({}, {}, {}).get("join_timeout", duration, 4.0) == 4.0
+
+
+def test_names_of_torchft_serve_where_ours_are_not_set() -> None:
+    assert from_environment("LIGHTHOUSE", {"TORCHFT_LIGHTHOUSE": "a:1"}) == ("TORCHFT_LIGHTHOUSE", "a:1")
+    both = {"TORCHFT_LIGHTHOUSE": "a:1", "KEEPSTEP_LIGHTHOUSE": "b:1"}
+    assert from_environment("LIGHTHOUSE", both) == ("KEEPSTEP_LIGHTHOUSE", "b:1")
+    assert from_environment("LIGHTHOUSE", {"KEEPSTEP_LIGHTHOUSE": ""}) is None
+
+
+def test_a_bad_value_names_where_it_came_from() -> None:
+    with pytest.raises(ValueError, match=r"KEEPSTEP_MIN_REPLICAS='two': not a whole number"):
+        Settings({}, {"KEEPSTEP_MIN_REPLICAS": "two"}).get("min_replicas", whole, 1)
+    with pytest.raises(ValueError, match="min_replicas of the settings file='two'"):
+        Settings({}, {}, {"min_replicas": "two"}).get("min_replicas", whole, 1)
+
+
+def test_a_settings_file_is_toml(tmp_path) -> None:
+    file = tmp_path / "keepstep.toml"
+    file.write_text('join_timeout = "5s"\nmin_replicas = 2\n')
+    assert Settings({}, {}, read_file(file)).get("min_replicas", whole, 1) == 2
+    file.write_text("join_timeout = = 5")
+    with pytest.raises(ValueError, match=r"keepstep\.toml"):
+        read_file(file)
+    with pytest.raises(ValueError, match="No such file"):
+        read_file(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("1.5", 1.5), (" 2 s ", 2.0), ("2m", 120.0), ("1h", 3600.0), (".5s", 0.5), ("0", 0)],
+)
+def test_durations(text, seconds) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1 year", "nan", "inf", "1e9", "s", "1.2.3"])
+def test_what_is_no_duration(text) -> None:
+    with pytest.raises(ValueError, match="write 500ms"):
+        duration(text)
+
+
+def test_addresses_are_split_completed_and_checked() -> None:
+    assert split_addresses("a:1, http://b:2/ ,https://[::1]:3,a:1") == ("http://a:1", "http://b:2", "https://[::1]:3")
+    for bad in ("", " , "):
+        with pytest.raises(ValueError, match="no address"):
+            split_addresses(bad)
+    for bad in ("a", "http://a", "a:x", "ftp://a:1", "http://a:1/path", "http://user@a:1", "a:1 b:2"):
+        with pytest.raises(ValueError, match="is no address; write http://host:port"):
+            split_addresses(bad)
+
+
+def test_addresses_to_listen_on() -> None:
+    assert bind_address("0.0.0.0:29510") == ("0.0.0.0", 29510)
+    assert bind_address(":0") == ("127.0.0.1", 0)
+    assert bind_address("*:1") == ("0.0.0.0", 1)
+    assert bind_address("[::1]:1") == ("::1", 1)
+    for bad in ("29510", "host", "host:", "host:99999", "host:-1"):
+        with pytest.raises(ValueError, match="write host:port"):
+            bind_address(bad)
+
+
+def test_booleans() -> None:
+    assert [boolean(text) for text in ("1", "true", "YES", " on ")] == [True] * 4
+    assert [boolean(text) for text in ("0", "false", "No", "off")] == [False] * 4
+    with pytest.raises(ValueError, match="write true or false"):
+        boolean("maybe")
