@@ -6,7 +6,6 @@ Names are loaded when first used, so that ``keepstep.coordination`` works withou
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,9 +73,13 @@ def __getattr__(name: str) -> Any:
     name_there = "OptimizerWrapper" if name == "Optimizer" else name
     if name_there not in _HOME:
         raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
-    if importlib.util.find_spec("torch") is None:
-        raise ImportError(f"keepstep.{name} needs PyTorch: pip install 'keepstep[train]'")
-    value = getattr(importlib.import_module(f"keepstep.{_HOME[name_there]}"), name_there)
+    try:
+        module = importlib.import_module(f"keepstep.{_HOME[name_there]}")
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "numpy", "xxhash"):
+            raise ImportError(f"keepstep.{name} needs {error.name}: pip install 'keepstep[train]'") from error
+        raise
+    value = getattr(module, name_there)
     globals()[name] = value
     return value
 

@@ -1,0 +1,128 @@
+"""The quorum without a Manager: torchft's coordination names on a real lighthouse."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+
+LIMIT = timedelta(seconds=30)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def client(lighthouse) -> Iterator[LighthouseClient]:
+    one = LighthouseClient(lighthouse.address(), LIMIT)
+    yield one
+    one.shutdown()
+
+
+def test_two_replicas_meet_and_see_what_the_other_brought(client):
+    client.heartbeat("a")
+    client.heartbeat("b")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(client.quorum, name, LIMIT, f"http://{name}", f"store-{name}", 3, 2, data={"who": name})
+            for name in "ab"
+        ]
+        first, second = [one.result(60) for one in asked]
+    assert first == second
+    assert first.quorum_id >= 1
+    assert [(p.replica_id, p.address, p.store_address, p.step, p.world_size, p.data) for p in first.participants] == [
+        (name, f"http://{name}", f"store-{name}", 3, 2, {"who": name}) for name in "ab"
+    ]
+
+
+def test_a_quorum_that_does_not_form_is_a_timeout_with_the_reason(client):
+    with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
+        client.quorum("a", timedelta(milliseconds=300))
+
+
+def test_a_request_that_timed_out_is_not_in_the_next_quorum(lighthouse, client):
+    with pytest.raises(TimeoutError):
+        client.quorum("a", timedelta(milliseconds=200))
+    with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
+        client.quorum("b", timedelta(milliseconds=300))
+
+
+def test_nobody_there_is_a_timeout_that_names_the_address():
+    client = LighthouseClient("http://127.0.0.1:9", timedelta(milliseconds=300))
+    try:
+        with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9"):
+            client.heartbeat("a")
+    finally:
+        client.shutdown()
+
+
+def test_groups_of_two_ranks_plan_heal_and_commit_through_their_managers():
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    both_there = threading.Barrier(2)
+
+    def group(name: str) -> list[object]:
+        server = ManagerServer(name, lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "", 2, LIMIT, LIMIT, 0)
+        client = ManagerClient(server.address(), LIMIT)
+        try:
+            both_there.wait(30)
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                step = 5 if name == "a" else 0
+                asked = [pool.submit(client.quorum, rank, step, f"{name}{rank}", False, LIMIT) for rank in (0, 1)]
+                plans = [one.result(60) for one in asked]
+                votes = [pool.submit(client.should_commit, rank, 5, rank == 0, LIMIT) for rank in (0, 1)]
+                decided = [one.result(60) for one in votes]
+            metadata = client.checkpoint_metadata(1, LIMIT)
+            both_there.wait(30)
+            return [*plans, decided, metadata]
+        finally:
+            client.shutdown()
+            server.shutdown()
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            a, b = [one.result(90) for one in [pool.submit(group, name) for name in "ab"]]
+    finally:
+        lighthouse.shutdown()
+    assert a[0] == a[1]
+    assert (a[0].heal, a[0].recover_dst_replica_ranks, a[0].max_step, a[0].max_world_size) == (False, [1], 5, 1)
+    assert (b[0].heal, b[0].recover_src_replica_rank, b[0].replica_rank, b[0].max_replica_rank) == (True, 0, 1, None)
+    assert b[0].recover_src_manager_address.startswith("http://127.0.0.1:")
+    assert (a[2], b[2]) == ([False, False], [False, False]), "one rank voted no"
+    assert (a[3], b[3]) == ("a1", "b1")
+
+
+NO_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def test_coordination_works_without_torch_and_the_rest_says_what_to_install():
+    program = NO_TORCH + (
+        "from datetime import timedelta\n"
+        "from keepstep.coordination import LighthouseClient, LighthouseServer\n"
+        "server = LighthouseServer('127.0.0.1:0', min_replicas=1)\n"
+        "client = LighthouseClient(server.address(), timedelta(seconds=20))\n"
+        "print(len(client.quorum('a', timedelta(seconds=20)).participants))\n"
+        "client.shutdown(); server.shutdown()\n"
+        "import keepstep\n"
+        "try:\n    keepstep.Manager\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1", "keepstep.Manager needs torch: pip install 'keepstep[train]'"]
