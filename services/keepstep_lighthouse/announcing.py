@@ -34,15 +34,15 @@ class Announcer:
             for _, request in asked
         )
         if last is not None and last.uniform and uniform and same:
-            members, version = last.members, last.version
+            listed, version = last.listed, last.version
         else:
-            members = tuple(
+            listed = tuple(
                 Member(group.replica_id, r.step, r.lineage, r.commit_failures, r.shrink_only, group.info)
                 for group, r in asked
             )
             version = 1 if last is None else last.version + 1
             if not uniform:
-                step, lineage = reference_state(members)
+                step, lineage = reference_state(listed)
         self.chosen, self.infos_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
@@ -52,7 +52,7 @@ class Announcer:
             step=step,
             lineage=lineage,
             joiners=joiners,
-            members=members,
+            listed=listed,
             uniform=uniform,
         )
         return self.last

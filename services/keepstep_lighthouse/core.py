@@ -596,5 +596,5 @@ class JobCore:
         assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
         last = self._announcer.last
         if last is not None:
-            assert last.members, "an empty quorum was announced"
+            assert last.listed, "an empty quorum was announced"
             assert last.quorum_id <= record.quorum_id, "a quorum was announced that is not in the record"

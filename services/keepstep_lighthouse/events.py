@@ -190,11 +190,18 @@ class Announce:
     step: int
     lineage: int | str
     joiners: int
-    members: tuple[Member, ...]
-    """With ``uniform`` as of the round in which ``version`` began: only ids and infos are current then."""
+    listed: tuple[Member, ...]
+    """The members, sorted by replica_id, as they were when ``version`` began."""
     uniform: bool
     """All members stand at (step, lineage), no commit failure and no shrink_only, so who knows ``version`` needs no
-    list."""
+    list. A list that is not uniform is never left out."""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members with their facts of this round. O(members): for sessions that need the list."""
+        if not self.uniform:
+            return self.listed
+        return tuple(Member(m.replica_id, self.step, self.lineage, 0, False, m.info) for m in self.listed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,20 @@ def test_a_list_with_differing_facts_is_new_each_time_and_so_is_the_first_common
     assert versions == [1, 1, 2, 3, 4, 4]
 
 
+def test_who_needs_the_list_later_gets_the_facts_of_that_round() -> None:
+    driver = Driver(min_replicas=1)
+    first = driver.start("a", "b")
+    driver.all_ask("ab", 1, 1)
+    driver.asks("a", 2, 1)
+    announce = announced(driver.asks("b", 2, 1, request=3))
+    assert announce.version == first.version
+    assert [(member.step, member.lineage) for member in announce.members] == [(2, 1), (2, 1)]
+    driver.closes("b")
+    driver.opens("b")
+    again = announced(driver.asks("b", 2, 1, request=3))
+    assert again.members == announce.members
+
+
 def test_a_failed_commit_and_shrink_only_are_facts_of_the_list() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a")
