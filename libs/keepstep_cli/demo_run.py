@@ -28,9 +28,11 @@ from keepstep_cli.run import lighthouse_program
 from keepstep_cli.supervisor import Restarts
 
 LOOK_SECONDS = 0.05
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 0.75
 """How long all train together before the next kill."""
 UNTIL_TOLD = 10**9
+TRAINING_NICENESS = 10
+"""Who starts goes first: on two cores the others' training would slow its imports down."""
 LAST_STEPS = 100
 """At least so many more once all is over: every group must read the number before it gets there."""
 KEPT_LINES = 80
@@ -85,8 +87,13 @@ class DemoAudience:
 async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path) -> None:
     """Looks, kills, and says when it is time to end. Until cancelled."""
     told = False
+    nice: set[int] = set()
     while True:
         log.read()
+        for pid in {pid for name in story.training() for pid in launcher.pids(name)} - nice:
+            nice.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, pid, TRAINING_NICENESS)
         view.show(story)
         if victim := story.next_kill(time.time()):
             story.killed(victim, time.time())

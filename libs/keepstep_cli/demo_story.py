@@ -163,6 +163,9 @@ class Story:
         since = self._all_there_since
         return not self._victims and self._pending() is None and since is not None and now - since >= self._settle
 
+    def training(self) -> list[str]:
+        return [name for name, one in self.groups.items() if one.state is State.TRAINING]
+
     def steps_per_second(self) -> float:
         first = self._first_commit
         return self.step / (self._last_commit - first) if first is not None and self._last_commit > first else 0.0

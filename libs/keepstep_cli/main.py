@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from keepstep_cli import admin
 from keepstep_cli.demo import demo
 from keepstep_cli.run import run
+from keepstep_cli.serve import lighthouse, up
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,5 +16,5 @@ def main() -> None:
     """Keeps PyTorch training in step while its machines fail."""
 
 
-main.add_command(run)
-main.add_command(demo)
+for command in (up, lighthouse, run, demo, *admin.COMMANDS):
+    main.add_command(command)

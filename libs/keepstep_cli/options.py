@@ -1,4 +1,4 @@
-"""The options that many commands share, and how they are read: flag, then environment, then default."""
+"""The options that commands share: which lighthouse, which job, which token, JSON or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lighthouse_option(command: Command) -> Command:
 def job_option(command: Command) -> Command:
     return click.option(
         "--job",
-        envvar="KEEPSTEP_JOB",
+        envvar=["KEEPSTEP_JOB", "TORCHFT_JOB"],
         default="default",
         show_default=True,
         help="Name of the job.  [env: KEEPSTEP_JOB]",
@@ -38,10 +38,25 @@ def token_option(command: Command) -> Command:
     return click.option(
         "--token-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        envvar="KEEPSTEP_TOKEN_FILE",
-        help="File whose first line is the bearer token; else KEEPSTEP_TOKEN.  [env: KEEPSTEP_TOKEN_FILE]",
+        help="File that holds the bearer token.  [env: KEEPSTEP_TOKEN, KEEPSTEP_TOKEN_FILE]",
     )(command)
 
 
 def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")(command)
+
+
+class Seconds(click.ParamType[float]):
+    """``60``, ``1.5s``, ``500ms``, ``2m`` as seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from keepstep_mesh.settings import duration
+
+        if isinstance(value, int | float):
+            return float(value)
+        try:
+            return duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)

@@ -1,112 +1,101 @@
-"""The lighthouse's REST surface as the command uses it: fail over, follow redirects, turn every failure into advice."""
+"""The lighthouse's REST surface as the command uses it: fails over, and turns every failure into advice."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
 from keepstep_cli.errors import Refused, Unreachable
+from keepstep_cli.options import DEFAULT_LIGHTHOUSE
+
+if TYPE_CHECKING:
+    import aiohttp
 
 TIMEOUT_SECONDS = 10.0
-MAX_REDIRECTS = 3
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """First line of the file, else KEEPSTEP_TOKEN, else None."""
-    if token_file is None:
-        return os.environ.get("KEEPSTEP_TOKEN") or None
-    token = token_file.read_text().partition("\n")[0].strip()
-    if not token:
-        raise click.UsageError(f"{token_file} is empty; its first line must be the token")
+    """The token in the file of the flag, else that of the environment, else None."""
+    from keepstep_mesh.auth import token_of_client
+    from keepstep_mesh.errors import AuthError
+
+    environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
+    try:
+        token = token_of_client(environment)
+    except AuthError as error:
+        raise click.UsageError(str(error)) from error
+    if token_file is not None and not token:
+        raise click.UsageError(f"{token_file} is empty; it must hold the token")
     return token
 
 
 class Lighthouse:
-    """One of several lighthouses, whichever answers. ``addresses``: ``http://host:port``, comma separated."""
+    """Whichever of ``addresses`` (comma separated) answers. Paths are below /v1."""
 
-    def __init__(self, addresses: str, token: str | None) -> None:
-        self._addresses = [
-            (one if "//" in one else f"http://{one}").rstrip("/") for one in map(str.strip, addresses.split(",")) if one
-        ]
-        if not self._addresses:
-            raise click.UsageError("--lighthouse is empty; it takes http://host:29510")
+    def __init__(self, addresses: str | None, token: str | None) -> None:
+        from keepstep_mesh.settings import split_addresses
+
+        try:
+            self._addresses = split_addresses(addresses or DEFAULT_LIGHTHOUSE)
+        except ValueError as error:
+            raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
 
-    def get(self, path: str) -> Any:
-        with self._open("GET", path, None) as response:
-            return json.load(response)
+    async def get(self, *path: str, **query: int) -> Any:
+        async with self._answer("GET", path, TIMEOUT_SECONDS, params=query) as answer:
+            return await answer.json()
 
-    def post(self, path: str, body: dict[str, object]) -> Any:
-        with self._open("POST", path, body) as response:
-            return json.load(response)
+    async def post(self, *path: str, **body: Any) -> Any:
+        async with self._answer("POST", path, TIMEOUT_SECONDS, json=body) as answer:
+            return await answer.json()
 
-    def follow(self, path: str) -> Iterator[Any]:
+    async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
         """The data of server-sent events, until the lighthouse ends the stream."""
-        with self._open("GET", path, None, timeout=None) as response:
-            for line in response:
+        async with self._answer("GET", path, None, params=query) as answer:
+            async for line in answer.content:
                 if line.startswith(b"data:"):
                     yield json.loads(line[5:])
 
-    def _open(
-        self, method: str, path: str, body: dict[str, object] | None, timeout: float | None = TIMEOUT_SECONDS
-    ) -> http.client.HTTPResponse:
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        import aiohttp
+
+        from keepstep_mesh.errors import AuthError
+        from keepstep_mesh.http import Problem, client_session, raise_for_problem
+
         tried = []
-        for address in self._addresses:
-            try:
-                return self._open_at(address + path, method, body, timeout)
-            except urllib.error.HTTPError as error:
-                with error:
-                    raise Refused(_explain(error)) from error
-            except (OSError, http.client.HTTPException) as error:
-                reason = getattr(error, "reason", error)
-                tried.append(f"{address}: {reason or type(error).__name__}")
+        async with client_session(self._token, timeout=timeout) as session:
+            for address in self._addresses:
+                url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
+                try:
+                    answer = await session.request(method, url, **how)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    tried.append(f"{address}: {error or type(error).__name__}")
+                    continue
+                async with answer:
+                    try:
+                        await raise_for_problem(answer)
+                        yield answer
+                    except AuthError as error:
+                        raise Refused(
+                            f"{error}\nGive a token that may do this with --token-file or KEEPSTEP_TOKEN."
+                        ) from error
+                    except Problem as problem:
+                        raise Refused(f"{address} says no ({problem.status}): {problem}") from problem
+                    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                        raise Unreachable(f"{address} broke off: {error or type(error).__name__}") from error
+                return
         raise Unreachable(
             "no lighthouse answers; tried\n  "
             + "\n  ".join(tried)
             + "\nStart one with `keepstep up`, or say where it is with --lighthouse or KEEPSTEP_LIGHTHOUSE."
         )
-
-    def _open_at(
-        self, url: str, method: str, body: dict[str, object] | None, timeout: float | None
-    ) -> http.client.HTTPResponse:
-        for _ in range(MAX_REDIRECTS):
-            request = urllib.request.Request(url, method=method)  # noqa: S310 - http(s) only, checked below
-            if request.type not in {"http", "https"}:
-                raise click.UsageError(f"{url} is not an address of a lighthouse; it takes http://host:29510")
-            if self._token:
-                request.add_header("Authorization", f"Bearer {self._token}")
-            if body is not None:
-                request.add_header("Content-Type", "application/json")
-                request.data = json.dumps(body).encode()
-            try:
-                response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)  # noqa: S310
-                return response
-            except urllib.error.HTTPError as error:
-                # Mutations go to the leader: urllib follows a 307 for GET only.
-                if error.code != 307 or "Location" not in error.headers:
-                    raise
-                url = urllib.parse.urljoin(url, error.headers["Location"])
-                error.close()
-        raise Unreachable(f"the lighthouses send one to another; the last was {url}: try again")
-
-
-def _explain(error: urllib.error.HTTPError) -> str:
-    """The problem document of RFC 9457 as one sentence, and advice where the token is the problem."""
-    try:
-        problem = json.load(error)
-        said = str(problem.get("detail") or problem.get("title") or error.reason)
-    except (ValueError, AttributeError):
-        said = str(error.reason)
-    advice = ""
-    if error.code in {401, 403}:
-        advice = "\nGive a token that may do this with --token-file or KEEPSTEP_TOKEN."
-    return f"the lighthouse refuses ({error.code}): {said}{advice}"

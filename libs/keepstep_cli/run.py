@@ -48,7 +48,7 @@ def lighthouse_program(
             "--bind",
             f"127.0.0.1:{port}",
             "--store",
-            f"sqlite:{state_dir / 'lighthouse.sqlite'}",
+            f"sqlite://{state_dir / 'lighthouse.sqlite'}",
             "--log-level",
             "warning",
         ),

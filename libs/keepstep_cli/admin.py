@@ -1,0 +1,184 @@
+"""Commands that ask or order something of a lighthouse."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, token_option
+from keepstep_cli.rest import Lighthouse, read_token
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One job at one lighthouse."""
+
+    lighthouse: Lighthouse
+    job: str
+    as_json: bool
+
+    def get(self, *path: str, **query: int) -> Any:
+        return asyncio.run(self.lighthouse.get(*path, **query))
+
+    def of_job(self, *path: str, **query: int) -> Any:
+        return self.get("jobs", self.job, *path, **query)
+
+    def order(self, replica: str, order: str, **body: Any) -> Any:
+        return asyncio.run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
+
+
+def _linked(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives ``function`` a Link for the options that all these commands have."""
+
+    @lighthouse_option
+    @job_option
+    @token_option
+    @json_option
+    @functools.wraps(function)
+    def with_link(*, addresses: str | None, job: str, token_file: Path | None, as_json: bool, **others: Any) -> None:
+        function(Link(Lighthouse(addresses, read_token(token_file)), job, as_json), **others)
+
+    return with_link
+
+
+def _show_json(answer: Any) -> None:
+    print(json.dumps(answer, indent=2))
+
+
+@click.command()
+@_linked
+def status(link: Link) -> None:
+    """Show the lighthouse and its jobs."""
+    cluster, jobs = link.get("cluster"), link.get("jobs")
+    if link.as_json:
+        _show_json({**cluster, **jobs})
+        return
+    from keepstep_cli import tables
+
+    tables.show_cluster(cluster)
+    tables.show_jobs(jobs["jobs"])
+
+
+@click.command()
+@_linked
+def replicas(link: Link) -> None:
+    """Show the replica groups of a job, those that just went too."""
+    answer = link.of_job("replicas")
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli import tables
+
+    tables.show_replicas(answer["replicas"])
+
+
+@click.command()
+@_linked
+@click.argument("replica")
+def inspect(link: Link, replica: str) -> None:
+    """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
+    answer = link.of_job("replicas", replica)
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli import tables
+
+    tables.show_facts(answer)
+
+
+@click.command()
+@_linked
+@click.option("--explain", is_flag=True, help="Say why the next quorum is not formed yet, or how the last one was.")
+def quorum(link: Link, *, explain: bool) -> None:
+    """Show who takes part in the current step."""
+    answer = link.of_job("quorum")
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli import tables
+
+    tables.show_quorum(answer, explain=explain)
+
+
+@click.command()
+@_linked
+@click.option("--follow", "-f", is_flag=True, help="Go on with each event as it happens.")
+@click.option("--after", type=click.IntRange(0), default=0, help="Only events newer than this number.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=1000, show_default=True, help="At most so many; not with --follow."
+)
+def events(link: Link, *, follow: bool, after: int, limit: int) -> None:
+    """Show what happened to a job. With --json --follow, one line of JSON for each event."""
+    from keepstep_cli import tables
+
+    if not follow:
+        answer = link.of_job("events", after=after, limit=limit)
+        if link.as_json:
+            _show_json(answer)
+        else:
+            for event in answer["events"]:
+                tables.show_event(event)
+        return
+
+    async def print_all() -> None:
+        async for event in link.lighthouse.follow("jobs", link.job, "events", follow=1, after=after):
+            if link.as_json:
+                print(json.dumps(event), flush=True)
+            else:
+                tables.show_event(event)
+            sys.stdout.flush()
+
+    asyncio.run(print_all())
+
+
+def _reason_option(verb: str) -> Callable[[Any], Any]:
+    return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
+
+
+def _ordered(link: Link, answer: Any) -> None:
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli import tables
+
+    tables.show_event(answer)
+
+
+@click.command()
+@_linked
+@click.argument("replica")
+@_reason_option("evict")
+@click.option(
+    "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
+)
+def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
+    """End a replica group now. Its launcher may start it again, unless it is banned."""
+    _ordered(link, link.order(replica, "evict", reason=reason, ban_seconds=ban))
+
+
+@click.command()
+@_linked
+@click.argument("replica")
+@_reason_option("drain")
+def drain(link: Link, replica: str, *, reason: str) -> None:
+    """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
+    _ordered(link, link.order(replica, "drain", reason=reason))
+
+
+@click.command()
+@_linked
+@click.argument("replica")
+def readmit(link: Link, replica: str) -> None:
+    """Lift the ban or eviction of a replica group."""
+    _ordered(link, link.order(replica, "readmit"))
+
+
+COMMANDS = (status, replicas, inspect, quorum, events, evict, drain, readmit)

@@ -1,0 +1,124 @@
+"""The lighthouse's answers as tables for people. Takes the JSON as it came."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+STYLES = {
+    "training": "green",
+    "asking": "green",
+    "healing": "yellow",
+    "suspect": "red",
+    "absent": "red",
+    "kept_out": "yellow",
+    "gone": "dim",
+}
+WIDE = 1000
+"""Columns where there is no terminal: a line for a program is never broken."""
+
+
+def _print(what: object) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    console.print(what)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def show_cluster(cluster: dict[str, Any]) -> None:
+    for node in cluster["nodes"]:
+        role = f"leads, epoch {node['epoch']}" if node["leads"] else node["trouble"] or "stands by"
+        _print(escape(f"lighthouse {node['address']}: {role}"))
+    for service in cluster["services"]:
+        _print(escape(f"{service['kind']} {service['address']}"))
+
+
+def show_jobs(jobs: list[dict[str, Any]]) -> None:
+    if not jobs:
+        _print("no jobs yet; start one with: keepstep run --replicas 2 -- train.py")
+        return
+    table = _table("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned")
+    for job in jobs:
+        counts = (job[name] for name in ("quorum_id", "members", "asking", "healthy", "joiners"))
+        banned = ", ".join(ban["target"] for ban in job["bans"])
+        table.add_row(escape(job["job"]), *map(str, counts), str(job["policy"]["min_replicas"]), escape(banned))
+    _print(table)
+
+
+def show_replicas(replicas: list[dict[str, Any]]) -> None:
+    table = _table("replica", "state", "in quorum", "step", "ranks", "heard", "step time", "healed", "why")
+    for one in replicas:
+        style = STYLES.get(one["state"], "")
+        state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
+        table.add_row(
+            escape(one["replica_id"]),
+            f"[{style}]{state}[/]" if style else state,
+            "yes" if one["member"] else "no",
+            str(one["step"]),
+            str(one["world_size"]),
+            "-" if one["heard_seconds_ago"] is None else f"{_seconds(one['heard_seconds_ago'])} ago",
+            _seconds(one["step_seconds"]),
+            f"{one['healed_bytes'] / one['heal_bytes']:.0%}" if one["heal_bytes"] else "-",
+            escape(one["reason"]["sentence"]) if one["reason"] else "",
+        )
+    _print(table)
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    table = _table("fact", "value")
+    for name, value in facts.items():
+        if name == "reason":
+            text = value["sentence"] if value else "-"
+        elif name.endswith(("seconds", "seconds_ago")):
+            text = _seconds(value)
+        else:
+            text = str(value)
+        table.add_row(name.replace("_", " "), escape(text))
+    _print(table)
+
+
+def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
+    age = "" if quorum["age_seconds"] is None else f", {_seconds(quorum['age_seconds'])} old"
+    _print(
+        escape(
+            f"job {quorum['job']}: quorum {quorum['quorum_id']} of epoch {quorum['epoch']}{age}, step {quorum['step']}"
+        )
+    )
+    asking = set(quorum["asking"])
+    table = _table("member", "asks for the next")
+    for member in quorum["members"]:
+        table.add_row(escape(member), "yes" if member in asking else "no")
+    for joiner in sorted(asking - set(quorum["members"])):
+        table.add_row(escape(f"{joiner} (joins)"), "yes")
+    _print(table)
+    if explain:
+        reason = quorum["reason"]
+        _print(escape(f"{reason['code']}: {reason['sentence']}"))
+        for name, number in reason["numbers"].items():
+            _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+
+
+def show_event(event: dict[str, Any]) -> None:
+    at = datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    detail = " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in event["detail"].items()
+    )
+    _print(escape(f"{event['id']}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}".rstrip()))
