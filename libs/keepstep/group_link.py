@@ -80,7 +80,7 @@ class LinkSettings:
         return cls(
             lighthouses=lighthouses,
             job=environment.variable("JOB") or "default",
-            name=replica_id or os.environ.get("REPLICA_GROUP_ID") or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+            name=replica_id or _name_of_group() or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
             rank=rank,
             world_size=world_size,
             host=hostname or environment.address_towards(lighthouses[0]),
@@ -93,6 +93,12 @@ class LinkSettings:
             connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
         )
+
+
+def _name_of_group() -> str:
+    """REPLICA_GROUP_ID, with an ``r`` before a bare number: the name that `keepstep run` prints before its lines."""
+    number = os.environ.get("REPLICA_GROUP_ID", "")
+    return f"r{number}" if number.isdecimal() else number
 
 
 def connect_group(

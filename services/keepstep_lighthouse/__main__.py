@@ -27,9 +27,14 @@ def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], N
     # A session is a descriptor, and the usual soft limit is a thousand.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    service.run(
-        Lighthouse(settings).service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=started
-    )
+    lighthouse = Lighthouse(settings)
+
+    def listens(endpoint: Endpoint) -> None:
+        lighthouse.listens(endpoint)
+        if started is not None:
+            started(endpoint)
+
+    service.run(lighthouse.service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=listens)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -73,12 +73,18 @@ class Lighthouse:
     async def start(self) -> None:
         """Listens when it returns. Raises ``StoreError``, ``BindError``, ``AuthError`` or ``ValueError``."""
         host, port = bind_address(self.settings.bind)
-        self._endpoint = await self._life.enter_async_context(
-            serving(self.service(), host, port, tokens=self.settings.tokens, insecure=self.settings.insecure)
+        self.listens(
+            await self._life.enter_async_context(
+                serving(self.service(), host, port, tokens=self.settings.tokens, insecure=self.settings.insecure)
+            )
         )
 
     async def stop(self) -> None:
         await self._life.aclose()
+
+    def listens(self, endpoint: Endpoint) -> None:
+        """To be told by who serves ``service`` otherwise than with ``start``."""
+        self._endpoint = endpoint
 
     @property
     def address(self) -> str:
