@@ -213,6 +213,7 @@ class JobCore:
     def _raise_quorum_id(self, seen: int, now: float) -> None:
         """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
         self._set_members([])
+        self._broken = True
         self._lost.clear()
         self._reports.clear()
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
