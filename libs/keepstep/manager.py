@@ -99,7 +99,7 @@ class Manager:
         store_addr, store_port: where the ranks of one group find each other; default: MASTER_ADDR and MASTER_PORT.
             Not used by a group of one.
         lighthouse_addr: ``http://host:port``, several separated by commas; default: ``KEEPSTEP_LIGHTHOUSE``.
-        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID``, else a random name.
+        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random name.
         port: of the group server on rank 0 (``KEEPSTEP_MANAGER_PORT``); default: any free one.
         hostname: to advertise; default: the address of the interface that reaches the lighthouse.
         heartbeat_interval: between heartbeats to the lighthouse, unless it asks for fewer.
