@@ -1,0 +1,217 @@
+"""The session client with the real lighthouse: what a worker lives through in a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from keepstep_lighthouse.events import Policy
+from keepstep_mesh.auth import Tokens
+from keepstep_mesh.errors import AuthError, LayoutMismatch, SessionClosed
+from keepstep_mesh.http import client_session
+from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
+from keepstep_mesh.testing import DEADLINE, ChaosProxy
+
+
+@asynccontextmanager
+async def lighthouse(bind: str = "127.0.0.1:0", store: str = "memory://", **changes) -> AsyncIterator[Lighthouse]:
+    one = Lighthouse(LighthouseSettings(bind=bind, store=store, **changes))
+    await one.start()
+    try:
+        yield one
+    finally:
+        await one.stop()
+
+
+class Group:
+    """A replica group as far as the lighthouse sees it."""
+
+    def __init__(self, session: LighthouseSession, pushes: asyncio.Queue[Push]) -> None:
+        self.session = session
+        self.pushes = pushes
+
+    async def next_push(self, kind: type[Push]) -> Push:
+        """The next push of a kind; others before it are passed over."""
+        async with asyncio.timeout(DEADLINE):
+            while not isinstance(push := await self.pushes.get(), kind):
+                pass
+        return push
+
+    async def ask(self, step: int = 0, timeout: float = DEADLINE, **changes) -> Quorum:
+        asked = {"lineage": step, "info": MemberInfo(address=f"http://{self.session.lighthouse}"), **changes}
+        return await self.session.quorum(step=step, timeout=timeout, **asked)
+
+
+@asynccontextmanager
+async def groups(count: int, *addresses: str, first: int = 0, token: str | None = None) -> AsyncIterator[list[Group]]:
+    """``count`` groups in session, named from ``r<first>`` on."""
+    started = []
+    for number in range(first, first + count):
+        pushes: asyncio.Queue[Push] = asyncio.Queue()
+        settings = SessionSettings(addresses, "job", f"r{number}:1", token, connect_timeout=DEADLINE)
+        started.append(Group(LighthouseSession(settings, pushes.put_nowait), pushes))
+    try:
+        await asyncio.gather(*(one.session.start() for one in started))
+        yield started
+    finally:
+        await asyncio.gather(*(one.session.close() for one in started))
+
+
+async def round_of(members: list[Group], step: int, **changes) -> Quorum:
+    """All ask; all get the same quorum."""
+    answers = await asyncio.gather(*(one.ask(step, **changes) for one in members))
+    assert len({(one.epoch, one.quorum_id, one.members) for one in answers}) == 1
+    return answers[0]
+
+
+async def test_groups_that_ask_get_one_quorum_and_keep_its_number_while_nothing_changes() -> None:
+    async with lighthouse() as one, groups(3, one.address) as members:
+        first = await round_of(members, 0)
+        assert [member.replica_id for member in first.members] == ["r0:1", "r1:1", "r2:1"]
+        for step in range(1, 20):
+            quorum = await round_of(members, step)
+            assert (quorum.quorum_id, quorum.uniform, quorum.step) == (first.quorum_id, True, step)
+            assert {(member.step, member.lineage) for member in quorum.members} == {(step, step)}
+
+
+async def test_a_commit_failure_makes_a_new_quorum_of_the_same_members() -> None:
+    async with lighthouse() as one, groups(2, one.address) as members:
+        first = await round_of(members, 3)
+        second = await round_of(members, 3, commit_failures=1)
+        assert second.quorum_id == first.quorum_id + 1
+        assert [member.commit_failures for member in second.members] == [1, 1]
+
+
+async def test_a_group_whose_connection_dies_is_news_to_the_others() -> None:
+    async with lighthouse() as one, groups(3, one.address) as members:
+        quorum = await round_of(members, 0)
+        await members[1].session.close()
+        for other in (members[0], members[2]):
+            lost = await other.next_push(MemberLost)
+            assert (lost.replica_id, lost.quorum_id) == ("r1:1", quorum.quorum_id)
+        after = await round_of([members[0], members[2]], 1)
+        assert after.quorum_id > quorum.quorum_id
+
+
+async def test_a_connection_that_is_back_within_the_grace_lost_nothing() -> None:
+    policy = Policy(reconnect_grace=DEADLINE)
+    async with (
+        lighthouse(policy=policy) as one,
+        ChaosProxy.before(one.address) as proxy,
+        groups(3, proxy.url) as members,
+    ):
+        first = await round_of(members, 0)
+        asking = [asyncio.create_task(group.ask(1)) for group in members[:2]]
+        proxy.cut()
+        for group in members:
+            await group.next_push(Disconnected)
+            await group.next_push(Connected)
+        asking.append(asyncio.create_task(members[2].ask(1)))
+        answers = await asyncio.gather(*asking)
+        assert {answer.quorum_id for answer in answers} == {first.quorum_id}
+        assert all(group.pushes.empty() for group in members)
+
+
+async def test_a_restarted_lighthouse_goes_on_with_a_higher_epoch_and_the_open_requests(tmp_path: Path) -> None:
+    store = f"sqlite://{tmp_path / 'store.db'}"
+    async with lighthouse(store=store) as one, ChaosProxy.before(one.address) as proxy, groups(2, proxy.url) as members:
+        first = await round_of(members, 0)
+        asking = asyncio.create_task(members[0].ask(1))
+        await asyncio.sleep(0)
+        proxy.refuse()
+        await one.stop()
+        async with lighthouse(bind=one.address.removeprefix("http://"), store=store) as two:
+            assert two.address == one.address
+            proxy.accept()
+            second = await members[1].ask(1)
+            assert await asking == second
+        assert second.epoch > first.epoch
+        assert second.quorum_id >= first.quorum_id
+
+
+async def test_the_next_address_is_taken_when_a_lighthouse_goes_away(tmp_path: Path) -> None:
+    store = f"sqlite://{tmp_path / 'store.db'}"
+    async with lighthouse(store=store) as one, ChaosProxy.before(one.address) as proxy:
+        spare = ChaosProxy.before(one.address)
+        async with spare, groups(2, proxy.url, spare.url) as members:
+            await round_of(members, 0)
+            proxy.refuse()
+            for group in members:
+                await group.next_push(Connected)
+                while group.session.lighthouse != spare.url:
+                    await group.next_push(Connected)
+            await round_of(members, 1)
+
+
+async def test_a_group_that_leaves_counts_nowhere_at_once() -> None:
+    async with lighthouse() as one, groups(3, one.address) as members:
+        first = await round_of(members, 0)
+        await members[1].session.leave("done", DEADLINE)
+        second = await round_of([members[0], members[2]], 1)
+        assert second.quorum_id > first.quorum_id
+        with pytest.raises(SessionClosed):
+            await members[1].ask(1)
+
+
+async def test_a_group_that_reports_its_failure_is_lost_at_once() -> None:
+    async with lighthouse(policy=Policy(reconnect_grace=DEADLINE)) as one, groups(2, one.address) as members:
+        await round_of(members, 0)
+        await members[1].session.failed("rank 1 died", DEADLINE)
+        lost = await members[0].next_push(MemberLost)
+        assert "rank 1 died" in lost.reason
+
+
+async def test_eviction_and_drain_arrive_as_pushes() -> None:
+    async with lighthouse() as one, groups(2, one.address) as members, client_session() as http:
+        await round_of(members, 0)
+        base = f"{one.address}/v1/jobs/job/replicas"
+        async with http.post(f"{base}/r0/drain", json={"reason": "node goes down"}) as response:
+            assert response.status == 202
+        assert (await members[0].next_push(Drain)).reason == "node goes down"
+        async with http.post(f"{base}/r1:1/evict", json={"reason": "too slow"}) as response:
+            assert response.status == 202
+        assert "too slow" in (await members[1].next_push(Evicted)).reason
+        with pytest.raises(SessionClosed, match="too slow"):
+            await members[1].ask(1)
+
+
+async def test_a_deadline_says_who_is_missing() -> None:
+    async with lighthouse(policy=Policy(min_replicas=2)) as one, groups(1, one.address) as members:
+        with pytest.raises(TimeoutError, match="2"):
+            await members[0].ask(timeout=0.1)
+
+
+async def test_a_cancelled_request_is_not_in_the_next_quorum() -> None:
+    async with lighthouse(policy=Policy(min_replicas=2)) as one, groups(3, one.address) as members:
+        asking = asyncio.create_task(members[0].ask())
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await members[0].session.leave("gone", DEADLINE)
+        quorum = await round_of(members[1:], 0)
+        assert [member.replica_id for member in quorum.members] == ["r1:1", "r2:1"]
+
+
+async def test_a_layout_that_does_not_fit_is_refused_with_a_peer_to_compare_with() -> None:
+    async with lighthouse() as one, groups(1, one.address) as (member,):
+        await member.ask(info=MemberInfo(address="http://peer:1", layout="abc"))
+        async with groups(1, one.address, first=1) as (joiner,):
+            with pytest.raises(LayoutMismatch) as raised:
+                await joiner.ask(info=MemberInfo(address="http://other:1", layout="xyz"))
+        assert raised.value.peer_address == "http://peer:1"
+
+
+async def test_a_lighthouse_with_tokens_wants_the_workers() -> None:
+    tokens = Tokens(worker="w" * 20, admin="a" * 20)
+    async with lighthouse(tokens=tokens) as one:
+        async with groups(1, one.address, token="w" * 20) as members:
+            await members[0].ask()
+        with pytest.raises(AuthError, match="KEEPSTEP_TOKEN"):
+            async with groups(1, one.address, token="x" * 20):
+                pass
