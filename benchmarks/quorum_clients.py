@@ -4,7 +4,8 @@ Each client asks, gets its answer, and asks again at once, with a step that grow
 each round the monotonic time at which the last client of this process had its answer, as 64-bit floats; then the
 processor seconds that this process spent on them.
 
-Spare clients join one after another, each ``--join-every`` rounds after the last, and stay.
+Spare clients join one after another, each ``--join-every`` rounds after the last, and stay; from its second round on
+such a one stands at the same step as all others, as if healed.
 """
 
 from __future__ import annotations
@@ -29,19 +30,25 @@ def name(client: int) -> str:
     return f"group_{client:05d}:2f0c8a5e-7a52-4f0e-9d5c-3f4f7be10c55"
 
 
-def await_go() -> None:
-    print("connected", flush=True)
-    sys.stdin.readline()
-
-
 class Clock:
-    """When the last client of this process had its answer, round by round."""
+    """When the last client of this process had its answer, round by round; and the processor time of it all."""
 
     def __init__(self, rounds: int) -> None:
         self.last = array.array("d", bytes(8 * rounds))
+        self._cpu = 0.0
+
+    def await_go(self) -> None:
+        print("connected", flush=True)
+        sys.stdin.readline()
+        self._cpu = time.process_time()
 
     def answered(self, number: int) -> None:
         self.last[number] = time.monotonic()  # later ones overwrite: what stays is the last
+
+    def write(self, out: str) -> None:
+        self.last.append(time.process_time() - self._cpu)
+        with open(out, "wb") as file:  # noqa: PTH123
+            self.last.tofile(file)
 
 
 def run_torchft(options: argparse.Namespace, clock: Clock) -> None:
@@ -49,42 +56,45 @@ def run_torchft(options: argparse.Namespace, clock: Clock) -> None:
     from torchft.coordination import LighthouseClient
 
     timeout = timedelta(seconds=TIMEOUT)
-    total = options.count + options.spares
-    clients = [LighthouseClient(options.address, timeout) for _ in range(total)]
+    clients = [LighthouseClient(options.address, timeout) for _ in range(options.count + options.spares)]
     joins = [threading.Event() for _ in range(options.spares)]
 
-    def ask(client: int, step: int) -> None:
+    def ask(client: int, step: int) -> int:
+        """The step after the one that the quorum is for."""
         number = options.first + client
         here = address(number)
-        clients[client].quorum(name(number), timeout, address=here, store_address=here, step=step, world_size=1)
+        quorum = clients[client].quorum(
+            name(number), timeout, address=here, store_address=here, step=step, world_size=1
+        )
+        return step + 1 if client < options.count else max(one.step for one in quorum.participants) + 1
 
     def member(client: int) -> None:
         for step in range(options.rounds):
             ask(client, step)
             clock.answered(step)
-            if (
-                client == 0
-                and step > 0
-                and step % options.join_every == 0
-                and step // options.join_every <= options.spares
-            ):
-                joins[step // options.join_every - 1].set()
+            if client == 0 and (spare := spare_due(options, step)) is not None:
+                joins[spare].set()
 
     def spare(number: int) -> None:
         joins[number].wait()
-        step = options.join_every * (number + 1)
+        step = 0
         while True:
-            step += 1
-            ask(options.count + number, step)
+            step = ask(options.count + number, step)
 
     for number in range(options.spares):
         threading.Thread(target=spare, args=(number,), daemon=True).start()
-    await_go()
+    clock.await_go()
     threads = [threading.Thread(target=member, args=(client,)) for client in range(options.count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def spare_due(options: argparse.Namespace, step: int) -> int | None:
+    """The spare that joins after this step."""
+    number, rest = divmod(step, options.join_every)
+    return number - 1 if rest == 0 and 0 < number <= options.spares else None
 
 
 async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
@@ -103,34 +113,29 @@ async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
     joins = [asyncio.Event() for _ in range(options.spares)]
     await asyncio.gather(*(session.start() for session in sessions[: options.count]))
 
-    async def ask(client: int, step: int, lineage: int | str) -> int:
+    async def ask(client: int, step: int, lineage: int | str) -> tuple[int, int]:
+        """The step after the one that the quorum is for, and its lineage."""
         quorum = await sessions[client].quorum(step=step, lineage=lineage, info=infos[client], timeout=TIMEOUT)
         sessions[client].finished_step()
-        return quorum.quorum_id
+        return quorum.step + 1, quorum.quorum_id
 
     async def member(client: int) -> None:
         lineage: int | str = ""
         for step in range(options.rounds):
-            lineage = await ask(client, step, lineage)
+            _, lineage = await ask(client, step, lineage)
             clock.answered(step)
-            if (
-                client == 0
-                and step > 0
-                and step % options.join_every == 0
-                and step // options.join_every <= options.spares
-            ):
-                joins[step // options.join_every - 1].set()
+            if client == 0 and (spare := spare_due(options, step)) is not None:
+                joins[spare].set()
 
     async def spare(number: int) -> None:
         await joins[number].wait()
         await sessions[options.count + number].start()
-        step, lineage = options.join_every * (number + 1), 0
+        step, lineage = 0, ""
         while True:
-            step += 1
-            lineage = await ask(options.count + number, step, lineage)
+            step, lineage = await ask(options.count + number, step, lineage)
 
     spares = [asyncio.create_task(spare(number)) for number in range(options.spares)]
-    await asyncio.to_thread(await_go)
+    await asyncio.to_thread(clock.await_go)
     await asyncio.gather(*(member(client) for client in range(options.count)))
     for task in spares:
         task.cancel()
@@ -149,14 +154,11 @@ def main() -> None:
     options = parser.parse_args()
 
     clock = Clock(options.rounds)
-    before = time.process_time()
     if options.side == "torchft":
         run_torchft(options, clock)
     else:
         asyncio.run(run_keepstep(options, clock))
-    clock.last.append(time.process_time() - before)
-    with open(options.out, "wb") as out:  # noqa: PTH123
-        clock.last.tofile(out)
+    clock.write(options.out)
     print("done", flush=True)
     os._exit(0)  # a spare of torchft may be blocked in its last request for another minute
 

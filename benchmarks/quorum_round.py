@@ -44,7 +44,7 @@ class Run:
     lighthouse_cpu_ms: float
     """Per round."""
     client_cpu_ms: float
-    """Per round, all clients together, connecting included."""
+    """Per round, all clients together."""
 
 
 def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,8 +79,12 @@ class Lighthouse:
 
 @contextlib.contextmanager
 def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]:
-    """The service as its own command starts it, with its default times (join 60 s, heartbeat timeout 5 s)."""
+    """The service as its own command starts it, with its default times (join 60 s, heartbeat timeout 5 s).
+
+    Ours keeps its quorums in a file, as ``keepstep up`` has it; torchft's keeps nothing.
+    """
     port = free_port()
+    folder = tempfile.mkdtemp()
     if side.name == "torchft":
         command = [side.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--min_replicas", str(min_replicas)]
@@ -93,6 +99,7 @@ def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]
         yield Lighthouse(f"http://127.0.0.1:{port}", process.pid)
     finally:
         stop(process)
+        shutil.rmtree(folder)
 
 
 def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

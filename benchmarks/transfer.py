@@ -1,0 +1,175 @@
+"""State from one process to another over loopback: how fast, and how much memory it takes at both ends.
+
+A source and a joiner of each library run as processes of their own; the two libraries take turns, transfer by transfer.
+A transfer's time is that of ``recv_checkpoint`` for a state that is staged already. Ours verifies every chunk's digest and writes
+into the joiner's tensors; torchft's is a pickle into new memory, unverified, which its user then copies into the model.
+
+python benchmarks/transfer.py --size-gib 1 --peer-python ~/torchft/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, Limit, p50
+from sides import HERE, WORK, Side, keepstep_side, stop, torchft_side
+
+GIB = 1 << 30
+TENSOR_BYTES = 4 << 20
+NUM_CHUNKS = (0, 4, 16)
+SMALL_TENSORS = 10_000
+
+
+class End:
+    """A process of ``transfer_ends.py``."""
+
+    def __init__(self, side: Side, role: str, size: int, tensors: int, log: Path) -> None:
+        command = [str(side.python), str(HERE / "transfer_ends.py"), side.name, role, str(size), str(tensors)]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env=side.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
+            )
+        self._log = log
+
+    def ask(self, **question: object) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError(f"an end of the transfer has ended; see {self._log}")
+
+
+@contextlib.contextmanager
+def both_ends(side: Side, size: int, tensors: int, log: Path) -> Iterator[tuple[End, End]]:
+    ends = [End(side, role, size, tensors, log) for role in ("source", "joiner")]
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            stop(end.process)
+
+
+class Samples:
+    """By (what, number of chunks, in place)."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
+
+    def best(self, what: str, *, in_place: bool) -> tuple[int, list[float]]:
+        """The number of chunks with the highest median rate, and its samples."""
+        found = {chunks: rates for (kind, chunks, place), rates in self.of.items() if (kind, place) == (what, in_place)}
+        chunks = max(found, key=lambda one: p50(found[one]))
+        return chunks, found[chunks]
+
+
+def measure(sides: tuple[Side, Side], size: int, tensors: int, turns: int, log: Path) -> dict[str, Samples]:
+    samples = {side.name: Samples() for side in sides}
+    with contextlib.ExitStack() as stack:
+        ends = {side.name: stack.enter_context(both_ends(side, size, tensors, log)) for side in sides}
+        for turn in range(turns + 1):
+            for chunks in NUM_CHUNKS:
+                for name, (source, joiner) in ends.items():
+                    for in_place in (True, False) if name == "keepstep" else (False,):
+                        staged = source.ask(stage=turn, num_chunks=chunks)
+                        question = {"receive": turn, "from": staged["metadata"], "num_chunks": chunks}
+                        seen = joiner.ask(**question, in_place=in_place)
+                        if turn == 0:
+                            continue
+                        of = samples[name].of
+                        of["rate", chunks, in_place].append(size / 1e9 / seen["seconds"])
+                        of["receive", chunks, in_place].append(seen["seconds"] * 1e3)
+                        of["stage", 0, False].append(staged["seconds"] * 1e3)
+                        of["joiner memory", 0, in_place].append(seen["peak"] / size)
+                        of["source memory", 0, False].append(staged["extra"] / size)
+    return samples
+
+
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path, size: int = GIB) -> list[Figure]:
+    turns = 3 if quick else 10
+    large = measure((ours, theirs), size, max(1, size // TENSOR_BYTES), turns, log)
+    small = measure((ours, theirs), SMALL_TENSORS * 1024, SMALL_TENSORS, turns, log)
+    mine, other = large["keepstep"], large["torchft"]
+    label = f"transfer {size / GIB:g} GiB"
+    best, rates = mine.best("rate", in_place=True)
+    their_best, their_rates = other.best("rate", in_place=False)
+    figures = [
+        Figure(
+            f"{label}, best of each",
+            "GB/s",
+            "p50",
+            rates,
+            their_rates,
+            Limit(value=2.0, times_theirs=1.0),
+            more_is_better=True,
+            definition="recv_checkpoint, process to process over loopback; ours verified and in place, theirs new memory",
+            also={"num_chunks": {"keepstep": best, "torchft": their_best}},
+        )
+    ]
+    for chunks in NUM_CHUNKS:
+        for in_place, words in ((True, "in place"), (False, "into new memory")):
+            name = f"{label}, {chunks} chunks, {words}"
+            their = other.of["rate", chunks, False]
+            figures.append(Figure(name, "GB/s", "p50", mine.of["rate", chunks, in_place], their, more_is_better=True))
+    figures += [
+        Figure(f"{label}: staging", "ms", "p50", mine.of["stage", 0, False], other.of["stage", 0, False]),
+        Figure(
+            f"{label}: memory of the joiner",
+            "x state",
+            "max",
+            mine.of["joiner memory", 0, True],
+            other.of["joiner memory", 0, False],
+            Limit(value=1.1),
+            definition="peak resident memory less that before the joiner had a state",
+        ),
+        Figure(
+            f"{label}: memory of the source",
+            "x state",
+            "max",
+            mine.of["source memory", 0, False],
+            other.of["source memory", 0, False],
+            Limit(value=1.05),
+            definition="peak resident memory less that before the first transfer; the target is 1.0 and the process itself",
+        ),
+    ]
+    mine, other = small["keepstep"], small["torchft"]
+    name = f"transfer {SMALL_TENSORS} tensors of 1 KiB"
+    figures += [
+        Figure(name, "ms", "p50", mine.of["receive", 0, True], other.of["receive", 0, False], Limit(times_theirs=1.0)),
+        Figure(f"{name}: staging", "ms", "p50", mine.of["stage", 0, False], other.of["stage", 0, False]),
+    ]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gib", type=float, default=1.0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--peer-python", type=Path, help="a Python that has torchft")
+    given = parser.parse_args()
+    from rich.console import Console
+    from run import machine, table, write
+
+    WORK.mkdir(exist_ok=True)
+    log = WORK / "log.txt"
+    log.write_text("")
+    sides = keepstep_side(), torchft_side(given.peer_python)
+    facts = machine()
+    figures = run(*sides, quick=given.quick, log=log, size=int(given.size_gib * GIB))
+    Console(width=None if sys.stdout.isatty() else 140).print(table(figures))
+    print(write(figures, facts, sides))
+
+
+if __name__ == "__main__":
+    main()
