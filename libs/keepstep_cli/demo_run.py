@@ -22,9 +22,9 @@ from rich.console import Console
 
 from keepstep_cli.demo_story import LIGHTHOUSE, Story
 from keepstep_cli.demo_view import View, final_table, make_view
+from keepstep_cli.embedded import lighthouse_program
 from keepstep_cli.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.ranks import JobSpec, command_line, free_port
-from keepstep_cli.run import lighthouse_program
 from keepstep_cli.supervisor import Restarts
 
 LOOK_SECONDS = 0.05

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from keepstep_cli import options
 from keepstep_cli.supervisor import MAX_RESTARTS, Restarts
-
-if TYPE_CHECKING:
-    from keepstep_cli.launcher import Program
-
-LIGHTHOUSE = "lighthouse"
 
 
 class ConsoleAudience:
@@ -28,43 +21,10 @@ class ConsoleAudience:
         self._err = PrefixedOutput(sys.stderr)
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
-        (self._err if error else self._out).write(group, rank if group != LIGHTHOUSE else None, text)
+        (self._err if error else self._out).write(group, rank, text)
 
     def note(self, group: str, sentence: str) -> None:
         self._err.write(group, None, sentence)
-
-
-def lighthouse_program(
-    port: int, state_dir: Path, environment: Mapping[str, str], flags: tuple[str, ...] = ()
-) -> Program:
-    """A lighthouse of the job's own as a service of the supervisor; it keeps what it knows in ``state_dir``."""
-    from keepstep_cli.launcher import Program
-    from keepstep_cli.supervisor import GroupSpec
-
-    state_dir.mkdir(parents=True, exist_ok=True)
-    command = (
-        *(sys.executable, "-m", "keepstep_cli", "lighthouse"),
-        *(
-            "--bind",
-            f"127.0.0.1:{port}",
-            "--store",
-            f"sqlite://{state_dir / 'lighthouse.sqlite'}",
-            "--log-level",
-            "warning",
-        ),
-        *flags,
-    )
-    return Program(GroupSpec(LIGHTHOUSE, service=True), command, lambda _restart: [dict(environment)])
-
-
-def embedded_port() -> int:
-    """The usual one if it is free, so that ``keepstep status`` needs no flag."""
-    from keepstep_cli.ranks import free_port
-
-    try:
-        return free_port(port=options.DEFAULT_PORT)
-    except OSError:
-        return free_port()
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -87,14 +47,14 @@ def embedded_port() -> int:
     "--min-replicas", type=click.IntRange(1), help="Of the lighthouse started here: groups that a step needs."
 )
 @click.option(
-    "--join-timeout", type=click.FloatRange(0), help="Of the lighthouse started here: seconds to wait for stragglers."
+    "--join-timeout",
+    type=options.Seconds(),
+    help="Of the lighthouse started here: wait so long for groups that have not asked.",
 )
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path(".keepstep"),
-    show_default=True,
-    help="Of the lighthouse started here: where it keeps its state.",
+    help="Of the lighthouse started here: where it keeps its state.  [default: forgotten at the end]",
 )
 @click.option(
     "--first-replica", type=click.IntRange(0), default=0, show_default=True, help="Number of the first group here."
@@ -117,7 +77,7 @@ def run(
     token_file: Path | None,
     min_replicas: int | None,
     join_timeout: float | None,
-    state_dir: Path,
+    state_dir: Path | None,
     first_replica: int,
     replicas_in_job: int | None,
 ) -> None:
@@ -135,8 +95,10 @@ def run(
     """
     import asyncio
     import os
+    import tempfile
 
-    from keepstep_cli.launcher import Launcher, replica_programs, stop_on_signals
+    from keepstep_cli import embedded
+    from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line
     from keepstep_cli.rest import read_token
 
@@ -149,30 +111,33 @@ def run(
         )
     audience = ConsoleAudience()
     programs: list[Program] = []
-    if not addresses:
-        port = embedded_port()
-        addresses = f"http://127.0.0.1:{port}"
-        flags = [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
-        flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
-        programs.append(lighthouse_program(port, state_dir, os.environ, tuple(flags)))
-        audience.note(LIGHTHOUSE, f"{addresses}, state in {state_dir}; see `keepstep status --lighthouse {addresses}`")
-    spec = JobSpec(
-        command=command_line(program, arguments),
-        replicas=replicas,
-        nproc_per_replica=nproc_per_replica,
-        lighthouse=addresses,
-        job=job,
-        run_id=f"{job}-{os.getpid()}",
-        max_restarts=max_restarts,
-        token=read_token(token_file),
-        first_group=first_replica,
-        replicas_in_job=replicas_in_job,
-    )
-    programs += replica_programs(spec, os.environ)
+    with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
+        if not addresses:
+            port = embedded.usual_port()
+            addresses = f"http://127.0.0.1:{port}"
+            flags = [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
+            flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
+            folder = state_dir or Path(forgotten)
+            folder.mkdir(parents=True, exist_ok=True)
+            programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
+            audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
+        spec = JobSpec(
+            command=command_line(program, arguments),
+            replicas=replicas,
+            nproc_per_replica=nproc_per_replica,
+            lighthouse=addresses,
+            job=job,
+            run_id=f"{job}-{os.getpid()}",
+            max_restarts=max_restarts,
+            token=read_token(token_file),
+            first_group=first_replica,
+            replicas_in_job=replicas_in_job,
+        )
+        programs += replica_programs(spec, os.environ)
 
-    async def launch() -> int:
-        launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience)
-        with stop_on_signals(launcher):
-            return await launcher.run()
+        async def launch() -> int:
+            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience)
+            with stop_on_signals(launcher):
+                return await launcher.run()
 
-    sys.exit(asyncio.run(launch()))
+        sys.exit(asyncio.run(launch()))

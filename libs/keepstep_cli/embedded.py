@@ -1,0 +1,41 @@
+"""A lighthouse of the job's own: a service of the supervisor, on loopback, that survives its own SIGKILL."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from keepstep_cli.errors import Missing
+from keepstep_cli.launcher import Program
+from keepstep_cli.options import DEFAULT_PORT
+from keepstep_cli.ranks import free_port
+from keepstep_cli.supervisor import GroupSpec
+
+NAME = "lighthouse"
+
+
+def usual_port() -> int:
+    """29510 if it is free, so that ``keepstep status`` needs no flag; else any."""
+    try:
+        return free_port(DEFAULT_PORT)
+    except OSError:
+        return free_port()
+
+
+def lighthouse_program(
+    port: int, state_dir: Path, environment: Mapping[str, str], flags: tuple[str, ...] = ()
+) -> Program:
+    """``flags``: of ``keepstep lighthouse``, beyond those that are set here. What it knows is kept in ``state_dir``."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise Missing("a lighthouse needs prometheus_client: pip install 'keepstep[services]', or give --lighthouse")
+    settings = {
+        "--bind": f"127.0.0.1:{port}",
+        "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",
+        "--log-format": "console",
+        "--log-level": "error",
+    }
+    words = [word for setting in settings.items() for word in setting]
+    command = (sys.executable, "-m", "keepstep_cli", "lighthouse", *words, *flags)
+    return Program(GroupSpec(NAME, service=True), command, lambda _restart: [dict(environment)])

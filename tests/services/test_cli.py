@@ -1,0 +1,399 @@
+"""The `keepstep` command as a process, against a real lighthouse with real sessions."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.settings import LighthouseSettings
+from keepstep_mesh.auth import Tokens
+from keepstep_mesh.messages import Drain, Evicted, MemberInfo
+from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+
+DEADLINE = 60.0
+WORKER, ADMIN = "worker-token-of-the-test", "admin-token-of-the-test"
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+@asynccontextmanager
+async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `keepstep` command, killed at the end if it still runs."""
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "keepstep_cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables,
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+async def keepstep(*arguments: str, **variables: str) -> Said:
+    async with process(*arguments, **variables) as started, asyncio.timeout(DEADLINE):
+        out, err = await started.communicate()
+        assert started.returncode is not None
+        return Said(started.returncode, out.decode(), err.decode())
+
+
+class Group:
+    """A replica group that does nothing but ask for quorums."""
+
+    def __init__(self, address: str, name: str, token: str | None) -> None:
+        self.pushed: asyncio.Queue[Push] = asyncio.Queue()
+        settings = SessionSettings((address,), "default", f"{name}:1", token=token)
+        self.session = LighthouseSession(settings, self.pushed.put_nowait)
+
+    async def ask(self, step: int) -> None:
+        await self.session.quorum(step=step, lineage="", info=MemberInfo(f"http://10.0.0.1:{step}"), timeout=DEADLINE)
+
+    async def push_of(self, kind: type[Push]) -> Push:
+        async with asyncio.timeout(DEADLINE):
+            while not isinstance(push := await self.pushed.get(), kind):
+                pass
+            return push
+
+
+@dataclass
+class Job:
+    lighthouse: Lighthouse
+    groups: list[Group]
+
+    @property
+    def at(self) -> tuple[str, str]:
+        return "--lighthouse", self.lighthouse.address
+
+
+@asynccontextmanager
+async def running(*names: str, tokens: Tokens | None = None) -> AsyncIterator[Job]:
+    """A lighthouse and groups of these names under its first quorum."""
+    policy = Policy(min_replicas=max(1, len(names)))
+    lighthouse = Lighthouse(LighthouseSettings(bind="127.0.0.1:0", policy=policy, tokens=tokens or Tokens()))
+    await lighthouse.start()
+    groups: list[Group] = []
+    try:
+        groups += [Group(lighthouse.address, name, tokens.worker if tokens else None) for name in names]
+        for group in groups:
+            await group.session.start()
+        await asyncio.gather(*(group.ask(1) for group in groups))
+        yield Job(lighthouse, groups)
+    finally:
+        for group in groups:
+            await group.session.close()
+        await lighthouse.stop()
+
+
+# ---- asking
+
+
+async def test_status_shows_the_lighthouse_and_its_jobs() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("status", *job.at)
+        assert said.code == 0, said.err
+        assert f"lighthouse {job.lighthouse.address}: leads, epoch 1" in said.out
+        assert re.search(r"default +1 +2 +0 +2 +0 +2", said.out)
+        answer = json.loads((await keepstep("status", *job.at, "--json")).out)
+        assert answer["epoch"] == 1
+        assert [one["job"] for one in answer["jobs"]] == ["default"]
+
+
+async def test_status_of_an_idle_lighthouse_says_how_to_start_a_job() -> None:
+    async with running() as job:
+        assert "keepstep run" in (await keepstep("status", *job.at)).out
+
+
+async def test_replicas_shows_each_group_on_a_line_of_its_own() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("replicas", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"r0:1 +training +yes +1 ", said.out)
+        assert re.search(r"r1:1 +training +yes +1 ", said.out)
+        answer = json.loads((await keepstep("replicas", *job.at, "--json")).out)
+        assert [one["replica_id"] for one in answer["replicas"]] == ["r0:1", "r1:1"]
+
+
+@pytest.mark.parametrize("name", ["r1", "r1:1"])
+async def test_inspect_takes_a_name_or_an_incarnation(name: str) -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("inspect", name, *job.at)
+        assert re.search(r"replica id +r1:1", said.out)
+        assert re.search(r"address +http://10.0.0.1:1", said.out)
+        assert json.loads((await keepstep("inspect", name, "--json", *job.at)).out)["name"] == "r1"
+
+
+async def test_quorum_explains_why_the_next_one_is_not_there() -> None:
+    async with running("r0", "r1") as job:
+        asking = asyncio.create_task(job.groups[0].ask(2))
+        while "r0:1" not in json.loads((await keepstep("quorum", *job.at, "--json")).out)["asking"]:
+            pass
+        plain = await keepstep("quorum", *job.at)
+        assert "job default: quorum 1 of epoch 1" in plain.out
+        assert re.search(r"r0:1 +yes", plain.out)
+        assert re.search(r"r1:1 +no", plain.out)
+        assert "min_replicas" not in plain.out
+        explained = await keepstep("quorum", *job.at, "--explain")
+        assert re.search(r"^min_replicas: .*2", explained.out, re.MULTILINE), explained.out
+        await job.groups[1].ask(2)
+        await asking
+
+
+async def test_events_shows_what_happened_and_takes_after_and_limit() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("events", *job.at)
+        assert re.search(r"joined +r0:1", said.out)
+        assert re.search(r"quorum +quorum_id=1", said.out)
+        events = json.loads((await keepstep("events", *job.at, "--json")).out)["events"]
+        assert len(events) == len(said.out.splitlines())
+        first = json.loads((await keepstep("events", *job.at, "--json", "--limit", "1")).out)["events"]
+        assert first == events[:1]
+        rest = await keepstep("events", *job.at, "--json", "--after", str(events[0]["id"]))
+        assert json.loads(rest.out)["events"] == events[1:]
+
+
+@pytest.mark.parametrize("flag", ["--follow", "-f"])
+async def test_events_follow_goes_on_with_each_event(flag: str) -> None:
+    async with running("r0") as job, process("events", flag, "--json", *job.at) as follower:
+        assert follower.stdout is not None
+        async with asyncio.timeout(DEADLINE):
+            while json.loads(await follower.stdout.readline())["kind"] != "quorum":
+                pass
+            await job.groups[0].session.leave("the test is over", DEADLINE)
+            assert json.loads(await follower.stdout.readline())["replica_id"] == "r0:1"
+
+
+async def test_events_follow_ends_with_the_lighthouse() -> None:
+    async with running("r0") as job, process("events", "--follow", *job.at) as follower:
+        assert follower.stdout is not None
+        async with asyncio.timeout(DEADLINE):
+            assert b"joined" in await follower.stdout.readline()
+            await job.lighthouse.stop()
+            await follower.communicate()
+
+
+# ---- ordering
+
+
+async def test_drain_asks_the_group_to_leave() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("drain", "r1", "--reason", "new cable", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"drain.*r1", said.out)
+        push = await job.groups[1].push_of(Drain)
+        assert isinstance(push, Drain)
+        assert "new cable" in push.reason
+
+
+async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("evict", "r1", "--ban", "10m", "--reason", "sick", "--json", *job.at)
+        assert said.code == 0, said.err
+        assert json.loads(said.out)["kind"] == "evicted"
+        push = await job.groups[1].push_of(Evicted)
+        assert isinstance(push, Evicted)
+        assert push.ban_seconds > 0
+        assert "r1" in (await keepstep("status", *job.at)).out
+        said = await keepstep("readmit", "r1", *job.at)
+        assert said.code == 0, said.err
+        bans = json.loads((await keepstep("status", "--json", *job.at)).out)["jobs"][0]["bans"]
+        assert bans == []
+
+
+async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{ADMIN}\n")
+    async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
+        for variables in ({}, {"KEEPSTEP_TOKEN": "wrong"}, {"KEEPSTEP_TOKEN": WORKER}):
+            said = await keepstep("drain", "r0", *job.at, **variables)
+            assert said.code == 4, said
+            assert "--token-file or KEEPSTEP_TOKEN" in said.err
+        assert (await keepstep("replicas", *job.at, KEEPSTEP_TOKEN=WORKER)).code == 0
+        assert (await keepstep("replicas", *job.at, KEEPSTEP_TOKEN_FILE=str(tmp_path / "token"))).code == 0
+        flag = await keepstep("drain", "r0", *job.at, "--token-file", str(tmp_path / "token"), KEEPSTEP_TOKEN="wrong")
+        assert flag.code == 0, flag.err
+
+
+# ---- what goes wrong, and where things come from
+
+
+async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
+    said = await keepstep("status", "--lighthouse", "127.0.0.1:1,http://127.0.0.1:2")
+    assert said.code == 3
+    assert "http://127.0.0.1:1" in said.err
+    assert "http://127.0.0.1:2" in said.err
+    assert "keepstep up" in said.err
+    assert "Traceback" not in said.err
+
+
+async def test_the_first_lighthouse_that_answers_is_asked() -> None:
+    async with running("r0") as job:
+        assert (await keepstep("status", "--lighthouse", f"127.0.0.1:1,{job.lighthouse.address}")).code == 0
+
+
+@pytest.mark.parametrize("variable", ["KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"])
+async def test_the_lighthouse_comes_from_the_environment(variable: str) -> None:
+    async with running("r0") as job:
+        assert (await keepstep("status", **{variable: job.lighthouse.address})).code == 0
+
+
+async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None:
+    async with running("r0") as job:
+        said = await keepstep("inspect", "r7", *job.at)
+        assert said.code == 4
+        assert "'r7'" in said.err
+        assert "r0:1" in said.err
+        for given, variables in ((("--job", "night"), {}), ((), {"KEEPSTEP_JOB": "night"})):
+            said = await keepstep("replicas", *job.at, *given, **variables)
+            assert said.code == 4
+            assert "'night'" in said.err
+            assert "default" in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--lighthouse", "nonsense"),
+        ("status", "--lighthouse", "ftp://host:1"),
+        ("status", "--token-file", "/nowhere"),
+        ("evict", "r0", "--ban", "soon"),
+        ("events", "--limit", "0"),
+        ("demo", "--replicas", "1"),
+        ("run", "--replicas", "0", "x.py"),
+        ("nonsense",),
+    ],
+)
+async def test_what_makes_no_sense_is_an_error_of_usage(arguments: tuple[str, ...]) -> None:
+    said = await keepstep(*arguments)
+    assert said.code == 2
+    assert said.err.startswith("Usage:")
+
+
+async def test_version() -> None:
+    assert re.fullmatch(r"keepstep, version \d+\.\d+\.\d+\n", (await keepstep("--version")).out)
+
+
+# ---- services
+
+
+async def first_line(started: asyncio.subprocess.Process) -> str:
+    assert started.stdout is not None
+    async with asyncio.timeout(DEADLINE):
+        return (await started.stdout.readline()).decode().strip()
+
+
+async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> None:
+    flags = ("--bind", "127.0.0.1:0", "--min-replicas", "2", "--max-replicas", "3", "--join-timeout", "500ms")
+    flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+    async with process("lighthouse", *flags, "--log-format", "json") as service:
+        address = (await first_line(service)).removeprefix("lighthouse ")
+        group = Group(address, "r0", None)
+        await group.session.start()
+        (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
+        await group.session.close()
+        assert job["policy"] == {
+            "min_replicas": 2,
+            "max_replicas": 3,
+            "join_timeout": 0.5,
+            "heal_timeout": 120.0,
+            "heartbeat_timeout": 7.0,
+            "reconnect_grace": 1.0,
+            "takeover_grace": 3.0,
+        }
+        service.terminate()
+        async with asyncio.timeout(DEADLINE):
+            _, err = await service.communicate()
+        assert service.returncode == 0
+        events = [json.loads(line)["event"] for line in err.decode().splitlines()]
+        assert events[-1] == "service stopped"
+
+
+async def policy_of(*arguments: str, **variables: str) -> dict[str, float]:
+    async with process("lighthouse", "--bind", "127.0.0.1:0", *arguments, **variables) as service:
+        address = (await first_line(service)).removeprefix("lighthouse ")
+        group = Group(address, "r0", None)
+        await group.session.start()
+        (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
+        await group.session.close()
+        policy: dict[str, float] = job["policy"]
+        return policy
+
+
+async def test_a_lighthouse_takes_the_flags_of_torchfts() -> None:
+    flags = ("--min_replicas", "2", "--join_timeout_ms", "1500", "--quorum_tick_ms", "100")
+    policy = await policy_of(*flags, "--heartbeat_timeout_ms", "2500")
+    assert policy["min_replicas"] == 2
+    assert policy["join_timeout"] == 1.5
+    assert policy["heartbeat_timeout"] == 2.5
+
+
+async def test_a_flag_of_a_lighthouse_beats_its_variable() -> None:
+    variables = {"KEEPSTEP_LIGHTHOUSE_MIN_REPLICAS": "2", "KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT": "7s"}
+    policy = await policy_of("--min-replicas", "3", **variables)
+    assert policy["min_replicas"] == 3
+    assert policy["join_timeout"] == 7.0
+
+
+async def test_the_mesh_keeps_its_state_in_a_folder(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    for epoch in (1, 2):
+        async with process("up", "--bind", "127.0.0.1:0", "--state-dir", str(state)) as mesh:
+            address = (await first_line(mesh)).removeprefix("lighthouse ")
+            assert json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["epoch"] == epoch
+            mesh.kill()
+            await mesh.wait()
+    assert {"lighthouse.sqlite", "events.jsonl"} <= {path.name for path in state.iterdir()}
+
+
+async def test_a_lighthouse_with_a_store_and_an_event_log_of_its_own(tmp_path: Path) -> None:
+    flags = ("--store", f"sqlite://{tmp_path}/quorums", "--event-log", str(tmp_path / "log"))
+    await policy_of(*flags)
+    assert (tmp_path / "quorums").exists()
+    assert "joined" in (tmp_path / "log").read_text()
+
+
+async def test_a_lighthouse_reads_its_tokens_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(f"worker = {WORKER}\nadmin = {ADMIN}\n")
+    flags = ("--token-file", str(tmp_path / "tokens"))
+    async with process("lighthouse", "--bind", "127.0.0.1:0", *flags) as service:
+        address = (await first_line(service)).removeprefix("lighthouse ")
+        assert (await keepstep("status", "--lighthouse", address)).code == 4
+        assert (await keepstep("status", "--lighthouse", address, KEEPSTEP_TOKEN=ADMIN)).code == 0
+
+
+async def test_a_service_that_cannot_start_says_why() -> None:
+    async with running() as job:
+        taken = job.lighthouse.address.removeprefix("http://")
+        said = await keepstep("lighthouse", "--bind", taken)
+        assert said.code == 1
+        assert "it is taken" in said.err
+        assert "Traceback" not in said.err
+    for flags, told in (
+        (("--bind", "0.0.0.0:0"), "--insecure"),
+        (("--bind", "nonsense"), "host:port"),
+        (("--store", "nonsense"), "memory://"),
+        (("--min-replicas", "0"), "min_replicas"),
+    ):
+        said = await keepstep("lighthouse", *flags)
+        assert said.code == 1
+        assert told in said.err
+
+
+async def test_a_lighthouse_listens_beyond_this_machine_when_told_to() -> None:
+    async with process("lighthouse", "--bind", "0.0.0.0:0", "--insecure", "--log-level", "error") as service:
+        assert (await first_line(service)).startswith("lighthouse http://0.0.0.0:")
