@@ -23,10 +23,16 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.works import JointWork
 from keepstep_mesh.errors import KeepstepError
 
 log = structlog.get_logger("keepstep.process_group")
 
+_SINGLE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+"""What a backend is asked for, tensor by tensor, instead."""
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
 
@@ -45,8 +51,8 @@ class Communicator(ABC):
         self.size = size
         self.timeout = timeout
         self.error: Exception | None = None
-        self.in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
-        self._error_lock = threading.Lock()
+        self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     @abstractmethod
     def connect(self) -> None:
@@ -56,9 +62,14 @@ class Communicator(ABC):
     def interrupt(self) -> None:
         """Ends what is in flight, ``connect`` included. From any thread; never blocks for long."""
 
+    def started(self, work: BackendWork) -> None:
+        """``close`` waits until this work has let go of its tensors."""
+        with self._lock:
+            self._in_flight.add(work)
+
     def fail(self, error: Exception) -> Exception:
         """Notes the first error and cuts the connections. Returns the error that counts."""
-        with self._error_lock:
+        with self._lock:
             if self.error is not None:
                 return self.error
             self.error = error
@@ -67,7 +78,9 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Frees everything, after ``fail``. No operation writes to a tensor of the user's after it."""
-        for work in list(self.in_flight):
+        with self._lock:
+            in_flight = list(self._in_flight)
+        for work in in_flight:
             work.finish()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:  # torch's destructor waits up to 20 ms for a thread of its own
@@ -83,7 +96,7 @@ class BackendWork(Work):
         self._raw: Work | None = raw
         self._operation = operation
         self._future: Future[Any] | None = None
-        communicator.in_flight.add(self)
+        communicator.started(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Waits until the operation is over, at most ``timeout`` (0: the operation's own).
@@ -252,7 +265,12 @@ class BackendProcessGroup(ProcessGroup):
             raise ProcessGroupError(
                 f"{operation} on a process group that is broken until it is configured again: {communicator.error}"
             ) from communicator.error
-        return self._start(communicator, backend, operation, args)
+        single = _SINGLE.get(operation)
+        if single is None:
+            return self._start(communicator, backend, operation, args)
+        outputs, inputs, options = args
+        pairs = zip(outputs, inputs, strict=True)
+        return JointWork([self._start(communicator, backend, single, (*pair, options)) for pair in pairs], outputs)
 
     def _start(self, communicator: Communicator, backend: Backend, operation: str, args: tuple[Any, ...]) -> Work:
         try:

@@ -58,7 +58,7 @@ class GlooCommunicator(Communicator):
         self._options.group_name = name
         self._options.global_ranks_in_group = global_ranks or []
         self._host = host
-        self._lock = threading.Lock()
+        self._rescue_lock = threading.Lock()
         self._connected = threading.Event()
         self._rescue: threading.Thread | None = None
 
@@ -68,7 +68,7 @@ class GlooCommunicator(Communicator):
             self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
             self._connected.set()
-            with self._lock:
+            with self._rescue_lock:
                 rescue = self._rescue
             if rescue is not None:
                 rescue.join()
@@ -76,7 +76,7 @@ class GlooCommunicator(Communicator):
 
     def interrupt(self) -> None:
         self._store.abort()
-        with self._lock:
+        with self._rescue_lock:
             if not self._connected.is_set() and self._rescue is None:
                 self._rescue = threading.Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
                 self._rescue.start()

@@ -42,14 +42,14 @@ class GlooRank:
             (name_size,) = _LENGTH.unpack_from(published)
             start = _LENGTH.size + name_size
             (address_size,) = _LENGTH.unpack_from(published, start)
-            address = published[start + _LENGTH.size : start + _LENGTH.size + address_size]
+            (address,) = struct.unpack_from(f"{address_size}s", published, start + _LENGTH.size)
             numbers = published[start + _LENGTH.size + address_size :]
             (family,) = _FAMILY.unpack_from(address)
             (port,) = _PORT.unpack_from(address, 2)
             packed = {socket.AF_INET: address[4:8], socket.AF_INET6: address[8:24]}[socket.AddressFamily(family)]
             host = socket.inet_ntop(family, packed)
             return cls((host, port), tuple(number for (number,) in _SEQUENCE.iter_unpack(numbers)))
-        except (struct.error, KeyError, ValueError, OSError) as error:
+        except (struct.error, KeyError, ValueError, OverflowError) as error:
             raise ValueError(f"Gloo published {len(published)} bytes that are not a rank's address") from error
 
 

@@ -11,30 +11,9 @@ from torch.distributed.distributed_c10d import ReduceOp, Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep.process_group.works import CompletedWork, JointWork
 
 log = structlog.get_logger("keepstep.process_group")
-
-
-class CompletedWork(Work):
-    """Work that is done. Its future holds ``result``, the tensors of the operation."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        return True
-
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(self._result)
-        return future
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -241,19 +220,4 @@ class ManagedProcessGroup(ProcessGroup):
             raise ProcessGroupError(f"{operation} does not go through a Manager: only all-reduces do")
         tensors, options = args
         works = [self._manager.allreduce(tensor, reduce_op=ReduceOp(options.reduceOp)) for tensor in tensors]
-        return works[0] if len(works) == 1 else _Works(works, tensors)
-
-
-class _Works(Work):
-    """Several works as one."""
-
-    def __init__(self, works: list[Work], tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._works = works
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait(timeout) for work in self._works])  # noqa: C419  each is waited for
-
-    def get_future(self) -> Future[Any]:
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)
+        return works[0] if len(works) == 1 else JointWork(works, tensors)

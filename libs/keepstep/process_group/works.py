@@ -1,0 +1,47 @@
+"""Works made of nothing and of other works."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
+
+
+class CompletedWork(Work):
+    """Work that is done. Its future holds ``result``, the tensors of the operation."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+class JointWork(Work):
+    """Several works as one. Its future holds ``tensors``."""
+
+    def __init__(self, works: list[Work], tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all([work.wait(timeout) for work in self._works])  # noqa: C419  each is waited for
+
+    def get_future(self) -> Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)

@@ -1,0 +1,353 @@
+"""A Gloo group that is aborted, or whose peers do not answer: freed at once, wherever it waits, and usable after."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
+from keepstep.process_group.gloo_sockets import GlooRank, local_address_towards, shut_down
+from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
+
+LONG = timedelta(minutes=10)
+"""Of the groups here: whatever ends before a test's own deadline was freed, and did not run out of time."""
+
+
+def published(host: str, port: int, size: int) -> bytes:
+    """What a Gloo rank that listens there would publish."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = struct.pack("=H", family) + struct.pack("!H", port)
+    address += bytes(4) + socket.inet_pton(family, host) if family == socket.AF_INET6 else socket.inet_aton(host)
+    address = address.ljust(128, b"\0") + struct.pack("=q", -1)
+    numbers = b"".join(struct.pack("=q", number) for number in range(size))
+    return struct.pack("=Q", 4) + b"host" + struct.pack("=Q", len(address)) + address + numbers
+
+
+class Configuring:
+    """Rank 0 of a group whose other ranks only published where they listen."""
+
+    def __init__(self, host: str, others: tuple[str, int] | None, size: int = 2) -> None:
+        self.server = KeyValueServer()
+        table = Table(quorum_id=1)
+        if others is not None:
+            for rank in range(1, size):
+                self.server.set(table, f"0/{rank}", published(*others, size))
+        self.store = RendezvousStore("http://127.0.0.1:1", table, server=self.server, timeout=LONG)
+        self.group = ProcessGroupGloo(LONG)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(host, size))
+        self._thread.start()
+
+    def _run(self, host: str, size: int) -> None:
+        try:
+            self.group.configure("", "r0", 0, size, 1, store=self.store, host=host)
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def is_stuck(self) -> bool:
+        self._thread.join(0.3)
+        return self._thread.is_alive()
+
+    def freed(self) -> Exception | None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.error
+
+    def close(self) -> None:
+        self.group.shutdown()
+        self.server.close()
+        self._thread.join(60)
+
+
+@pytest.fixture
+def full_listener() -> Iterator[tuple[str, int]]:
+    """An address where connecting neither succeeds nor fails."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        clients = [socket.socket() for _ in range(4)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "size"),
+    [(None, 3), (("127.0.0.2", 5), 2), (("127.0.0.2", 5), 4), (("::2", 5), 3)],
+    ids=["nobody published", "one should connect to us", "three should", "two should, over IPv6"],
+)
+def test_abort_frees_a_configure_that_waits_for_others(others, size) -> None:
+    configuring = Configuring("::1" if others and ":" in others[0] else "127.0.0.1", others, size)
+    try:
+        assert configuring.is_stuck()
+        configuring.group.abort("r1 was lost")
+        error = configuring.freed()
+        assert isinstance(error, ProcessGroupAbortedError)
+        assert "r1 was lost" in str(error)
+        assert "r1 was lost" in str(configuring.group.errored())
+    finally:
+        configuring.close()
+
+
+def test_abort_frees_a_configure_that_connects_to_one_that_does_not_answer(full_listener) -> None:
+    configuring = Configuring("127.0.0.2", full_listener)
+    try:
+        assert configuring.is_stuck()
+        configuring.group.abort("r1 was lost")
+        assert isinstance(configuring.freed(), ProcessGroupAbortedError)
+    finally:
+        configuring.close()
+
+
+def test_a_peer_that_refuses_connections_fails_configure_at_once() -> None:
+    configuring = Configuring("127.0.0.2", ("127.0.0.1", 1))
+    try:
+        error = configuring.freed()
+        assert isinstance(error, ProcessGroupError)
+        assert "refused" in str(error)
+    finally:
+        configuring.close()
+
+
+def test_shutdown_from_another_thread_frees_a_configure() -> None:
+    configuring = Configuring("127.0.0.1", None)
+    assert configuring.is_stuck()
+    configuring.close()
+    assert isinstance(configuring.error, ProcessGroupAbortedError)
+
+
+def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
+    group = ProcessGroupGloo(LONG)
+    errors = []
+
+    def configure() -> None:
+        try:
+            group.configure("", "r0", 0, 2, 1, store=HashStore())
+        except ProcessGroupAbortedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=configure)
+    thread.start()
+    thread.join(0.3)
+    group.abort("enough")
+    thread.join(60)
+    assert "enough" in str(errors[0])
+    group.shutdown()
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future"])
+def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, operation) -> None:
+    ranks = cohort(3, timeout=LONG)
+    started = threading.Barrier(3)
+
+    def run(group, rank):
+        if rank == 2:
+            started.wait(30)
+            return None
+        tensor = torch.ones(4)
+        work = {
+            "allreduce": lambda: group.allreduce([tensor]),
+            "barrier": group.barrier,
+            "recv": lambda: group.recv([tensor], 2, 0),
+            "allgather": lambda: group.allgather([[torch.ones(4) for _ in range(3)]], [tensor]),
+            "broadcast": lambda: group.broadcast(tensor, 2),
+            "future": lambda: group.allreduce([tensor]),
+        }[operation]()
+        started.wait(30)
+        waiting = work.get_future() if operation == "future" else work
+        with pytest.raises(RuntimeError) as raised:
+            waiting.wait()
+        return raised.value
+
+    waits = ranks.begin(run)
+    waits[2].result(30)
+    ranks.groups[0].abort("r2 was lost")
+    errors = [wait.result(60) for wait in waits[:2]]
+    if operation != "future":
+        assert isinstance(errors[0], ProcessGroupAbortedError)
+        assert "r2 was lost" in str(errors[0])
+        assert isinstance(errors[1], ProcessGroupError)
+    assert isinstance(ranks.groups[1].errored(), ProcessGroupError)
+
+
+def test_a_group_is_unusable_after_an_abort_and_usable_after_the_next_configure(cohort) -> None:
+    ranks = cohort(2)
+    ranks.groups[0].abort("the lighthouse said so")
+    with pytest.raises(ProcessGroupError, match="the lighthouse said so"):
+        ranks.groups[0].allreduce([torch.ones(1)])
+    for _ in range(3):
+        ranks.configure()
+        assert ranks.groups[0].errored() is None
+
+        def run(group, rank):
+            tensor = torch.ones(3)
+            group.allreduce([tensor]).wait()
+            return tensor.tolist()
+
+        assert ranks.each(run) == [[2.0] * 3] * 2
+        ranks.groups[1].abort()
+
+
+def test_the_first_reason_of_an_abort_is_kept(cohort) -> None:
+    ranks = cohort(2)
+    ranks.groups[0].abort("first")
+    ranks.groups[0].abort("second")
+    assert str(ranks.groups[0].errored()) == "first"
+
+
+def test_an_operation_that_takes_too_long_is_a_timeout_and_breaks_the_group(cohort) -> None:
+    ranks = cohort(2, timeout=timedelta(seconds=0.3))
+    with pytest.raises(TimeoutError, match="allreduce took longer than"):
+        ranks.groups[0].allreduce([torch.ones(2)]).wait()
+    assert isinstance(ranks.groups[0].errored(), TimeoutError)
+
+
+def test_set_timeout_holds_for_operations_started_later(cohort) -> None:
+    ranks = cohort(2, timeout=LONG)
+    ranks.groups[0].set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(TimeoutError):
+        ranks.groups[0].allreduce([torch.ones(2)]).wait()
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "recv"])
+def test_a_wait_with_a_timeout_ends_the_operation_so_that_no_late_result_lands(cohort, operation) -> None:
+    ranks = cohort(2, timeout=LONG)
+    tensor = torch.zeros(1_000_000)
+    first, second = ranks.groups
+    work = first.allreduce([tensor]) if operation == "allreduce" else first.recv([tensor], 1, 0)
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(seconds=0.2))
+    seen = tensor.clone()
+    late = torch.ones(1_000_000)
+    with pytest.raises(ProcessGroupError):
+        (second.allreduce([late]) if operation == "allreduce" else second.send([late], 0, 0)).wait()
+    assert torch.equal(tensor, seen)
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "recv"])
+def test_nothing_lands_in_a_tensor_after_the_group_was_configured_anew(cohort, operation) -> None:
+    ranks = cohort(2, timeout=LONG)
+    tensor = torch.zeros(2_000_000)
+    first, second = ranks.groups
+    work = first.allreduce([tensor]) if operation == "allreduce" else first.recv([tensor], 1, 0)
+    sent = torch.ones(2_000_000)
+    other = second.allreduce([sent]) if operation == "allreduce" else second.send([sent], 0, 0)
+    ranks.configure()  # in the middle of it
+    seen = tensor.clone()
+
+    def run(group, rank):
+        busy = torch.ones(100_000)
+        group.allreduce([busy]).wait()
+        return busy.max().item()
+
+    assert ranks.each(run) == [2.0, 2.0]
+    assert torch.equal(tensor, seen)
+    del work, other
+
+
+def test_a_work_of_an_earlier_configuration_cannot_break_the_present_one(cohort) -> None:
+    ranks = cohort(2, timeout=LONG)
+    old = ranks.groups[0].allreduce([torch.ones(2)])
+    future = ranks.groups[0].allreduce([torch.ones(2)]).get_future()
+    ranks.configure()
+    with pytest.raises(ProcessGroupError):
+        old.wait()
+    with pytest.raises(RuntimeError):
+        future.wait()
+    assert ranks.groups[0].errored() is None
+    assert ranks.each(lambda group, _: group.barrier().wait()) == [True, True]
+
+
+def test_an_abort_touches_no_connection_of_another_group(cohort) -> None:
+    doomed, bystander = cohort(2), cohort(2)
+    left, right = socket.socketpair()
+    with left, right, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        client.connect(listener.getsockname())
+        doomed.groups[0].abort("only this one")
+        assert bystander.each(lambda group, _: group.barrier().wait()) == [True, True]
+        left.send(b"x")
+        assert right.recv(1) == b"x"
+        server, _ = listener.accept()
+        with server:
+            client.send(b"y")
+            assert server.recv(1) == b"y"
+
+
+def test_a_listening_socket_is_never_shut_down() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert shut_down(listener.getsockname(), set(), connecting=True) == 0
+        with socket.create_connection(listener.getsockname(), timeout=30):
+            pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "2001:db8::5"])
+def test_what_a_rank_publishes_is_read(host) -> None:
+    assert GlooRank.parse(published(host, 29500, 3)) == GlooRank((host, 29500), (0, 1, 2))
+
+
+@pytest.mark.parametrize("junk", [b"", b"x", bytes(40), b"\xff" * 200, published("127.0.0.1", 1, 2)[:50]])
+def test_what_no_rank_publishes_is_a_value_error(junk) -> None:
+    with pytest.raises(ValueError, match="not a rank's address"):
+        GlooRank.parse(junk)
+
+
+def test_the_interface_is_the_one_that_reaches_the_host() -> None:
+    assert local_address_towards("127.0.0.1") == "127.0.0.1"
+    assert local_address_towards("localhost") in {"127.0.0.1", "::1"}
+
+
+def test_operations_before_configure_are_an_error() -> None:
+    with pytest.raises(ProcessGroupError, match="not configured"):
+        ProcessGroupGloo().allreduce([torch.ones(1)])
+
+
+def test_a_rank_outside_of_the_group_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
+        ProcessGroupGloo().configure("127.0.0.1:1/x", "r", 2, 2)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host/prefix", "host:port/prefix"])
+def test_a_bad_store_address_is_a_value_error(address) -> None:
+    with pytest.raises(ValueError, match="is not host:port/prefix"):
+        ProcessGroupGloo().configure(address, "r", 0, 1)
+
+
+def test_two_hundred_reconfigurations_leave_nothing_behind(cohort) -> None:
+    ranks = cohort(2)
+
+    def run(group, rank):
+        group.allreduce([torch.ones(1000)]).wait()
+        if ranks.quorum % 3 == 0:
+            group.abort("every third ends badly")
+
+    def counts() -> tuple[int, ...]:
+        """Threads and descriptors of the process."""
+        return tuple(sum(1 for _ in Path("/proc/self", what).iterdir()) for what in ("task", "fd"))
+
+    def settled(most: tuple[int, ...]) -> bool:
+        """What is disposed of ends a moment later, in native code that nobody can join."""
+        deadline = time.monotonic() + 30
+        while any(one > limit for one, limit in zip(counts(), most, strict=True)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return all(one <= limit for one, limit in zip(counts(), most, strict=True))
+
+    for _ in range(10):
+        ranks.configure()
+        ranks.each(run)
+    before = counts()
+    for _ in range(200):
+        ranks.configure()
+        ranks.each(run)
+    assert settled(before), (before, counts())
