@@ -1,8 +1,9 @@
 """State from one process to another over loopback: how fast, and how much memory it takes at both ends.
 
 A source and a joiner of each library run as processes of their own; the two libraries take turns, transfer by transfer.
-A transfer's time is that of ``recv_checkpoint`` for a state that is staged already. Ours verifies every chunk's digest and writes
-into the joiner's tensors; torchft's is a pickle into new memory, unverified, which its user then copies into the model.
+A transfer's time is that of ``recv_checkpoint`` for a state that is staged already. Ours verifies the digest of every
+chunk and writes into the joiner's tensors; torchft's unpickles into new memory, unverified, and its user then copies that
+into the model.
 
 python benchmarks/transfer.py --size-gib 1 --peer-python ~/torchft/bin/python
 """
@@ -113,7 +114,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path, size: int = GIB) ->
             their_rates,
             Limit(value=2.0, times_theirs=1.0),
             more_is_better=True,
-            definition="recv_checkpoint, process to process over loopback; ours verified and in place, theirs new memory",
+            definition="recv_checkpoint, process to process over loopback; ours verified, in place; theirs new memory",
             also={"num_chunks": {"keepstep": best, "torchft": their_best}},
         )
     ]
@@ -140,7 +141,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path, size: int = GIB) ->
             mine.of["source memory", 0, False],
             other.of["source memory", 0, False],
             Limit(value=1.05),
-            definition="peak resident memory less that before the first transfer; the target is 1.0 and the process itself",
+            definition="peak resident memory less that before the first transfer; the target is 1.0 beside the process",
         ),
     ]
     mine, other = small["keepstep"], small["torchft"]

@@ -17,6 +17,7 @@ from keepstep.checkpointing.errors import ManifestError, TransferError
 from keepstep.checkpointing.layout import may_overlap_itself, sharding_of
 from keepstep.checkpointing.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.manifest import ALIGNMENT, BYTES, CHUNK_BYTES, NUMPY, Content, TensorEntry
+from keepstep.checkpointing.memory import new_bytes
 
 _ABSENT = object()
 
@@ -44,9 +45,7 @@ class Destination:
         if needed > available:
             raise ManifestError(f"the state needs {needed} bytes of new memory, {available} are available")
         self._fresh = {
-            region: torch.empty(length, dtype=torch.uint8)
-            for region, length in enumerate(content.regions)
-            if region not in self._in_place
+            region: new_bytes(length) for region, length in enumerate(content.regions) if region not in self._in_place
         }
         self._parts: list[memoryview] = []
         self._starts: list[int] = []

@@ -6,7 +6,6 @@ would be needed, the readers of the oldest are cut off; its memory goes when the
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import torch
 
 from keepstep.checkpointing.layout import describe
 from keepstep.checkpointing.manifest import pack_content
+from keepstep.checkpointing.memory import new_bytes
 
 MAX_BUFFERS = 2
 
@@ -108,15 +108,4 @@ class StagingArea:
         if buffer is not None and len(buffer) >= length and buffer.is_pinned() == pinned:
             return buffer
         del buffer, oldest
-        return _new_buffer(length, pinned)
-
-
-def _new_buffer(length: int, pinned: bool) -> torch.Tensor:
-    if pinned:
-        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
-    if length == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a first copy that faults in 4 KiB pages is several times slower
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        return new_bytes(length, pinned=pinned)
