@@ -384,7 +384,7 @@ class JobCore:
 
     def _evict(self, order: EvictOrdered, now: float, now_unix: float) -> None:
         matching = self._matching(order.target)
-        absent = [one for one in self._takeover.absent if order.target in (one, name_of(one))]
+        absent = [one for one in sorted(self._takeover.absent) if order.target in (one, name_of(one))]
         incarnations = [group.replica_id for group in matching] + absent
         if not incarnations and ":" in order.target:
             incarnations = [order.target]

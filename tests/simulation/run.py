@@ -1,0 +1,94 @@
+"""Runs simulations by their seeds: ``python tests/simulation/run.py --seeds 100000 [--start 0] [--jobs 2]``.
+
+Prints a line of progress, and for each seed that fails what was violated, the fewest faults that still do it, and the
+last events. Exit code 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from simulation.faults import Fault, faults_of
+from simulation.simulator import Simulation, Violation
+
+MAX_REPORTED = 5
+
+
+def violation(seed: int, faults: tuple[Fault, ...] | None = None, *, careful: bool = False) -> str | None:
+    """What went wrong with this seed; None: nothing."""
+    try:
+        Simulation(seed, faults, careful=careful).run()
+    except Violation as error:
+        return str(error)
+    return None
+
+
+def minimal_faults(seed: int) -> tuple[Fault, ...]:
+    """Faults of a failing seed of which none can be left out."""
+    faults = list(faults_of(seed))
+    for fault in list(faults):
+        fewer = tuple(one for one in faults if one is not fault)
+        if violation(seed, fewer, careful=True) is not None:
+            faults.remove(fault)
+    return tuple(faults)
+
+
+def explain(seed: int) -> str:
+    """A report on a failing seed."""
+    faults = minimal_faults(seed)
+    simulation = Simulation(seed, faults, careful=True)
+    simulation.tracing = True
+    try:
+        simulation.run()
+        what = "nothing, when its core is validated after each event"
+    except Violation as error:
+        what = str(error)
+    told = "\n".join(f"    {fault}" for fault in faults) or "    none"
+    trace = "\n".join(f"    {line}" for line in simulation.trace)
+    policy = simulation.policy
+    about = f"{len(simulation.names)} groups, min_replicas {policy.min_replicas}, max_replicas {policy.max_replicas}"
+    return f"seed {seed}: {what}\n  {about}; faults:\n{told}\n  the last events:\n{trace}"
+
+
+def run(seeds: range, jobs: int) -> int:
+    """Number of seeds that failed."""
+    failed: list[int] = []
+    began = time.monotonic()
+    with multiprocessing.Pool(jobs) as pool:
+        results = pool.imap_unordered(partial(_one), seeds, chunksize=32)
+        for number, (seed, what) in enumerate(results, 1):
+            if what is not None:
+                failed.append(seed)
+                print(f"\nseed {seed}: {what}")
+                if len(failed) <= MAX_REPORTED:
+                    print(explain(seed))
+            if number % 200 == 0 or number == len(seeds):
+                rate = number / (time.monotonic() - began)
+                line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
+                print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+    print()
+    return len(failed)
+
+
+def _one(seed: int) -> tuple[int, str | None]:
+    return seed, violation(seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--start", type=int, default=0, help="the first")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes")
+    arguments = parser.parse_args()
+    return 1 if run(range(arguments.start, arguments.start + arguments.seeds), arguments.jobs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
