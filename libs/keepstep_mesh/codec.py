@@ -123,7 +123,39 @@ def _record(cls: type, name: str) -> Decoder:
             value = value[:most]
         return cls(*[one(raw, where) for (one, where), raw in zip(decoders, value, strict=False)])
 
-    return decode
+    return _in_line(cls, [hints[f.name] for f in fields], decoders, decode)
+
+
+_WRONG = {
+    int: "type({x}) is not int or not 0 <= {x} < 9223372036854775808",
+    str: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT}",
+    bool: "type({x}) is not bool",
+    object: "{x} is not None",
+}
+"""When a field of this type has to be looked at by its decoder."""
+
+
+def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], decode: Decoder) -> Decoder:
+    """``decode`` with the checks of simple fields written out, the way ``dataclasses`` writes methods: twice as fast.
+
+    Only what fails a check, and whatever is not simple, is handed to its decoder; a record of another length to
+    ``decode``.
+    """
+    names = [f"f{number}" for number in range(len(hints))]
+    lines = ["def fast(value, path):", f" if type(value) is not list or len(value) != {len(names)}:"]
+    lines += ["  return decode(value, path)", f" [{', '.join(names)}] = value"]
+    known: dict[str, Any] = {"cls": cls, "decode": decode}
+    for name, hint, (decoder, where) in zip(names, hints, decoders, strict=True):
+        choices = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+        wrong = [_WRONG.get(one, "True") for one in choices if one is not type(None)]
+        wrong += ["{x} is not None"] * (type(None) in choices)
+        lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
+        lines.append(f"  {name} = d_{name}({name}, {where!r})")
+        known[f"d_{name}"] = decoder
+    lines.append(f" return cls({', '.join(names)})")
+    exec("\n".join(lines), known)  # noqa: S102 - built from our own dataclasses when this module is imported
+    fast: Decoder = known["fast"]
+    return fast
 
 
 def _decoder(hint: Any, name: str) -> Decoder:
