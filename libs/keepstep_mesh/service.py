@@ -19,10 +19,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 
 from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import MAX_BODY_BYTES, Problem, Route, application
+from keepstep_mesh.http import MAX_BODY_BYTES, Handler, Problem, Route, application
 from keepstep_mesh.logging import get_logger
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ log = get_logger("keepstep.service")
 
 STOP_SECONDS = 10.0
 """Deadline of a graceful stop."""
+FIRST_REQUEST_SECONDS = 10.0
+"""A connection that has sent no request by then is cut: it would hold a descriptor for ever."""
 
 
 class BindError(KeepstepError):
@@ -74,6 +77,7 @@ async def serving(
     tokens: Tokens | None = None,
     insecure: bool = False,
     stop_seconds: float = STOP_SECONDS,
+    first_request_seconds: float = FIRST_REQUEST_SECONDS,
 ) -> AsyncIterator[Endpoint]:
     """Runs ``service`` while the context is open. ``port`` 0 takes any free one.
 
@@ -89,13 +93,14 @@ async def serving(
     app = application(
         [*service.routes, *_common_routes(service, not_ready)], tokens, max_body_bytes=service.max_body_bytes
     )
+    silent: set[asyncio.BaseProtocol] = set()
+    app.middlewares.append(_heard_from(silent))
     runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2)
     # Before the service starts: one whose port is taken must not touch its store.
     with _listening(service.name, host, port) as listener:
         try:
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
-                site = web.SockSite(runner, listener)
-                await site.start()
+                server = await _listen(runner, listener, silent, first_request_seconds)
                 endpoint = Endpoint(host, listener.getsockname()[1])
                 log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(tokens))
                 if not tokens:
@@ -106,7 +111,7 @@ async def serving(
                 finally:
                     stopping = True
                     deadline.reschedule(asyncio.get_running_loop().time() + stop_seconds)
-                    await site.stop()
+                    server.close()
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -121,6 +126,39 @@ async def _cleaned_up(runner: web.AppRunner) -> AsyncIterator[None]:
         yield
     finally:
         await runner.cleanup()
+
+
+async def _listen(
+    runner: web.AppRunner, listener: socket.socket, silent: set[asyncio.BaseProtocol], first_request_seconds: float
+) -> asyncio.Server:
+    """Accepts connections and cuts those that are still ``silent`` after a while."""
+    accept = runner.server
+    if accept is None:
+        raise RuntimeError("the runner was not set up")
+    loop = asyncio.get_running_loop()
+
+    def accepted() -> asyncio.BaseProtocol:
+        connection = accept()
+        silent.add(connection)
+        loop.call_later(first_request_seconds, cut, connection)
+        return connection
+
+    def cut(connection: web.RequestHandler) -> None:
+        if connection in silent:
+            silent.discard(connection)
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    return await loop.create_server(accepted, sock=listener)
+
+
+def _heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
+    @web.middleware
+    async def heard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        silent.discard(request.protocol)
+        return await handler(request)
+
+    return heard
 
 
 @contextlib.contextmanager

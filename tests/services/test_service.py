@@ -67,6 +67,19 @@ async def test_port_zero_is_any_free_one_and_it_is_told() -> None:
         assert await response.json() == {"status": "ok", "service": "test"}
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_connection_that_asks_nothing_is_cut(sent: bytes) -> None:
+    async with serving(Service("test", []), "127.0.0.1", 0, first_request_seconds=0.2) as endpoint:
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(sent)
+        async with asyncio.timeout(DEADLINE), client_session() as http:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            async with http.get(f"{endpoint.url}/healthz") as response:
+                assert response.status == 200
+        writer.close()
+
+
 async def test_a_taken_port_says_what_to_do_and_starts_nothing() -> None:
     entered = []
 
