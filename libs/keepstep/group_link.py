@@ -103,7 +103,7 @@ def _name_of_group() -> str:
 
 def connect_group(
     mesh: MeshThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
-) -> RankLink:
+) -> tuple[RankLink, Store | None]:
     """Rank 0: starts the group server and its lighthouse session. Others: connect to it. Both within
     connect_timeout.
     """
@@ -138,7 +138,7 @@ def connect_group(
         mesh.call(server.start(), limit + 5.0)
         if store is not None:
             store.set(key, server.address)
-        return server
+        return server, store
     assert store is not None
     client = RankClient(
         store.get(key).decode(),
@@ -150,7 +150,7 @@ def connect_group(
         on_push,
     )
     mesh.call(client.start(limit), limit + 5.0)
-    return client
+    return client, store
 
 
 def _meeting_store(settings: LinkSettings) -> Store:

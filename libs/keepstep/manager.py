@@ -173,6 +173,8 @@ class Manager:
         self._batches_committed = 0
         self._commit_failures = 0
         self._attempt: _Attempt | None = None
+        self._participated: tuple[int | None, int] | None = None
+        """(rank, world) of the last step that had a quorum."""
         self._requests = 0
         self._leaving = ""
         self._fatal: BaseException | None = None
@@ -181,7 +183,9 @@ class Manager:
 
         self._mesh = MeshThread()
         try:
-            self._link: RankLink = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            self._link: RankLink
+            # the store's server ends with its last reference, and other ranks may come to it late
+            self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
             self._lineage: Lineage = self._link.replica_id if init_sync else ""
             self._reconfigurer = Reconfigurer(
                 pg,
@@ -264,15 +268,23 @@ class Manager:
         return self._link.replica_id
 
     def participating_rank(self) -> int | None:
-        """This group's place among those that take part; None while it heals or stands by. Waits for the quorum."""
-        return self._participation(self._current(), self._wait_plan())[0]
+        """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
+
+        Between steps: of the last one.
+        """
+        return self._last_participation()[0]
 
     def num_participants(self) -> int:
-        """How many groups take part in this step. Waits for the quorum."""
-        return self._participation(self._current(), self._wait_plan())[1]
+        """How many groups take part in this step; between steps: in the last one. Waits for the quorum."""
+        return self._last_participation()[1]
 
     def is_participating(self) -> bool:
         return self.participating_rank() is not None
+
+    def _last_participation(self) -> tuple[int | None, int]:
+        if self._attempt is None and self._participated is not None:
+            return self._participated
+        return self._participation(self._current(), self._wait_plan())
 
     def _participation(self, attempt: _Attempt, plan: QuorumPlan) -> tuple[int | None, int]:
         rank: int | None
@@ -552,6 +564,8 @@ class Manager:
     def _settle(self, attempt: _Attempt, plan: QuorumPlan | None, committed: bool) -> None:
         self._attempt = None
         self._mesh.loop.call_soon_threadsafe(self._link.finished_step)
+        if plan is not None:
+            self._participated = self._participation(attempt, plan)
         if committed and plan is not None:
             participants = self._participation(attempt, plan)[1]
             self._step += 1

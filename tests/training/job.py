@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from . import trainer
+
 DEADLINE = 90.0
-TRAINER = Path(__file__).with_name("trainer.py")
 
 
 def free_port() -> int:
@@ -28,14 +31,63 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass
+def _be_trainer(environment: dict[str, str], output: Connection) -> None:
+    """Runs in a process of its own, forked off one that has done the slow imports."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.setsid()
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    output.close()
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, closefd=False),
+    )
+    trainer.main()
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([trainer.__name__])
+
+
 class Rank:
-    process: asyncio.subprocess.Process
-    reader: asyncio.Task[None]
+    """One process of a group."""
+
+    def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]]) -> None:
+        ours, theirs = _FORKS.Pipe(duplex=False)
+        self.process = _FORKS.Process(target=_be_trainer, args=(environment, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.pid = self.process.pid or 0
+        self._output = os.fdopen(os.dup(ours.fileno()), "rb")
+        ours.close()
+        self._heard = heard
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Until the process and whoever inherited its output are gone; then takes its exit code."""
+        loop = asyncio.get_running_loop()
+        stream = asyncio.StreamReader(limit=2**20)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._output)
+        try:
+            async for line in stream:
+                await self._heard(line.decode(errors="replace").rstrip())
+        finally:
+            transport.close()
+        await loop.run_in_executor(None, self.process.join, DEADLINE)
+        await self._heard("")
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if not self.reader.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode if self.reader.done() else None
+
+    def free(self) -> None:
+        self.process.close()
 
 
 @dataclass
@@ -50,9 +102,17 @@ class Group:
         for one in self.ranks if rank is None else [self.ranks[rank]]:
             one.signal(number)
 
+    async def gone(self) -> None:
+        """Waits for the end of its processes and forgets them."""
+        for one in self.ranks:
+            one.signal(signal.SIGCONT)
+            await one.reader
+            one.free()
+        self.ranks = []
+
     def committed(self, rank: int = 0) -> dict[int, str]:
         """step -> digest, of the newest incarnation's rank."""
-        pid = self.ranks[rank].process.pid
+        pid = self.ranks[rank].pid
         return {e["step"]: e["digest"] for e in self.lines if e["event"] == "committed" and e["pid"] == pid}
 
     def step(self) -> int:
@@ -60,7 +120,8 @@ class Group:
 
     async def exit_codes(self) -> list[int]:
         async with asyncio.timeout(DEADLINE):
-            return [await one.process.wait() for one in self.ranks]
+            await asyncio.gather(*(one.reader for one in self.ranks))
+        return [one.exit_code if one.exit_code is not None else -1 for one in self.ranks]
 
 
 class Job:
@@ -85,10 +146,7 @@ class Job:
         for group in self.groups.values():
             group.kill()
         for group in self.groups.values():
-            for one in group.ranks:
-                one.signal(signal.SIGCONT)
-                await one.process.wait()
-                await one.reader
+            await group.gone()
         await self.stop_lighthouse(signal.SIGTERM)
         self._directory.cleanup()
 
@@ -103,18 +161,15 @@ class Job:
 
     async def stop_lighthouse(self, number: int = signal.SIGKILL) -> None:
         if self.lighthouse is not None and self.lighthouse.returncode is None:
-            self.lighthouse.send_signal(number)
+            os.kill(self.lighthouse.pid, number)  # send_signal polls, and takes the exit code from asyncio's waiter
             async with asyncio.timeout(DEADLINE):
                 await self.lighthouse.wait()
 
     async def start(self, name: str, ranks: int = 1, lighthouse: str = "", **environment: str) -> Group:
         """Starts a group; a second call under a name is its restart."""
         group = self.groups.setdefault(name, Group(name))
-        for one in group.ranks:
-            await one.process.wait()
-            await one.reader
+        await group.gone()
         restart = sum(e["event"] == "started" and e["rank"] == 0 for e in group.lines)
-        group.ranks = []
         port = free_port()
         for rank in range(ranks):
             variables = {
@@ -129,28 +184,19 @@ class Job:
                 "PYTHONUNBUFFERED": "1",
                 **environment,
             }
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, str(TRAINER), env=variables, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT, limit=2**20,
-            )  # fmt: skip
-            group.ranks.append(Rank(process, asyncio.create_task(self._read(group, process))))
+            group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text)))
         return group
 
-    async def _read(self, group: Group, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for raw in process.stdout:
-            text = raw.decode(errors="replace").rstrip()
-            try:
-                line = json.loads(text)
-            except ValueError:
-                line = None
-            async with self._changed:
-                if isinstance(line, dict) and "event" in line and "pid" in line:
-                    group.lines.append(line)
-                else:
-                    group.output.append(text)
-                self._changed.notify_all()
+    async def _heard(self, group: Group, text: str) -> None:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
         async with self._changed:
+            if isinstance(line, dict) and "event" in line and "pid" in line:
+                group.lines.append(line)
+            else:
+                group.output.append(text)
             self._changed.notify_all()
 
     async def until(self, condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:
@@ -164,7 +210,7 @@ class Job:
     def report(self) -> str:
         parts = []
         for group in self.groups.values():
-            codes = [one.process.returncode for one in group.ranks]
+            codes = [one.exit_code for one in group.ranks]
             events = [json.dumps(e) for e in group.lines[-6:]]
             parts.append("\n".join([f"--- {group.name} (exit {codes})", *events, *group.output[-25:]]))
         log = self.directory / "lighthouse.log"
@@ -172,12 +218,16 @@ class Job:
         return "\n".join([*parts, "--- lighthouse", *tail])
 
     async def advance(self, *groups: Group, steps: int = 5, seconds: float = DEADLINE) -> None:
-        """Waits until each of these groups (all by default) has committed ``steps`` more than anybody has now."""
+        """Waits until these groups (all by default) have committed ``steps`` steps together from now on."""
         chosen = groups or tuple(self.groups.values())
-        goal = max(group.step() for group in self.groups.values()) + steps
-        await self.until(
-            lambda: all(group.step() >= goal for group in chosen), f"{[g.name for g in chosen]} at step {goal}", seconds
-        )
+        start = max(group.step() for group in self.groups.values())
+
+        def common() -> int:
+            shared = set.intersection(*({s for s in group.committed() if s > start} for group in chosen))
+            return len(shared)
+
+        names = [group.name for group in chosen]
+        await self.until(lambda: common() >= steps, f"{names}: {steps} steps together after step {start}", seconds)
 
     def assert_identical(self, *groups: Group) -> int:
         """Whoever committed a step holds the same weights after it. Returns how many steps were compared."""

@@ -19,10 +19,9 @@ async def test_a_killed_group_costs_no_restart_and_comes_back_equal():
         )
         for victim in (c, a):
             survivors = [g for g in (a, b, c) if g is not victim]
-            pids = [g.ranks[0].process.pid for g in survivors]
             victim.kill()
             await job.advance(*survivors)
-            assert pids == [g.ranks[0].process.pid for g in survivors]
+            assert [g.ranks[0].exit_code for g in survivors] == [None, None]
             await job.start(victim.name)
             await job.advance(a, b, c)
         assert job.assert_identical() > 20
@@ -38,7 +37,7 @@ async def test_two_groups_killed_together_leave_the_third_training():
         await job.start("a")
         await job.start("b")
         await job.advance(a, b, c)
-        assert job.assert_identical() > 10
+        assert job.assert_identical() >= 10
 
 
 async def test_a_frozen_group_is_left_behind_and_heals_when_it_goes_on():
@@ -49,8 +48,8 @@ async def test_a_frozen_group_is_left_behind_and_heals_when_it_goes_on():
         await job.advance(a, steps=10)
         b.kill(number=signal.SIGCONT)
         await job.advance(a, b)
-        assert job.assert_identical() > 5
-        assert b.ranks[0].process.returncode is None
+        assert job.assert_identical() >= 5
+        assert b.ranks[0].exit_code is None
 
 
 async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():
@@ -58,9 +57,10 @@ async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():
         a = await job.start("a")
         await job.advance(a, steps=20)
         b = await job.start("b")
+        await job.until(b.step, "the late one commits")
         await job.advance(a, b)
         assert min(b.committed()) > 20
-        assert job.assert_identical() > 3
+        assert job.assert_identical() >= 5
 
 
 async def test_batch_norm_and_its_counters_stay_equal_over_kills():
@@ -71,7 +71,7 @@ async def test_batch_norm_and_its_counters_stay_equal_over_kills():
         await job.advance(a)
         await job.start("b", TRAINER_BATCH_NORM="1")
         await job.advance(a, b)
-        assert job.assert_identical() > 10
+        assert job.assert_identical() >= 10
 
 
 async def test_a_synchronous_quorum_heals_before_the_step():
@@ -82,7 +82,7 @@ async def test_a_synchronous_quorum_heals_before_the_step():
         await job.advance(b)
         await job.start("a", TRAINER_SYNC="1")
         await job.advance(a, b)
-        assert job.assert_identical() > 10
+        assert job.assert_identical() >= 10
 
 
 async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weights(tmp_path):
@@ -117,7 +117,7 @@ async def test_a_rank_that_dies_takes_its_group_along_and_the_group_comes_back(r
         await job.advance(a)
         await job.start("b", ranks=2)
         await job.advance(a, b)
-        assert job.assert_identical() > 10
+        assert job.assert_identical() >= 10
         assert a.committed(0).items() & a.committed(1).items()
 
 
@@ -129,8 +129,8 @@ async def test_the_lighthouse_dies_and_comes_back_and_no_trainer_exits():
             await job.stop_lighthouse()
             await job.start_lighthouse()
             await job.advance(a, b)
-        assert [g.ranks[0].process.returncode for g in (a, b)] == [None, None]
-        assert job.assert_identical() > 10
+        assert [g.ranks[0].exit_code for g in (a, b)] == [None, None]
+        assert job.assert_identical() >= 10
 
 
 async def test_a_second_process_of_the_same_name_waits_for_the_first():
@@ -144,7 +144,7 @@ async def test_a_second_process_of_the_same_name_waits_for_the_first():
         assert not twin.committed()
         a.kill()
         await job.advance(b, twin)
-        assert job.assert_identical() > 10
+        assert job.assert_identical() >= 10
 
 
 async def test_sigterm_finishes_the_step_leaves_and_exits_0():
