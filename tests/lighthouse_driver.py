@@ -1,0 +1,137 @@
+"""A lighthouse in this loop, and workers that speak its wire by hand: plain WebSocket frames, one message each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+
+from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from keepstep_mesh import codec
+from keepstep_mesh.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    MemberInfo,
+    QuorumAnswer,
+    QuorumRequest,
+    Refused,
+    Welcome,
+)
+
+DEADLINE = 30.0
+M = TypeVar("M")
+
+
+@asynccontextmanager
+async def lighthouse(**settings: Any) -> AsyncIterator[Lighthouse]:
+    one = Lighthouse(LighthouseSettings(**{"bind": "127.0.0.1:0", **settings}))
+    await one.start()
+    try:
+        yield one
+    finally:
+        await one.stop()
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    """For what no message tells."""
+    async with asyncio.timeout(DEADLINE):
+        while not true():  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0.01)
+
+
+class Worker:
+    """One WebSocket of a worker. ``next`` passes nothing over."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, replica_id: str) -> None:
+        self.socket = socket
+        self.replica_id = replica_id
+        self.welcome: Welcome
+        self._requests = 0
+
+    async def send(self, *messages: codec.Message) -> None:
+        for message in messages:
+            await self.socket.send_bytes(codec.encode(message))
+
+    async def hello(self, **changes: Any) -> None:
+        facts = {"version": PROTOCOL_VERSION, "oldest_version": PROTOCOL_VERSION, "replica_id": self.replica_id}
+        await self.send(Hello(**{**facts, **changes}))
+
+    async def ask(self, step: int = 0, **changes: Any) -> None:
+        """The first request of a connection brings the info."""
+        self._requests += 1
+        facts: dict[str, Any] = {
+            "request": self._requests,
+            "step": step,
+            "lineage": "",
+            "shrink_only": False,
+            "commit_failures": 0,
+            "timeout_ms": 60_000,
+            "info": MemberInfo(address=f"http://{self.replica_id}"),
+        }
+        await self.send(QuorumRequest(**{**facts, **changes}))
+
+    async def next(self, kind: type[M]) -> M:
+        """The next message, which must be of this kind."""
+        message = await self.message()
+        assert isinstance(message, kind), message
+        return message
+
+    async def message(self) -> codec.Message:
+        async with asyncio.timeout(DEADLINE):
+            frame = await self.socket.receive()
+        assert frame.type is aiohttp.WSMsgType.BINARY, f"{self.replica_id}: {frame}"
+        return codec.decode(frame.data, codec.MAX_SERVER_FRAME_BYTES)
+
+    async def refusal(self) -> Refused:
+        """What the lighthouse says before it ends the session."""
+        refused = await self.next(Refused)
+        await self.ended()
+        return refused
+
+    async def ended(self) -> int:
+        """Close code; 1006 when the connection just broke."""
+        async with asyncio.timeout(DEADLINE):
+            while (frame := await self.socket.receive()).type is aiohttp.WSMsgType.BINARY:
+                pass
+        return self.socket.close_code or (1006 if frame.type is aiohttp.WSMsgType.CLOSED else frame.data)
+
+    def cut(self) -> None:
+        """The connection ends without a word."""
+        self.socket._response.close()  # aiohttp has no public way to be rude
+
+
+@asynccontextmanager
+async def connection(address: str, replica_id: str = "r0:1", job: str = "job", **headers: str) -> AsyncIterator[Worker]:
+    """Connected, nothing said yet."""
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.ws_connect(f"{address}/v1/jobs/{job}/session", max_msg_size=0) as socket,
+    ):
+        yield Worker(socket, replica_id)
+
+
+@asynccontextmanager
+async def worker(address: str, replica_id: str = "r0:1", job: str = "job", **hello: Any) -> AsyncIterator[Worker]:
+    """Welcomed."""
+    async with connection(address, replica_id, job) as one:
+        await one.hello(**hello)
+        one.welcome = await one.next(Welcome)
+        yield one
+
+
+@asynccontextmanager
+async def workers(address: str, count: int, job: str = "job") -> AsyncIterator[list[Worker]]:
+    """Welcomed, named ``r0:1`` and so on."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(worker(address, f"r{number}:1", job)) for number in range(count)]
+
+
+async def round_of(members: list[Worker], step: int = 0, **changes: Any) -> list[QuorumAnswer]:
+    """All ask, in order; their answers."""
+    for one in members:
+        await one.ask(step, **changes)
+    return [await one.next(QuorumAnswer) for one in members]
