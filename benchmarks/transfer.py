@@ -2,8 +2,8 @@
 
 A source and a joiner of each library run as processes of their own; the two libraries take turns, transfer by transfer.
 A transfer's time is that of ``recv_checkpoint`` for a state that is staged already. Ours verifies the digest of every
-chunk and writes into the joiner's tensors; torchft's unpickles into new memory, unverified, and its user then copies that
-into the model.
+chunk and writes into the joiner's tensors; torchft's unpickles into new memory, unverified, and its user then copies
+that into the model.
 
 python benchmarks/transfer.py --size-gib 1 --peer-python ~/torchft/bin/python
 """

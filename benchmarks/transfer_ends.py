@@ -1,7 +1,7 @@
 """One end of a transfer, for both libraries, which differ in the module that is imported and in ``into``.
 
-transfer_ends.py LIBRARY source|joiner BYTES TENSORS, then one JSON object a line on standard input, one answered on each:
-{"stage": STEP}; {"receive": STEP, "from": METADATA, "num_chunks": N, "in_place": true}.
+transfer_ends.py LIBRARY source|joiner BYTES TENSORS, then a JSON object a line on standard input, each answered by one:
+{"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N, "in_place": true}.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def source(library, size, tensors):
     for line in sys.stdin:
         ask = json.loads(line)
         num_chunks = ask["num_chunks"] if library == "torchft" else 0  # theirs is cut by the source, ours by the joiner
-        transport = made.setdefault(num_chunks, None) or make(library, num_chunks)
-        made[num_chunks] = transport
+        if num_chunks not in made:
+            made[num_chunks] = make(library, num_chunks)
+        transport = made[num_chunks]
         started = time.perf_counter()
         transport.send_checkpoint([1], ask["stage"], state, TIMEOUT)
         seconds = time.perf_counter() - started

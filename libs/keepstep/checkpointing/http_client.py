@@ -38,6 +38,7 @@ MAX_FAILURES = 5
 MAX_DAMAGES = 3
 """Times that one chunk may arrive damaged."""
 FIRST_PAUSE_SECONDS = 0.05
+GIVE_BACK_SECONDS = 1.0
 MAX_RUN_CHUNKS = 16
 """Chunks that one of several streams asks for at a time."""
 SHORT_BYTES = 64 << 10
@@ -69,19 +70,21 @@ class _Deadline:
 class _Connection:
     """One HTTP/1.1 connection. Raises ``_Broken`` when it breaks or stalls, ``TransferTimeout`` at the deadline."""
 
-    def __init__(self, host: str, port: int, token: str | None, deadline: _Deadline) -> None:
+    def __init__(self, host: str, port: int, token: str | None, deadline: _Deadline, patience: float) -> None:
         self._deadline = deadline
+        self._patience = patience
         self._received = b""
         self._head = f"Host: {host}:{port}\r\n" + ("" if token is None else f"Authorization: Bearer {token}\r\n")
+        timeout = min(patience, deadline.remaining())
         try:
-            self._socket = socket.create_connection((host, port), timeout=min(STALL_SECONDS, deadline.remaining()))
+            self._socket = socket.create_connection((host, port), timeout)
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise _Broken(f"cannot connect to {host}:{port}: {error}") from error
 
     def ask(
-        self, method: str, target: str, line: str = "", *, patience: float = STALL_SECONDS
+        self, method: str, target: str, line: str = "", *, patience: float | None = None
     ) -> tuple[dict[str, str], int]:
         """(header fields, length of the body) of the answer. A refusal raises ``TransferError`` with its reason."""
         try:
@@ -92,7 +95,7 @@ class _Connection:
             if len(self._received) > _MAX_HEAD_BYTES:
                 raise TransferError("the source does not speak this protocol: its answer has no end of header")
             part = bytearray(_MAX_HEAD_BYTES)
-            self._received += part[: self._receive(memoryview(part), patience, 0)]
+            self._received += part[: self._receive(memoryview(part), patience or self._patience, 0)]
         head, _, self._received = self._received.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -117,7 +120,7 @@ class _Connection:
             self._received = self._received[size:]
             view = view[size:]
         while view.nbytes:
-            view = view[self._receive(view, STALL_SECONDS, socket.MSG_WAITALL) :]
+            view = view[self._receive(view, self._patience, socket.MSG_WAITALL) :]
 
     def _receive(self, view: memoryview, patience: float, flags: int) -> int:
         seconds = min(patience, self._deadline.remaining())
@@ -216,8 +219,8 @@ class Fetch:
                 self._wake.wait(min(FIRST_PAUSE_SECONDS * 2 ** (failures - 1), self._deadline.remaining()))
 
     @contextlib.contextmanager
-    def _connect(self) -> Iterator[_Connection]:
-        connection = _Connection(self._host, self._port, self._token, self._deadline)
+    def _connect(self, patience: float = STALL_SECONDS) -> Iterator[_Connection]:
+        connection = _Connection(self._host, self._port, self._token, self._deadline, patience)
         try:
             with self._lock:
                 if self._ended is not None:
@@ -243,7 +246,7 @@ class Fetch:
     def _give_back_lease(self) -> None:
         """So that the source can reuse the memory at once, not only when the lease runs out."""
         try:
-            with self._connect() as connection:
+            with self._connect(GIVE_BACK_SECONDS) as connection:
                 connection.ask("DELETE", f"/lease/{self._lease}")
         except (_Broken, TransferError) as error:
             log.info("could not give the lease back, it will run out", step=self._step, reason=str(error))

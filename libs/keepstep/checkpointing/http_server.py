@@ -34,7 +34,7 @@ from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.staging import Snapshot
 
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 8192
 HEAD_TIMEOUT_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.1

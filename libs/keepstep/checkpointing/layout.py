@@ -9,12 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
-from keepstep.checkpointing.manifest import BYTES, MAX_DEPTH, NUMPY, Content, Sharding, TensorEntry
+from keepstep.checkpointing.manifest import BYTES, MAX_DEPTH, NUMPY, Content, TensorEntry
+from keepstep.checkpointing.sharding import Sharding, is_dtensor, sharding_of
 
 INLINE_BYTES = 4096
 """Longer bytes objects lie in the pack instead of the manifest."""
@@ -88,7 +87,7 @@ class _Walk:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if kind in _TENSOR_TYPES or isinstance(value, DTensor):
+        if kind in _TENSOR_TYPES or is_dtensor(value):
             return ["tensor", self._tensor(value, path)]
         if kind is np.ndarray:
             return ["tensor", self._array(value, path)]
@@ -137,7 +136,7 @@ class _Walk:
 
     def _tensor(self, value: torch.Tensor, path: str) -> int:
         sharding = None
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             sharding = sharding_of(value)
             value = value.to_local()
         tensor = value.detach()
@@ -264,15 +263,3 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
-
-
-def sharding_of(tensor: DTensor) -> Sharding:
-    mesh = tensor.device_mesh
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return Sharding(
-        tuple(tensor.shape),
-        tuple(offset),
-        tuple(mesh.shape),
-        tuple(mesh.mesh_dim_names or ()),
-        tuple([str(placement) for placement in tensor.placements]),
-    )

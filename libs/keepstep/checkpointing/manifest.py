@@ -17,6 +17,7 @@ import xxhash
 
 from keepstep.checkpointing.errors import ManifestError, UnsupportedValue
 from keepstep.checkpointing.leaves import TORCH_DTYPES, glimpse, numpy_dtype
+from keepstep.checkpointing.sharding import Sharding
 
 FORMAT = "keepstep-state"
 VERSION = 1
@@ -45,17 +46,6 @@ class Origin:
     step: int = 0
     quorum_id: int = 0
     producer: str = ""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Of which global tensor an entry is the local shard (DTensor)."""
-
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
-    mesh_names: tuple[str, ...]
-    placements: tuple[str, ...]
 
 
 @dataclass(frozen=True)

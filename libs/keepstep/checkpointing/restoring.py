@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep.checkpointing.errors import ManifestError, TransferError
-from keepstep.checkpointing.layout import may_overlap_itself, sharding_of
+from keepstep.checkpointing.layout import may_overlap_itself
 from keepstep.checkpointing.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.manifest import ALIGNMENT, BYTES, CHUNK_BYTES, NUMPY, Content, TensorEntry
 from keepstep.checkpointing.memory import new_bytes
+from keepstep.checkpointing.sharding import is_dtensor, sharding_of
 
 _ABSENT = object()
 
@@ -97,7 +97,11 @@ class Destination:
             return target
 
         with torch.no_grad():
-            return _build(self._content.tree, self._into, "state", deliver)
+            state = _build(self._content.tree, self._into, "state", deliver)
+        for target in self._in_place.values():
+            if isinstance(target, torch.Tensor) and not target.is_inference():
+                torch.autograd.graph.increment_version(target)  # or a backward pass in flight would use the new values
+        return state
 
     def _choose(self, targets: list[list[Any]]) -> dict[int, Any]:
         """The tensors and arrays that a region can be received in, by region. No two of them share memory."""
@@ -148,14 +152,14 @@ class Destination:
 def _local(entry: TensorEntry, target: Any, path: str) -> Any:
     """The tensor or array behind ``target`` if ``entry`` can be copied into it, else None."""
     if entry.sharding is not None:
-        if not isinstance(target, DTensor):
+        if not is_dtensor(target):
             raise TransferError(f"{path} is one shard of a DTensor: pass `into` with the DTensor to receive it in")
         if sharding_of(target) != entry.sharding:
             raise TransferError(
                 f"{path} is sharded as {sharding_of(target)} here but as {entry.sharding} at the source"
             )
         target = target.to_local()
-    elif isinstance(target, DTensor):
+    elif is_dtensor(target):
         return None
     if isinstance(target, torch.Tensor):
         alike = target.dtype is TORCH_DTYPES.get(entry.dtype) and tuple(target.shape) == entry.shape
