@@ -17,12 +17,13 @@ import click
 import kill_to_commit
 import quorum_round
 import step_cost
+import transfer
 from figures import Figure
 from rich.console import Console
 from rich.table import Table
 from sides import WORK, Side, keepstep_side, torchft_side
 
-BENCHMARKS = {"quorum": quorum_round.run, "kill": kill_to_commit.run, "step": step_cost.run}
+BENCHMARKS = {"quorum": quorum_round.run, "kill": kill_to_commit.run, "step": step_cost.run, "transfer": transfer.run}
 
 
 def machine() -> dict[str, object]:
