@@ -128,8 +128,9 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         if hdrs.ALLOW in error.headers:
             answer.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
         return answer
-    except ConnectionError:
-        raise
+    except ConnectionError as error:
+        log.debug("the client is gone", path=request.path, reason=str(error))
+        return web.Response(status=HTTPStatus.BAD_REQUEST)  # for nobody
     except Exception:
         log.exception("request failed", method=request.method, path=request.path)
         return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the service; its log has the traceback").response()

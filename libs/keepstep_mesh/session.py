@@ -48,7 +48,7 @@ from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
 
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 5.0
 """For one address: TCP, TLS and the upgrade."""
 WELCOME_SECONDS = 5.0
 """From hello to welcome."""
@@ -125,6 +125,7 @@ class LighthouseSession:
         self._problem_logged = float("-inf")
         self._last_sent = 0.0
         self._pinged = 0.0
+        self._silent = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
@@ -293,12 +294,13 @@ class LighthouseSession:
             except TimeoutError:
                 raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
             reason = await link.closed
-            self._addresses.lost(address, self._loop.time() - began)
+            self._addresses.lost(address, self._loop.time() - began, silent=self._silent)
             if self._ended is None:
                 self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
         finally:
             link.close()
             await asyncio.wait([link.closed], timeout=1)
+            link.abort("it does not take what was said last")
             self._link = None
 
     def _on_lost(self, reason: str) -> None:
@@ -382,6 +384,7 @@ class LighthouseSession:
             self._pinged = now
             link.ping()
         elif now - self._pinged >= half:
+            self._silent = True
             link.abort(f"nothing heard for {now - link.last_received:.1f} s")
 
     def _why(self) -> str:
@@ -454,7 +457,7 @@ class LighthouseSession:
         self.heartbeat_timeout = welcome.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
         self.lighthouse = self._trying
         self._problem_logged = float("-inf")
-        self._pinged = 0.0
+        self._pinged, self._silent = 0.0, False
         now = self._last_sent = self._loop.time()
         self._welcomed.set_result(None)
         if self._farewell is not None:

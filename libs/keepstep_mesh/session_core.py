@@ -7,7 +7,8 @@
 3. A member list is the lighthouse's to repeat: it belongs to one connection and is forgotten with it.
 4. An answer is held from when it comes until the step is finished or the next request is made.
 5. The first pass over the addresses is made without waiting, so that a broken connection is back within the reconnect
-   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks.
+   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks, and last
+   when it fell silent.
 """
 
 from __future__ import annotations
@@ -73,14 +74,21 @@ class Addresses:
             self._followed.add(leader)
             self._leader = leader
 
-    def lost(self, address: str, lasted_seconds: float) -> None:
-        """The session with ``address`` broke after ``lasted_seconds``."""
-        if lasted_seconds >= SETTLED_SECONDS:
-            self._start_pass(first=address)
-            self._passes = 0
+    def lost(self, address: str, lasted_seconds: float, *, silent: bool = False) -> None:
+        """The session with ``address`` broke after ``lasted_seconds``; ``silent``: nothing was heard of it any more."""
+        if lasted_seconds < SETTLED_SECONDS:
+            return
+        self._start_pass()
+        self._passes = 0
+        if address in self._left:
+            self._left.remove(address)
+        if silent:
+            self._left.append(address)
+        else:
+            self._left.appendleft(address)
 
-    def _start_pass(self, first: str | None = None) -> None:
-        self._left = deque(dict.fromkeys((first, *self._all) if first else self._all))
+    def _start_pass(self) -> None:
+        self._left = deque(self._all)
         self._followed.clear()
 
 

@@ -152,6 +152,13 @@ async def test_every_error_is_a_problem_document(method, path, status, says) -> 
         assert "inside" not in body["detail"]
 
 
+async def test_a_client_that_went_away_is_not_an_error_of_the_service(caplog) -> None:
+    service = Service("test", [Route("GET", "/", failing(ConnectionResetError("gone")), Access.OPEN)])
+    async with serving(service, "127.0.0.1", 0) as endpoint, client_session() as http, http.get(endpoint.url):
+        pass
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 async def test_a_problem_comes_back_as_the_same_problem() -> None:
     async with running() as (url, http), http.get(f"{url}/conflict") as response:
         with pytest.raises(Problem) as raised:

@@ -321,6 +321,8 @@ async def test_a_silent_lighthouse_is_given_up() -> None:
         proxy.freeze()
         lost = await worker.next_push(Disconnected)
         assert "nothing heard for" in lost.reason
+        await other.session()
+        assert await worker.next_push(Connected) == Connected(other.url, 1)
         await worker.session.close()
 
 

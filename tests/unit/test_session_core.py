@@ -185,6 +185,13 @@ def test_a_connection_that_lasted_is_tried_again_at_once_and_first() -> None:
     assert addresses.next(1.0) == (0.02, "a")
 
 
+def test_a_lighthouse_that_fell_silent_is_tried_last() -> None:
+    addresses = Addresses(["a", "b", "c"])
+    addresses.next(1.0)
+    addresses.lost("a", 60.0, silent=True)
+    assert delays(addresses, 3) == [(0.0, "b"), (0.0, "c"), (0.0, "a")]
+
+
 def test_connections_that_break_at_once_are_not_hammered() -> None:
     addresses = Addresses(["a"])
     waits = []
