@@ -89,6 +89,8 @@ def train_plain(options: argparse.Namespace, out: TextIO) -> None:
         optimizer.step()
         note(out, step + 1, options.groups, time.perf_counter() - began)
     torch.distributed.destroy_process_group()
+    out.close()
+    os._exit(0)  # torch sometimes aborts while its threads are torn down
 
 
 def note(out: TextIO, step: int, participants: int, seconds: float) -> None:
