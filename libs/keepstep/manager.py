@@ -10,7 +10,7 @@ What each step does is decided by ``quorum_plan``; the waits are here, and each 
 
 from __future__ import annotations
 
-import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import time
@@ -80,6 +80,7 @@ class _Attempt:
         self.staged = False
         self.healed = False
         self.all_participate = sync
+        self.done = False
 
 
 class Manager:
@@ -173,7 +174,6 @@ class Manager:
         self._batches_committed = 0
         self._commit_failures = 0
         self._attempt: _Attempt | None = None
-        self._participated: tuple[int | None, int] | None = None
         """(rank, world) of the last step that had a quorum."""
         self._requests = 0
         self._leaving = ""
@@ -207,6 +207,7 @@ class Manager:
             raise
         self._steps = StepLog(self._link.replica_id, self._rank)
         self._termination = TerminationFlag(self._wish_to_leave)
+        atexit.register(self.shutdown)  # a script that just ends leaves too
         self._log = log.bind(replica_id=self._link.replica_id, rank=self._rank)
 
     # ---- state
@@ -270,20 +271,21 @@ class Manager:
     def participating_rank(self) -> int | None:
         """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
 
-        Between steps: of the last one.
+        After ``should_commit`` that of the step that ended, as with ``num_participants`` and ``is_participating``.
         """
-        return self._last_participation()[0]
+        return self._latest_participation()[0]
 
     def num_participants(self) -> int:
-        """How many groups take part in this step; between steps: in the last one. Waits for the quorum."""
-        return self._last_participation()[1]
+        """How many groups take part in this step. Waits for the quorum."""
+        return self._latest_participation()[1]
 
     def is_participating(self) -> bool:
         return self.participating_rank() is not None
 
-    def _last_participation(self) -> tuple[int | None, int]:
-        if self._attempt is None and self._participated is not None:
-            return self._participated
+    def _latest_participation(self) -> tuple[int | None, int]:
+        attempt = self._attempt
+        if attempt is not None and attempt.done and attempt.plan is not None:
+            return self._participation(attempt, attempt.plan)
         return self._participation(self._current(), self._wait_plan())
 
     def _participation(self, attempt: _Attempt, plan: QuorumPlan) -> tuple[int | None, int]:
@@ -303,13 +305,13 @@ class Manager:
     def report_error(self, e: Exception) -> None:
         """This step will not commit. The process group is aborted, so that nobody waits for us."""
         attempt = self._attempt
-        if attempt is not None and attempt.error is None:
+        if attempt is not None and not attempt.done and attempt.error is None:
             attempt.error = e
             self._log.warning("step will not commit", step=self._step, reason=f"{type(e).__name__}: {e}")
             self._reconfigurer.abort(f"this group reported {type(e).__name__}: {e}")
 
     def errored(self) -> Exception | None:
-        """What went wrong in this step, None while nothing did."""
+        """What went wrong in this step, or in the last one until the next begins; None when nothing did."""
         return self._attempt.error if self._attempt is not None else None
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
@@ -341,7 +343,8 @@ class Manager:
             TimeoutError, KeepstepError: with a synchronous quorum, what went wrong; the next call asks again.
         """
         self._raise_fatal()
-        self._finish_previous()
+        if self._attempt is not None and not self._attempt.done:
+            self._abandon(self._attempt)
         if self._leaving and self._group_world_size == 1:
             self._leave_and_raise()
         sync = not self._use_async_quorum or not allow_heal
@@ -390,7 +393,7 @@ class Manager:
             raise error
 
     def _current(self) -> _Attempt:
-        if self._attempt is None:
+        if self._attempt is None or self._attempt.done:
             raise RuntimeError("no step has begun: call start_quorum() first (Optimizer.zero_grad() does)")
         return self._attempt
 
@@ -562,10 +565,8 @@ class Manager:
             raise GroupFailedExit(reason) from error
 
     def _settle(self, attempt: _Attempt, plan: QuorumPlan | None, committed: bool) -> None:
-        self._attempt = None
+        attempt.done = True
         self._mesh.loop.call_soon_threadsafe(self._link.finished_step)
-        if plan is not None:
-            self._participated = self._participation(attempt, plan)
         if committed and plan is not None:
             participants = self._participation(attempt, plan)[1]
             self._step += 1
@@ -582,16 +583,17 @@ class Manager:
                 f"{attempt.error or 'another rank of this group voted no'}"
             )
 
-    def _finish_previous(self) -> None:
-        """A step that never came to ``should_commit`` (found_inf, an exception): nothing of it may reach the next."""
-        attempt = self._attempt
-        if attempt is None:
-            return
+    def _abandon(self, attempt: _Attempt) -> None:
+        """A step that never came to ``should_commit`` (found_inf, an exception): nothing of it may reach the next.
+
+        Peers that still wait for our part in it learn that it will not come.
+        """
         with contextlib.suppress(Exception):  # it was not committed, so nobody asks why
-            self._wait_plan()
+            if self._wait_plan().replica_world_size > 1:
+                self._reconfigurer.abort("this group abandoned the step")
         for work in attempt.works:
             work.wait()
-        self._attempt = None
+        attempt.done = True
         self._mesh.loop.call_soon_threadsafe(self._link.finished_step)
 
     # ---- ends
@@ -642,19 +644,24 @@ class Manager:
         if self._shut_down:
             return
         self._shut_down = True
+        atexit.unregister(self.shutdown)
         self._termination.restore()
         limit = min(self._timeout.total_seconds(), 5.0)
-        if self._attempt is None or self._attempt.ready is None or self._attempt.plan is None:
-            if self._attempt is not None and self._attempt.ready is not None:
-                self._attempt.ready.cancel()
-            if self._fatal is None:
-                try:
-                    self._mesh.call(self._link.leave("shutdown", limit), limit + 1.0)
-                except (TimeoutError, KeepstepError, OSError) as error:
-                    self._log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+        if self._fatal is None and not self._in_step():
+            try:
+                self._mesh.call(self._link.leave("shutdown", limit), limit + 1.0)
+            except (TimeoutError, KeepstepError, OSError) as error:
+                self._log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
         self._reconfigurer.shutdown()
         self._transport.shutdown(wait=wait)
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, asyncio.CancelledError):
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             self._mesh.call(self._link.close(), limit)
         self._mesh.stop()
         self._steps.close()
+
+    def _in_step(self) -> bool:
+        """Whether peers may count on our part in a step. A request that is not answered yet is withdrawn."""
+        attempt = self._attempt
+        if attempt is None or attempt.done or attempt.ready is None:
+            return False
+        return not attempt.ready.cancel() and attempt.ready.exception() is None

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from keepstep import (
     DistributedDataParallel,
+    HTTPTransport,
     Manager,
     Optimizer,
     ProcessGroupGloo,
@@ -126,7 +127,7 @@ def test_a_late_group_heals_to_the_step_and_state_of_the_others(lighthouse, sync
                 m.start_quorum()
                 gradient = torch.ones(1)
                 m.allreduce(gradient).wait()
-                committed, met = m.should_commit(), m._attempt is None and gradient.item()
+                committed, met = m.should_commit(), gradient.item()
                 if committed and m.batches_committed() > m.current_step():
                     end.wait(30)
                     return m.current_step(), m.batches_committed(), met
@@ -471,3 +472,128 @@ def test_shutdown_in_the_middle_of_a_step_frees_everything_and_twice_is_fine(lig
     m.shutdown()
     with pytest.raises((RuntimeError, KeepstepError)):
         m.start_quorum()
+
+
+def test_the_state_is_read_and_loaded_on_the_training_thread_only(lighthouse):
+    ready = threading.Barrier(2)
+    threads: dict[str, set[str]] = {"a": set(), "b": set()}
+
+    def group(name: str) -> tuple[Any, ...]:
+        weights = torch.ones(1)
+
+        def save() -> dict[str, torch.Tensor]:
+            threads[name].add(threading.current_thread().name)
+            return {"w": weights}
+
+        def load(_: object) -> None:
+            threads[name].add(threading.current_thread().name)
+
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            m.set_state_dict_fns(load, save)
+            ready.wait(30)
+            m.start_quorum()
+            ready.wait(30)
+            return m.should_commit(), threading.current_thread().name
+
+    results = together(lambda: group("a"), lambda: group("b"))
+    assert [committed for committed, _ in results] == [True, True]
+    assert threads["a"] | threads["b"] == {thread for _, thread in results}
+
+
+class SlowTransport(HTTPTransport[dict[str, Any]]):
+    """Receives only when it is let."""
+
+    may_go_on = threading.Event()
+
+    def recv_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        assert self.may_go_on.wait(60)
+        return super().recv_checkpoint(*args, **options)
+
+
+def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(lighthouse):
+    ahead, joined = threading.Event(), threading.Event()
+    SlowTransport.may_go_on.clear()
+
+    def veteran() -> tuple[Any, ...]:
+        with manager(lighthouse, "a") as m:
+            for _ in range(2):
+                m.start_quorum()
+                assert m.should_commit()
+            ahead.set()
+            assert joined.wait(30)
+            m.start_quorum()
+            tensor = torch.full((1,), 8.0)
+            members = 0
+            while not members:  # the quorum that takes the joiner in may be the next one
+                worked = m.allreduce(tensor).wait()
+                members = m._current().plan.replica_world_size - 1
+                if not members:
+                    assert m.should_commit()
+                    m.start_quorum()
+            committed = m.should_commit()
+            SlowTransport.may_go_on.set()
+            return worked, tensor.item(), m.num_participants(), committed
+
+    def joiner() -> tuple[Any, ...]:
+        assert ahead.wait(30)
+        transport = SlowTransport(timeout=30 * SECOND, num_chunks=0, hostname="127.0.0.1")
+        with manager(lighthouse, "b", checkpoint_transport=transport) as m:
+            joined.set()
+            m.start_quorum(timeout=30 * SECOND)
+            tensor = torch.full((1,), 99.0)
+            worked = m.allreduce(tensor).wait()
+            return worked, tensor.item(), m.is_participating(), m.should_commit()
+
+    a, b = together(veteran, joiner)
+    assert a == (True, 8.0, 1, True)
+    assert b == (True, 8.0, False, True)
+
+
+def test_the_group_that_is_gone_in_the_middle_of_a_step_costs_the_other_that_step_only(lighthouse):
+    ready = threading.Barrier(2)
+
+    def survivor() -> tuple[Any, ...]:
+        with manager(lighthouse, "a", init_sync=False) as m:
+            ready.wait(30)
+            m.start_quorum()
+            assert m.num_participants() == 2
+            ready.wait(30)
+            first = (m.allreduce(torch.ones(1)).wait(), m.should_commit())
+            m.start_quorum()
+            second = (m.allreduce(torch.ones(1)).wait(), m.should_commit(), m.num_participants())
+            return first, second
+
+    def victim() -> None:
+        with manager(lighthouse, "b", init_sync=False) as m:
+            ready.wait(30)
+            m.start_quorum()
+            assert m.num_participants() == 2
+            ready.wait(30)
+            # leaves in the middle of the step, without a word
+
+    assert together(survivor, victim)[0] == ((False, False), (True, True, 1))
+
+
+OVERRIDES = {
+    "TIMEOUT_SEC": ("1.5", "_timeout"),
+    "QUORUM_TIMEOUT_SEC": ("2.5", "_quorum_timeout"),
+    "CONNECT_TIMEOUT_SEC": ("3.5", "_connect_timeout"),
+}
+
+
+@pytest.mark.parametrize("prefix", ["KEEPSTEP", "TORCHFT"])
+def test_every_override_of_the_environment_reaches_where_the_value_is_used(lighthouse, monkeypatch, prefix):
+    for name, (value, _) in OVERRIDES.items():
+        monkeypatch.setenv(f"{prefix}_{name}", value)
+    monkeypatch.setenv(f"{prefix}_QUORUM_RETRIES", "4")
+    with manager(lighthouse, "a") as m:
+        assert {name: getattr(m, where) for name, (_, where) in OVERRIDES.items()} == {
+            name: timedelta(seconds=float(value)) for name, (value, _) in OVERRIDES.items()
+        }
+        assert (m._settings.connect_timeout, m._settings.quorum_retries) == (3.5, 4)
+        assert m._reconfigurer._timeout == timedelta(seconds=1.5)
+        assert m._transport._server._timeout == 1.5
+        m.start_quorum()
+        assert m._attempt is not None
+        assert m._attempt.timeout == 2.5
+        assert m.should_commit()
