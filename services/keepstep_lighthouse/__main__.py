@@ -27,14 +27,9 @@ def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], N
     # A session is a descriptor, and the usual soft limit is a thousand.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    lighthouse = Lighthouse(settings)
-
-    def listens(endpoint: Endpoint) -> None:
-        lighthouse.listens(endpoint)
-        if started is not None:
-            started(endpoint)
-
-    service.run(lighthouse.service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=listens)
+    service.run(
+        Lighthouse(settings).service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=started
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -179,11 +179,12 @@ class _Admin:
     async def openapi(self, _request: web.Request) -> web.Response:
         return web.json_response(openapi.describe(self._lighthouse.service().routes, SHAPES))
 
-    async def cluster(self, _request: web.Request) -> web.Response:
+    async def cluster(self, request: web.Request) -> web.Response:
         one = self._lighthouse
-        epoch = one.term.epoch if one.term else 0
-        node = NodeView(one.address, one.term is not None, epoch, one.trouble)
-        return _json(ClusterView(one.address if one.term else None, epoch, (node,), ()))
+        # The address under which it was reached: the one that it listens on may be every interface.
+        here, epoch = str(request.url.origin()), one.term.epoch if one.term else 0
+        node = NodeView(here, one.term is not None, epoch, one.trouble)
+        return _json(ClusterView(here if one.term else None, epoch, (node,), ()))
 
     async def jobs(self, _request: web.Request) -> web.Response:
         self._check_term()

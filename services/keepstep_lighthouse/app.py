@@ -65,26 +65,40 @@ class Lighthouse:
         """(job, replica_id) of those who have the epoch of this term from us."""
         self._raising: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
-        self._life = contextlib.AsyncExitStack()
+        self._life: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
         self._endpoint: Endpoint | None = None
 
     # ---- life
 
     async def start(self) -> None:
         """Listens when it returns. Raises ``StoreError``, ``BindError``, ``AuthError`` or ``ValueError``."""
-        host, port = bind_address(self.settings.bind)
-        self.listens(
-            await self._life.enter_async_context(
-                serving(self.service(), host, port, tokens=self.settings.tokens, insecure=self.settings.insecure)
-            )
-        )
+        listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(listens), name="keepstep lighthouse")
+        try:
+            self._endpoint = await listens
+        except BaseException:
+            await _cancelled(self._life)
+            raise
+
+    async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
+        """A task of its own: who starts and who stops may be different tasks."""
+        tokens, insecure = self.settings.tokens, self.settings.insecure
+        try:
+            host, port = bind_address(self.settings.bind)
+            async with serving(self.service(), host, port, tokens=tokens, insecure=insecure) as endpoint:
+                listens.set_result(endpoint)
+                await self._stopped.wait()
+        except Exception as error:
+            if listens.done():
+                raise
+            listens.set_exception(error)
 
     async def stop(self) -> None:
-        await self._life.aclose()
-
-    def listens(self, endpoint: Endpoint) -> None:
-        """To be told by who serves ``service`` otherwise than with ``start``."""
-        self._endpoint = endpoint
+        """Harmless when it was not started, or stopped before."""
+        self._stopped.set()
+        if self._life is not None:
+            await self._life
 
     @property
     def address(self) -> str:
