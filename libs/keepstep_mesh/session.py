@@ -150,6 +150,8 @@ class LighthouseSession:
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
         ``VersionError`` when either side is too old, ``SessionClosed`` when the group is banned.
         """
+        if self._ended is not None:
+            raise self._ended
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
@@ -185,8 +187,7 @@ class LighthouseSession:
             return
         self._farewell = Leave(reason)
         self._said_goodbye = self._loop.create_future()
-        if self.lighthouse:
-            self._send(self._farewell)
+        self._send(self._farewell)
         try:
             async with asyncio.timeout(timeout):
                 await self._said_goodbye
@@ -200,10 +201,9 @@ class LighthouseSession:
     async def failed(self, reason: str, timeout: float) -> None:
         """Says that the group is lost as a whole and ends the session. Never raises: the process is about to exit."""
         link = self._link
-        if link is None or not self.lighthouse:
+        if not self.lighthouse:
             self._log.warning("could not report that the group failed", reason=self._why())
-        else:
-            self._send(Failed(reason))
+        self._send(Failed(reason))
         self._end(SessionClosed(f"the group failed: {reason}"))
         if link is not None:
             await asyncio.wait([link.closed], timeout=timeout)
@@ -258,8 +258,7 @@ class LighthouseSession:
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
         """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
-        if self.lighthouse:
-            self._send(Healing(bytes_done, bytes_total, bytes_per_second))
+        self._send(Healing(bytes_done, bytes_total, bytes_per_second))
 
     # ---- the connection
 
@@ -280,28 +279,32 @@ class LighthouseSession:
         link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session", {})
+                await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session")
         except TimeoutError:
             raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s") from None
         self._trying = address
         self._link = link
-        began = self._loop.time()
         try:
-            link.send(codec.encode(self._core.hello()))
-            try:
-                async with asyncio.timeout(WELCOME_SECONDS):
-                    await self._welcomed
-            except TimeoutError:
-                raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
-            reason = await link.closed
-            self._addresses.lost(address, self._loop.time() - began, silent=self._silent)
             if self._ended is None:
-                self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
+                await self._hold_session(link, address)
         finally:
             link.close()
             await asyncio.wait([link.closed], timeout=1)
             link.abort("it does not take what was said last")
             self._link = None
+
+    async def _hold_session(self, link: Link, address: str) -> None:
+        began = self._loop.time()
+        link.send(codec.encode(self._core.hello()))
+        try:
+            async with asyncio.timeout(WELCOME_SECONDS):
+                await self._welcomed
+        except TimeoutError:
+            raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
+        reason = await link.closed
+        self._addresses.lost(address, self._loop.time() - began, silent=self._silent)
+        if self._ended is None:
+            self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
 
     def _on_lost(self, reason: str) -> None:
         lighthouse, self.lighthouse = self.lighthouse, None
@@ -327,12 +330,10 @@ class LighthouseSession:
         if self._runner is None:
             return
         self._fail_asker(error)
-        for waiter, problem in ((self._started, error), (self._said_goodbye, None)):
-            if waiter is not None and not waiter.done():
-                if problem is None:
-                    waiter.set_result(None)
-                else:
-                    waiter.set_exception(problem)
+        if not self._started.done():
+            self._started.set_exception(error)
+        if self._said_goodbye is not None and not self._said_goodbye.done():
+            self._said_goodbye.set_result(None)
         if self._link is not None:
             self._link.close(reason=str(error))
 
@@ -344,7 +345,8 @@ class LighthouseSession:
     # ---- out
 
     def _send(self, message: ToLighthouse) -> None:
-        if self._link is not None:
+        """Sends within the session; what is said while there is none is lost, or said again by ``_let_in``."""
+        if self.lighthouse and self._link is not None:
             self._last_sent = self._loop.time()
             self._link.send(codec.encode(message))
 
@@ -398,8 +400,7 @@ class LighthouseSession:
             if self._core.open is not None:
                 request = self._core.open.request
                 self._core.withdraw(request)
-                if self.lighthouse:
-                    self._send(CancelRequest(request))
+                self._send(CancelRequest(request))
             if not asker.done():
                 asker.set_exception(error)
 
@@ -492,8 +493,7 @@ class LighthouseSession:
 
     def _move(self, reason: str) -> None:
         """Goes to another lighthouse."""
-        if self.lighthouse:
-            self._send(Moved())
+        self._send(Moved())
         if not self._welcomed.done():
             self._welcomed.set_exception(ConnectionRefusedError(reason))
         if self._link is not None:

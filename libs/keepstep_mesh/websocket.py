@@ -15,7 +15,7 @@ import asyncio
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import hdrs, web
@@ -90,14 +90,14 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._previous: asyncio.BaseProtocol
 
-    async def connect(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
+    async def connect(self, http: aiohttp.ClientSession, url: str) -> None:
         """Opens a WebSocket to ``url``. ``http`` must stay open as long as the link.
 
         Raises ``aiohttp.ClientError`` or ``OSError`` when nobody answers, ``UpgradeError`` when the answer is another.
         """
         key = base64.b64encode(os.urandom(16)).decode()
         upgrade: dict[str, str] = {hdrs.UPGRADE: "websocket", hdrs.CONNECTION: "Upgrade"}
-        upgrade |= {hdrs.SEC_WEBSOCKET_VERSION: "13", hdrs.SEC_WEBSOCKET_KEY: key, **headers}
+        upgrade |= {hdrs.SEC_WEBSOCKET_VERSION: "13", hdrs.SEC_WEBSOCKET_KEY: key}
         response = await http.get(url, headers=upgrade, read_until_eof=False, allow_redirects=False)
         try:
             self._take_over(await _upgraded(response, key), client=True)

@@ -98,7 +98,7 @@ def frame(first: int, payload: bytes, mask: bytes = b"\1\2\3\4", size: int | Non
 async def test_messages_of_every_size_go_both_ways_between_links() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, url, {})
+        await peer.link.connect(http, url)
         sizes = [0, 1, 125, 126, 127, 65535, 65536, LIMIT]
         sent = [os.urandom(size) for size in sizes]
         for message in sent:
@@ -133,7 +133,7 @@ async def test_another_implementation_can_be_the_server() -> None:
     service = Service("aiohttp", [Route("GET", "/", serve, Access.OPEN)])
     async with serving(service, "127.0.0.1", 0) as endpoint, aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, endpoint.url, {})
+        await peer.link.connect(http, endpoint.url)
         peer.link.ping()
         for size in (0, 125, 126, 70_000):
             message = os.urandom(size)
@@ -206,7 +206,7 @@ async def test_noise_harms_nobody_else(noise) -> None:
         async with raw(url) as (_, writer):
             writer.write(noise)
             other = Peer()
-            await other.link.connect(http, url, {})
+            await other.link.connect(http, url)
             other.link.send(b"still here")
             assert await other.next() == b"still here"
             other.link.close()
@@ -228,7 +228,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_and_bounds_memory() -> None:
 async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, url, {})
+        await peer.link.connect(http, url)
         peer.link.close()
         peer.link.send(b"late")
         peer.link.ping()
@@ -240,7 +240,7 @@ async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
 async def test_an_answer_that_is_no_upgrade_says_what_it_was() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
         with pytest.raises(UpgradeError, match=r"answers 404 .*there is nothing at /elsewhere") as raised:
-            await Peer().link.connect(http, f"{url}/elsewhere", {})
+            await Peer().link.connect(http, f"{url}/elsewhere")
         assert raised.value.status == 404
 
 
@@ -253,7 +253,7 @@ async def test_a_plain_request_to_a_session_is_a_bad_request() -> None:
 async def test_a_cut_connection_is_lost_on_both_sides() -> None:
     async with echo_server() as (url, peers), ChaosProxy.before(url) as proxy, aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, proxy.url, {})
+        await peer.link.connect(http, proxy.url)
         proxy.cut()
         await peer.lost()
         await (await peers.get()).lost()
@@ -262,7 +262,7 @@ async def test_a_cut_connection_is_lost_on_both_sides() -> None:
 async def test_a_half_open_connection_looks_alive_until_it_is_asked() -> None:
     async with echo_server() as (url, peers), ChaosProxy.before(url) as proxy, aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, proxy.url, {})
+        await peer.link.connect(http, proxy.url)
         peer.link.send(b"there?")
         assert await peer.next() == b"there?"
         heard = peer.link.last_received
@@ -279,7 +279,7 @@ async def test_a_half_open_connection_looks_alive_until_it_is_asked() -> None:
 async def test_a_frozen_connection_delivers_when_it_thaws() -> None:
     async with echo_server() as (url, _), ChaosProxy.before(url) as proxy, aiohttp.ClientSession() as http:
         peer = Peer()
-        await peer.link.connect(http, proxy.url, {})
+        await peer.link.connect(http, proxy.url)
         proxy.freeze()
         peer.link.send(b"later")
         await asyncio.sleep(0.05)
