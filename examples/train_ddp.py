@@ -25,7 +25,7 @@ sampler = DistributedSampler(data, replica_rank=group, num_replica_groups=groups
 epochs = (sampler.set_epoch(epoch) or DataLoader(data, batch_size=64, sampler=sampler) for epoch in itertools.count())
 
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
 state = {"model": model, "optimizer": adamw}
 manager = Manager(
     pg=ProcessGroupGloo(),

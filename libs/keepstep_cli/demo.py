@@ -18,7 +18,7 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 @click.option("--replicas", type=click.IntRange(2), default=3, show_default=True, help="Replica groups.")
 @click.option("--kills", type=click.IntRange(0), help="How many kills.  [default: each group and the lighthouse once]")
 @click.option("--seconds", type=click.FloatRange(1), default=180.0, show_default=True, help="Give up after this long.")
-@click.option("--short", is_flag=True, help="Two groups and two kills, for continuous integration.")
+@click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
 @click.option(
     "--summary",
     type=click.Path(dir_okay=False, path_type=Path),

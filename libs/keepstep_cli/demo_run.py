@@ -134,7 +134,7 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
     console = Console()
     started = time.monotonic()
     names = [f"r{group}" for group in range(replicas)]
-    victims = list(itertools.islice(itertools.cycle([*names, LIGHTHOUSE]), kills))
+    victims = list(itertools.islice(itertools.cycle([names[0], LIGHTHOUSE, *names[1:]]), kills))
     story = Story(names, victims, SETTLE_SECONDS)
     audience = DemoAudience(story)
     with tempfile.TemporaryDirectory(prefix="keepstep-demo-") as folder:

@@ -49,6 +49,10 @@ class Kill:
     """Seconds until all were there again."""
 
 
+def _groups(number: int) -> str:
+    return "1 group" if number == 1 else f"{number} groups"
+
+
 class Story:
     """``groups`` by name; ``victims`` in the order in which they are killed, the lighthouse among them."""
 
@@ -108,7 +112,7 @@ class Story:
         step, quorum_id, participants = int(entry["step"]), int(entry["quorum_id"]), int(entry["participants"])
         if self._first_commit is None:
             self._first_commit = at
-            self._say(at, f"first step committed by {participants} groups")
+            self._say(at, f"first step committed by {_groups(participants)}")
         self._last_commit = max(self._last_commit, at)
         self.step = max(self.step, step)
         if quorum_id >= self.quorum_id:
@@ -136,7 +140,7 @@ class Story:
         if kill.next_commit is None and group != kill.victim:
             kill.next_commit = at - kill.at
             self._say(
-                at, f"next step committed {kill.next_commit:.2f} s after the kill, by {entry['participants']} groups"
+                at, f"next step committed {kill.next_commit:.2f} s after the kill, by {_groups(entry['participants'])}"
             )
         if group == kill.victim and entry["participants"] == len(self.groups) and kill.next_commit is not None:
             kill.back = at - kill.at

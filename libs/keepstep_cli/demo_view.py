@@ -75,7 +75,9 @@ def make_view(console: Console) -> View:
 
 
 def _picture(story: Story) -> Group:
-    table = Table(title=f"step {story.step}, quorum {story.quorum_id}: {story.participants} groups take part")
+    table = Table(
+        title=f"step {story.step}, quorum {story.quorum_id}: {story.participants} of {len(story.groups)} groups"
+    )
     for column in ("group", "state", "step", "loss", "restarts"):
         table.add_column(column, justify="left" if column in {"group", "state"} else "right", min_width=9)
     for name, one in story.groups.items():

@@ -1,0 +1,135 @@
+"""examples/train_ddp.py and the demo, as a user runs them. Real training processes, a real lighthouse, real kills."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+DEADLINE = 240.0
+
+
+class Training:
+    """`keepstep run` of the example, with a lighthouse of its own; its lines as they come."""
+
+    def __init__(self, folder: Path, repository: Path, replicas: int, *arguments: str) -> None:
+        # --min-replicas: else the first group to be ready trains alone until the others are.
+        command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", str(replicas)]
+        command += ["--min-replicas", str(replicas), "--grace", "60"]
+        self.process = subprocess.Popen(
+            [*command, "--", str(repository / "examples" / "train_ddp.py"), *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")}
+            | {"KEEPSTEP_STEP_LOG": str(folder / "steps.jsonl")},
+        )
+        self.lines: list[str] = []
+        self._queue: Queue[str | None] = Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
+
+    def wait(self) -> int:
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.lines.append(line)
+        return self.process.wait(DEADLINE)
+
+    def weights(self) -> list[str]:
+        """The digest that each group printed at its end."""
+        return [match[1] for line in self.lines if (match := re.search(r"test accuracy \S+ weights (\w+)", line))]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+
+
+@pytest.fixture
+def trainings(tmp_path: Path, repository: Path) -> Iterator[object]:
+    started: list[Training] = []
+
+    def train(replicas: int, *arguments: str) -> Training:
+        started.append(Training(tmp_path, repository, replicas, *arguments))
+        return started[-1]
+
+    yield train
+    for one in started:
+        one.close()
+
+
+def committed_steps(folder: Path) -> list[int]:
+    entries = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    return [entry["step"] for entry in entries if entry["event"] == "committed"]
+
+
+def test_the_example_learns_and_all_groups_end_with_the_same_weights(trainings, tmp_path: Path) -> None:
+    run = trainings(2, "--steps", "200")
+    assert run.wait() == 0, "\n".join(run.lines)
+    assert len(run.weights()) == 2
+    assert len(set(run.weights())) == 1
+    accuracy = max(float(match[1]) for line in run.lines if (match := re.search(r"test accuracy (\S+)", line)))
+    assert accuracy > 0.8
+    assert max(committed_steps(tmp_path)) == 200
+
+
+def test_the_example_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> None:
+    first = trainings(2, "--steps", "200", "--checkpoints", "saved")
+    assert first.wait() == 0, "\n".join(first.lines)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["group-0.pt", "group-1.pt"]
+    (tmp_path / "steps.jsonl").unlink()
+    second = trainings(2, "--steps", "230", "--checkpoints", "saved")
+    assert second.wait() == 0, "\n".join(second.lines)
+    assert set(committed_steps(tmp_path)) == set(range(201, 231))
+    assert len(set(second.weights())) == 1
+    assert set(second.weights()) != set(first.weights())
+
+
+def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) -> None:
+    run = trainings(2, "--steps", "1000000000")
+    run.wait_for(r"\[r\d/0\] step 10 ")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert not [line for line in run.lines if "Traceback" in line or "SIGKILL" in line or "killed" in line]
+
+
+def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "keepstep_cli", "demo", "--short", "--summary", "summary.json", "--seconds", "200"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [kill["victim"] for kill in summary["each_kill"]] == ["r0", "lighthouse"]
+    assert summary["kills"] == summary["kills_survived"] == 2
+    assert summary["weights_bit_identical"]
+    assert "SIGKILL to r0" in done.stdout
+    assert "weights bit-identical" in done.stdout
+
+
+def test_a_demo_that_takes_too_long_fails_and_says_what_was_printed_last(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "keepstep_cli", "demo", "--seconds", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode != 0
+    assert "the demo failed" in done.stdout
+    assert (tmp_path / "demo-summary.json").exists()
