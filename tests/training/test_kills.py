@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 
 import pytest
 
@@ -50,6 +51,18 @@ async def test_a_frozen_group_is_left_behind_and_heals_when_it_goes_on():
         await job.advance(a, b)
         assert job.assert_identical() >= 5
         assert b.ranks[0].exit_code is None
+
+
+async def test_a_trainer_whose_main_thread_holds_the_gil_for_3_seconds_is_not_given_up():
+    async with Job() as job:
+        a, b = [await job.start(name) for name in ("a", "b")]
+        await job.advance(a, b)
+        b.kill(number=signal.SIGUSR1)
+        await job.until(lambda: any(e["event"] == "held" for e in b.lines), "b has the GIL back")
+        await job.advance(a, b)
+        batches = [e["batches"] for e in a.lines if e["event"] == "committed" and e["step"] > min(b.committed())]
+        assert {later - earlier for earlier, later in pairwise(batches)} == {2}, "b took part in every step"
+        assert not [e for e in (*a.lines, *b.lines) if e["event"] == "discarded"]
 
 
 async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():

@@ -8,9 +8,11 @@ TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FIL
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -50,7 +52,14 @@ def digest(*states: dict[str, object]) -> str:
     return total.hexdigest()
 
 
+def hold_the_gil(_number: int, _frame: object) -> None:
+    """SIGUSR1: three seconds in which no other thread of this process runs Python."""
+    ctypes.PyDLL(None).usleep(3_000_000)
+    say("held")
+
+
 def main() -> None:
+    signal.signal(signal.SIGUSR1, hold_the_gil)
     torch.set_num_threads(1)
     name = os.environ["REPLICA_GROUP_ID"]
     torch.manual_seed(int.from_bytes(name.encode(), "big") % 1000)  # groups begin apart: only healing makes them equal
