@@ -37,6 +37,9 @@ class RankLink(Protocol):
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None: ...
 
+    def wish_to_leave(self, reason: str) -> None:
+        """The group will leave at its next step; a request that nobody answers is given up for it."""
+
     async def leave(self, reason: str, timeout: float) -> None: ...
 
     async def fail(self, reason: str) -> None: ...

@@ -45,6 +45,9 @@ from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Pu
 log = get_logger("keepstep.group")
 
 HELLO_DEADLINE = 10.0
+LEAVE_PATIENCE = 1.0
+"""How long a group that is to leave waits for the answer to a request that is open."""
+LEAVE_SECONDS = 5.0
 
 
 class _Rank:
@@ -95,6 +98,9 @@ class GroupServer:
         self._attempt = 0
         self._failed = ""
         self._leaving = False
+        self._requesting = False
+        self._wish = ""
+        """Why the group left in the middle of a request."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
         self.address = ""
@@ -166,6 +172,22 @@ class GroupServer:
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
         self._session.healing(bytes_done, bytes_total, bytes_per_second)
+
+    def wish_to_leave(self, reason: str) -> None:
+        asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, self._attempt, reason)
+
+    def _leave_open_request(self, attempt: int, reason: str) -> None:
+        """The groups that should answer may have left already: then there is no next step to leave at."""
+        if self._requesting and attempt == self._attempt:
+            self._wish = reason
+            self._own(self._leave_quietly(reason))
+
+    async def _leave_quietly(self, reason: str) -> None:
+        try:
+            await self.leave(reason, LEAVE_SECONDS)
+        except (TimeoutError, KeepstepError, OSError) as error:
+            log.warning("could not say goodbye; leaving all the same", error=str(error))
+            await self._session.close()
 
     async def leave(self, reason: str, timeout: float) -> None:
         self._leaving = True
@@ -243,6 +265,7 @@ class GroupServer:
             handles=merged.handles,
         )
         for left in range(self._settings.quorum_retries, -1, -1):
+            self._requesting = True
             try:
                 quorum = await self._session.quorum(
                     step=merged.step,
@@ -257,6 +280,12 @@ class GroupServer:
                 if not left:
                     raise
                 log.warning("no quorum, asking again", retries_left=left, reason=str(error))
+            except SessionClosed as error:
+                if self._wish:
+                    raise Leaving(self._wish) from error
+                raise
+            finally:
+                self._requesting = False
         return RankQuorum(asks[0].request, self._attempt, quorum)
 
     # ---- votes

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 log = get_logger("keepstep.manager")
 
+STREAMS = 4
+"""Parallel streams of a heal with the default transport; measured faster than one and than sixteen."""
 SLACK = 15.0
 """Seconds that the training thread waits beyond a deadline that the mesh thread keeps."""
 
@@ -200,7 +202,7 @@ class Manager:
                 timeout=self._timeout,
             )
             self._transport: CheckpointTransport[dict[str, Any]] = checkpoint_transport or HTTPTransport(
-                timeout=self._timeout, num_chunks=0, hostname=settings.host, token=settings.token
+                timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
             )
         except BaseException:
             self._mesh.stop()
@@ -599,7 +601,9 @@ class Manager:
     # ---- ends
 
     def _wish_to_leave(self, reason: str) -> None:
-        self._leaving = self._leaving or reason
+        if not self._leaving and not self._shut_down:
+            self._leaving = reason
+            self._mesh.loop.call_soon_threadsafe(self._link.wish_to_leave, reason)
 
     def _leave_and_raise(self) -> None:
         seconds = self._timeout.total_seconds()

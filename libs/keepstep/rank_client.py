@@ -206,6 +206,9 @@ class RankClient:
         task = asyncio.get_running_loop().create_task(self._socket.send_bytes(frame))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
+    def wish_to_leave(self, reason: str) -> None:
+        """Rank 0 is told as well, by the same launcher."""
+
     async def leave(self, reason: str, timeout: float) -> None:
         if self._reader is None or self._reader.done():
             return
