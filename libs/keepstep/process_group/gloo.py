@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import structlog
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
-from keepstep.process_group.backend import BackendProcessGroup, Communicator
+from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
+from keepstep.process_group.communicator import BackendWork, Communicator, TransferWork
 from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, greet, local_address_towards, shut_down
 from keepstep.rendezvous import RendezvousStore
 
@@ -38,6 +39,10 @@ class ProcessGroupGloo(BackendProcessGroup):
     ) -> Communicator:
         host = host or local_address_towards(_host(store))
         return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
+
+    def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:
+        kind = TransferWork if operation in {"send", "recv"} else BackendWork
+        return kind(communicator, raw, operation, tensors)
 
 
 class GlooCommunicator(Communicator):

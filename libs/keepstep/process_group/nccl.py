@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
-from keepstep.process_group.backend import NO_TIMEOUT, BackendProcessGroup, BackendWork, Communicator
+from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupError
+from keepstep.process_group.communicator import NO_TIMEOUT, BackendWork, Communicator
 
 log = structlog.get_logger("keepstep.process_group")
 
@@ -206,8 +207,8 @@ class ProcessGroupNCCL(BackendProcessGroup):
         options.config.blocking = 0
         return options
 
-    def _wrap(self, communicator: Communicator, raw: Work, operation: str) -> AcceleratorWork:
-        return AcceleratorWork(communicator, raw, operation)
+    def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> AcceleratorWork:
+        return AcceleratorWork(communicator, raw, operation, tensors)
 
 
 class ProcessGroupXCCL(ProcessGroupNCCL):

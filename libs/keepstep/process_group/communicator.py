@@ -1,0 +1,262 @@
+"""One configuration of a process group on one of torch's backends, and the operations in flight on it.
+
+The first failure of a communicator is its end: its connections are cut, so that what is in flight here ends within a
+millisecond and every peer learns of it at once. ``wait`` returns or raises when the operation has let go of its
+tensors, so that a late result never lands in a gradient.
+
+One thing Gloo cannot be told: that the peer of a message which is half received is gone (it wakes only those that wait
+for a message not begun). Such an operation sleeps until its own timeout and touches nothing. It is given up after
+``PATIENCE``, which is much longer than whatever still runs can take.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import re
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Backend, Work
+from torch.futures import Future
+
+from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+
+NO_TIMEOUT = timedelta(0)
+"""To torch: the operation's own timeout."""
+SLICE = timedelta(milliseconds=50)
+"""A wait looks this often whether its communicator has failed."""
+PATIENCE = 5
+"""In slices, of which it takes as many more as its tensors have times ``PATIENCE_BYTES``."""
+PATIENCE_BYTES = 10_000_000
+
+_GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
+
+
+class Communicator(ABC):
+    """One configuration of a process group, from its rendezvous to its end."""
+
+    backend: Backend | None = None
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.error: Exception | None = None
+        self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Meets the peers and sets ``backend``. Ends soon after ``interrupt``."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Ends what is in flight, ``connect`` included. From any thread; never blocks for long."""
+
+    def started(self, work: BackendWork) -> None:
+        with self._lock:
+            self._in_flight.add(work)
+
+    def fail(self, error: Exception) -> Exception:
+        """Notes the first error and cuts the connections. Returns the error that counts."""
+        with self._lock:
+            if self.error is not None:
+                return self.error
+            self.error = error
+            promised = [work for work in self._in_flight if work.promised]
+        self.interrupt()
+        if promised:
+            threading.Thread(target=_finish, args=(promised,), name="keepstep-failed", daemon=True).start()
+        return error
+
+    def close(self) -> None:
+        """Frees everything, after ``fail``. No operation writes to a tensor of the user's after it."""
+        with self._lock:
+            in_flight = list(self._in_flight)
+        _finish(in_flight)
+        backend, self.backend = [self.backend], None
+        if backend[0] is not None:  # torch's destructor waits 20 ms for its thread, and for operations that sleep
+            threading.Thread(target=backend.clear, name="keepstep-disposal", daemon=True).start()
+
+
+class BackendWork(Work):
+    """An operation in flight. ``tensors`` are those that it writes, or sends."""
+
+    def __init__(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._raw: Work | None = raw
+        self._operation = operation
+        self._tensors = tensors
+        self._error: Exception | None = None
+        self._future: Future[Any] | None = None
+        self._settling = threading.Lock()
+        communicator.started(self)
+
+    @property
+    def promised(self) -> bool:
+        """Somebody has its future."""
+        return self._future is not None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits until the operation is over, at most ``timeout`` (0: the operation's own).
+
+        :raises TimeoutError: it took too long; the group is broken then.
+        :raises ProcessGroupError: it failed or was aborted; the group is broken then.
+        """
+        raw = self._raw
+        if raw is not None:
+            try:
+                self._await(raw, timeout)
+            except (RuntimeError, TimeoutError) as error:
+                self._error = self._failure(error, timeout)
+                self._communicator.fail(self._error)
+                self.finish()
+            else:
+                self._raw = None  # torch's work keeps the communicator's threads and sockets
+            del raw  # so would a traceback
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Completes with the tensors, or the error, when the operation is over."""
+        if self._future is None:
+            raw = self._raw
+            self._future = Future()
+            if raw is not None:
+                raw.get_future().add_done_callback(self._arrived)
+            if raw is None or self._communicator.error is not None:  # `fail` may not have seen that it is promised
+                self.finish()
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._raw is None or self._raw.is_completed()
+
+    def is_success(self) -> bool:
+        return self._error is None if self._raw is None else self._raw.is_success()
+
+    def exception(self) -> Any:
+        return self._error if self._raw is None else self._raw.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._tensors) if self._raw is None else self._raw.result()
+
+    def synchronize(self) -> None:
+        if self._raw is not None:
+            self._raw.synchronize()
+
+    def finish(self) -> None:
+        """Waits, once the communicator has failed, until the operation has let go of its tensors."""
+        raw = self._raw
+        if raw is not None:
+            try:
+                self._await(raw, NO_TIMEOUT)
+            except (RuntimeError, TimeoutError) as error:
+                self._error = self._error or self._failure(error, NO_TIMEOUT)
+            self._raw = None
+        self._settle()
+
+    def _arrived(self, future: Future[Any]) -> None:
+        try:
+            future.value()
+        except RuntimeError as error:
+            self._error = self._failure(error, NO_TIMEOUT)
+            self._communicator.fail(self._error)
+        self._raw = None
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._future is None or not self._settling.acquire(blocking=False):
+            return
+        if self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self._error)
+
+    def _await(self, raw: Work, timeout: timedelta) -> None:
+        """Waits in slices, so that an operation that will never wake can be given up.
+
+        :raises RuntimeError: what torch says about a failure.
+        :raises TimeoutError: ``timeout`` is over, or the patience with a failed communicator.
+        """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
+        waited = 0
+        while not self._poll(raw, min(SLICE, timeout) if timeout > NO_TIMEOUT else SLICE):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            if self._communicator.error is not None:
+                waited += 1
+                if waited > PATIENCE + total_bytes(self._tensors) // PATIENCE_BYTES:
+                    raise TimeoutError
+
+    def _poll(self, raw: Work, limit: timedelta) -> bool:
+        """Whether it is over."""
+        try:
+            raw.wait(limit)
+        except RuntimeError:
+            if raw.is_completed():
+                raise
+            return False
+        return True
+
+    def _failure(self, error: Exception, timeout: timedelta) -> Exception:
+        """What to tell of this operation: why its communicator failed if it did, else what torch or we found."""
+        first = self._communicator.error
+        if first is not None:
+            kind = ProcessGroupAbortedError if isinstance(first, ProcessGroupAbortedError) else ProcessGroupError
+            return kind(f"{self._operation} failed: {first}")
+        if isinstance(error, TimeoutError) or "imed out" in str(error):
+            limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
+            return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or gone")
+        return ProcessGroupError(f"{self._operation} failed: {plain(error)}")
+
+
+class TransferWork(BackendWork):
+    """A send or receive over Gloo, whose waits cannot be cut in slices: the first to run out would end the group."""
+
+    _waiting: concurrent.futures.Future[bool] | None = None
+
+    def get_future(self) -> Future[Any]:
+        raise ProcessGroupError(f"{self._operation} over Gloo has no future; call wait()")
+
+    def _poll(self, raw: Work, limit: timedelta) -> bool:
+        waiting = self._waiting
+        if waiting is None:
+            waiting = self._waiting = concurrent.futures.Future()
+            threading.Thread(target=_wait_into, args=(raw, waiting), name="keepstep-transfer", daemon=True).start()
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            return waiting.result(limit.total_seconds())
+        return False
+
+
+def _wait_into(raw: Work, outcome: concurrent.futures.Future[bool]) -> None:
+    try:
+        raw.wait()
+    except RuntimeError as error:
+        outcome.set_exception(error.with_traceback(None))
+    else:
+        outcome.set_result(True)
+
+
+def _finish(works: list[BackendWork]) -> None:
+    for work in works:
+        work.finish()
+
+
+def plain(error: Exception) -> str:
+    """What Gloo says, without the places in its source and its guess."""
+    return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
+
+
+def total_bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(total_bytes(one) for one in tensors) if isinstance(tensors, list | tuple) else 0
