@@ -36,6 +36,9 @@ STOP_SECONDS = 10.0
 FIRST_REQUEST_SECONDS = 10.0
 """A connection that has sent no request by then is cut: it would hold a descriptor for ever."""
 
+LINGER_SECONDS = 1.0
+"""For a peer that goes on sending a request that was already answered (a body that is too large)."""
+
 
 class BindError(KeepstepError):
     """The port could not be had."""
@@ -95,7 +98,9 @@ async def serving(
     )
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(_heard_from(silent))
-    runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2)
+    runner = web.AppRunner(
+        app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2, lingering_time=LINGER_SECONDS
+    )
     # Before the service starts: one whose port is taken must not touch its store.
     with _listening(service.name, host, port) as listener:
         try:

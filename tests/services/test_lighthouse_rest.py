@@ -1,0 +1,449 @@
+"""The REST surface: what is read, what is ordered, who may, and that the description tells the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from keepstep_lighthouse import admin
+from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from keepstep_lighthouse.events import Policy
+from keepstep_mesh.auth import Role, Tokens
+from keepstep_mesh.messages import Drain, Evicted, Heartbeat, MemberLost
+from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of, workers
+
+JOB = "/v1/jobs/job"
+
+
+class Rest:
+    def __init__(self, http: aiohttp.ClientSession, address: str) -> None:
+        self.http = http
+        self.address = address
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        return await self.call("GET", path, status)
+
+    async def post(self, path: str, body: Any = None, status: int = 202) -> Any:
+        return await self.call("POST", path, status, json=body)
+
+    async def call(self, method: str, path: str, status: int, **arguments: Any) -> Any:
+        async with asyncio.timeout(DEADLINE), self.http.request(method, self.address + path, **arguments) as response:
+            body = await response.json(content_type=None)
+            assert response.status == status, body
+            if status >= 400:
+                assert response.content_type == "application/problem+json"
+                assert body["status"] == status
+            return body
+
+
+@asynccontextmanager
+async def scene(count: int = 2, **settings: Any) -> AsyncIterator[tuple[Lighthouse, Rest, list[Worker]]]:
+    """A lighthouse and a job of ``count`` groups that had their first quorum."""
+    settings = {"policy": Policy(min_replicas=1, reconnect_grace=DEADLINE), **settings}
+    async with (
+        lighthouse(**settings) as one,
+        aiohttp.ClientSession() as http,
+        workers(one.address, count) as members,
+    ):
+        if members:
+            await round_of(members)
+        yield one, Rest(http, one.address), members
+
+
+# ---- reads
+
+
+async def test_health_readiness_and_metrics() -> None:
+    async with scene() as (_, rest, _members):
+        assert (await rest.get("/healthz"))["status"] == "ok"
+        assert (await rest.get("/readyz"))["status"] == "ready"
+        async with rest.http.get(f"{rest.address}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for line in (
+            "keepstep_lighthouse_ready 1.0",
+            "keepstep_lighthouse_epoch 1.0",
+            "keepstep_lighthouse_sessions 2.0",
+            'keepstep_quorum_id{job="job"} 1.0',
+            'keepstep_quorum_members{job="job"} 2.0',
+            'keepstep_quorum_rounds_total{job="job"} 1.0',
+            'keepstep_groups{job="job",state="training"} 2.0',
+        ):
+            assert line in lines
+
+
+async def test_the_cluster_is_told_under_the_address_that_was_asked() -> None:
+    async with scene() as (one, rest, _):
+        rest.address = rest.address.replace("127.0.0.1", "localhost")
+        assert await rest.get("/v1/cluster") == {
+            "leader": rest.address,
+            "epoch": 1,
+            "nodes": [{"address": rest.address, "leads": True, "epoch": 1, "trouble": None}],
+            "services": [],
+        }
+        assert one.address != rest.address
+
+
+async def test_jobs_and_one_job() -> None:
+    async with scene(3) as (_, rest, _members):
+        job = await rest.get(JOB)
+        assert await rest.get("/v1/jobs") == {"jobs": [job]}
+        assert job["policy"]["min_replicas"] == 1
+        assert {name: job[name] for name in ("job", "quorum_id", "members", "healthy", "sessions", "bans")} == {
+            "job": "job",
+            "quorum_id": 1,
+            "members": 3,
+            "healthy": 3,
+            "sessions": 3,
+            "bans": [],
+        }
+
+
+async def test_the_quorum_and_why_the_next_is_not_formed() -> None:
+    async with scene() as (one, rest, members):
+        quorum = await rest.get(f"{JOB}/quorum")
+        assert (quorum["quorum_id"], quorum["members"], quorum["epoch"]) == (1, ["r0:1", "r1:1"], 1)
+        assert 0 <= quorum["age_seconds"] < DEADLINE
+        await members[0].ask(1)
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ("r0:1",))
+        reason = (await rest.get(f"{JOB}/quorum"))["reason"]
+        assert reason["code"] == "majority"
+        assert "r1:1 heartbeats but has not asked" in reason["sentence"]
+
+
+async def test_replicas_by_name_and_by_incarnation() -> None:
+    async with scene() as (_, rest, members):
+        await members[0].send(Heartbeat())
+        every = (await rest.get(f"{JOB}/replicas"))["replicas"]
+        assert [(one["replica_id"], one["state"], one["member"]) for one in every] == [
+            ("r0:1", "training", True),
+            ("r1:1", "training", True),
+        ]
+        for spelled in ("r1", "r1:1", "r1%3A1"):
+            one = await rest.get(f"{JOB}/replicas/{spelled}")
+            assert (one["replica_id"], one["address"]) == ("r1:1", "http://r1:1")
+
+
+@pytest.mark.parametrize("path", ["", "/quorum", "/replicas", "/events", "/replicas/r0"])
+async def test_an_unknown_job_is_a_problem_that_names_those_there_are(path: str) -> None:
+    async with scene(1) as (_, rest, _members):
+        problem = await rest.get(f"/v1/jobs/elsewhere{path}", 404)
+        assert problem["detail"] == "there is no job 'elsewhere'; there are job"
+        assert problem["known"] == ["job"]
+
+
+async def test_an_unknown_replica_is_a_problem_that_names_those_there_are() -> None:
+    async with scene() as (_, rest, _members):
+        problems = [
+            await rest.get(f"{JOB}/replicas/r9", 404),
+            await rest.post(f"{JOB}/replicas/r9/evict", {"reason": "x"}, 404),
+            await rest.post(f"{JOB}/replicas/r9/drain", {"reason": "x"}, 404),
+        ]
+        for problem in problems:
+            assert "there are r0:1, r1:1" in problem["detail"]
+
+
+async def test_a_lighthouse_without_jobs_answers() -> None:
+    async with scene(0) as (_, rest, _members):
+        assert await rest.get("/v1/jobs") == {"jobs": []}
+        assert (await rest.get(JOB, 404))["detail"] == "there is no job 'job'; there is none"
+
+
+# ---- orders
+
+
+async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -> None:
+    async with scene() as (_, rest, members):
+        event = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
+        assert (event["kind"], event["replica_id"]) == ("evicted", "r1")
+        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0}
+        assert await members[1].next(Evicted) == Evicted("bad GPU", 0.0)
+        await members[1].ended()
+        assert "evicted by admin" in (await members[0].next(MemberLost)).reason
+        assert event in (await rest.get(f"{JOB}/events"))["events"]
+        assert (await rest.get(f"{JOB}/replicas/r1"))["state"] == "gone"
+        assert await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}) == event
+
+
+async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
+    async with scene() as (one, rest, _members):
+        await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad host", "ban_seconds": 500})
+        await rest.post(f"{JOB}/replicas/never-seen/evict", {"reason": "bad host", "ban_seconds": 500})
+        assert [ban["target"] for ban in (await rest.get(JOB))["bans"]] == ["r1", "never-seen"]
+        async with connection(one.address, "r1:2") as banned:
+            await banned.hello()
+            assert (await banned.refusal()).code == "banned"
+        event = await rest.post(f"{JOB}/replicas/r1/readmit")
+        assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1"})
+        assert await rest.post(f"{JOB}/replicas/r1/readmit", {}) == event
+        async with connection(one.address, "r1:2") as welcome:
+            await welcome.hello()
+            await eventually(lambda: len(one.sessions) == 2)
+
+
+async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
+    async with scene() as (_, rest, members):
+        event = await rest.post(f"{JOB}/replicas/r0/drain", {"reason": "maintenance"})
+        assert (event["kind"], event["replica_id"]) == ("drain", "r0:1")
+        assert await members[0].next(Drain) == Drain("maintenance")
+        assert (await rest.get(f"{JOB}/replicas/r0"))["draining"] is True
+        assert await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"}) == event
+
+
+async def test_an_order_that_can_do_nothing_says_why() -> None:
+    async with scene() as (_, rest, members):
+        await rest.post(f"{JOB}/replicas/r1:1/evict", {"reason": "x"})
+        await members[1].ended()
+        problem = await rest.post(f"{JOB}/replicas/r1/drain", {"reason": "x"}, 409)
+        assert "gone already" in problem["detail"]
+        problem = await rest.post(f"{JOB}/replicas/r0/readmit", {}, 409)
+        assert problem["detail"] == "nothing stands against r0"
+
+
+@pytest.mark.parametrize(
+    ("order", "body", "said"),
+    [
+        ("evict", b"{", "the body is not JSON"),
+        ("evict", b"\xff\xfe", "the body is not JSON"),
+        ("evict", b"[" * 100_000, "the body is not JSON"),
+        ("evict", b"[]", "must be a JSON object"),
+        ("evict", b"", "a field is missing; there are ban_seconds, reason"),
+        ("evict", b'{"reason": 5}', "reason must be text, not 5"),
+        ("evict", b'{"reason": null}', "reason must be text"),
+        ("evict", b'{"reason": "x", "ban_seconds": "1"}', "ban_seconds must be a number"),
+        ("evict", b'{"reason": "x", "ban_seconds": true}', "ban_seconds must be a number"),
+        ("evict", b'{"reason": "x", "ban_seconds": -1}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "ban_seconds": NaN}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "ban_seconds": 1e300}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "for": 1}', "unknown field 'for'"),
+        ("drain", b'{"ban_seconds": 1, "reason": "x"}', "unknown field 'ban_seconds'; there are reason"),
+        ("drain", json.dumps({"reason": "x" * 1001}).encode(), "at most 1000"),
+        ("readmit", b'{"reason": "x"}', "unknown field 'reason'; there is none"),
+    ],
+)
+async def test_a_body_that_will_not_do_is_a_problem_that_names_the_field(order: str, body: bytes, said: str) -> None:
+    async with scene() as (one, rest, _members):
+        problem = await rest.call("POST", f"{JOB}/replicas/r0/{order}", 400, data=body)
+        assert said in problem["detail"]
+        assert len(one.sessions) == 2
+
+
+async def test_a_body_without_end_is_cut_off() -> None:
+    async with scene(1) as (_, rest, _members):
+        await rest.call("POST", f"{JOB}/replicas/r0/evict", 413, data=io.BytesIO(b" " * 3_000_000))
+
+
+# ---- events
+
+
+async def test_events_are_paged_and_their_numbers_grow() -> None:
+    async with scene(3) as (_, rest, _members):
+        every = (await rest.get(f"{JOB}/events"))["events"]
+        assert [one["kind"] for one in every] == ["joined", "joined", "joined", "quorum"]
+        assert [one["id"] - (1 << 32) for one in every] == [1, 2, 3, 4]
+        page = await rest.get(f"{JOB}/events?after={every[0]['id']}&limit=2")
+        assert page == {"job": "job", "events": every[1:3], "after": every[2]["id"]}
+        assert (await rest.get(f"{JOB}/events?after={every[3]['id']}"))["events"] == []
+
+
+@pytest.mark.parametrize("query", ["after=-1", "after=x", "limit=1.5", "after=" + "9" * 30, "follow=yes", "limit=%00"])
+async def test_a_query_that_will_not_do_is_a_problem(query: str) -> None:
+    async with scene(1) as (_, rest, _members):
+        await rest.get(f"{JOB}/events?{query}", 400)
+
+
+async def next_event(stream: aiohttp.ClientResponse) -> dict[str, Any]:
+    async with asyncio.timeout(DEADLINE):
+        async for line in stream.content:
+            if line.startswith(b"data: "):
+                found: dict[str, Any] = json.loads(line[6:])
+                return found
+    raise AssertionError("the stream ended")
+
+
+async def test_a_follower_gets_what_there_is_then_what_happens() -> None:
+    async with scene() as (one, rest, _members):
+        async with rest.http.get(f"{rest.address}{JOB}/events?follow=1") as stream:
+            assert stream.content_type == "text/event-stream"
+            assert [(await next_event(stream))["kind"] for _ in range(3)] == ["joined", "joined", "quorum"]
+            await rest.post(f"{JOB}/replicas/r0/drain", {"reason": "x"})
+            drained = await next_event(stream)
+            assert drained["kind"] == "drain"
+        async with rest.http.get(
+            f"{rest.address}{JOB}/events?follow=1", headers={"Last-Event-ID": str(drained["id"] - 1)}
+        ) as again:
+            assert await next_event(again) == drained
+            ending = asyncio.create_task(again.read())
+            await one.stop()
+            async with asyncio.timeout(DEADLINE):
+                await ending
+
+
+async def test_followers_are_limited_and_one_that_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(admin, "SIGN_OF_LIFE_SECONDS", 0.05)
+    async with scene(1) as (_, rest, _members):
+        first = await rest.http.get(f"{rest.address}{JOB}/events?follow=1")
+        await rest.get(f"{JOB}/events?follow=1", 503)
+        first.close()
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                second = await rest.http.get(f"{rest.address}{JOB}/events?follow=1")
+                if second.status == 200:
+                    break
+                second.close()
+                await asyncio.sleep(0.05)
+        async with asyncio.timeout(DEADLINE):
+            while b"nothing new" not in await second.content.readline():
+                pass
+        second.close()
+
+
+async def test_a_follower_that_does_not_read_is_cut_off_and_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "SLOW_FOLLOWER_SECONDS", 0.2)
+    async with scene(1) as (one, rest, members):
+        host, port = rest.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b"GET /v1/jobs/job/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readline()
+        detail = {"filler": "x" * 100_000}
+        for _ in range(300):
+            one.events.add("job", "filler", "", detail, 0.0)
+        await round_of(members, 1)
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.sleep(1.0)
+                while await reader.read(1 << 16):
+                    pass
+                raise ConnectionResetError("ended early")
+        writer.close()
+        assert (await rest.get("/healthz"))["status"] == "ok"
+
+
+# ---- who may
+
+
+ACCESS = {
+    ("GET", "/healthz"): "anybody",
+    ("GET", "/readyz"): "anybody",
+    ("GET", "/openapi.json"): "anybody",
+    ("GET", "/metrics"): "worker service admin",
+    ("GET", "/v1/cluster"): "worker service admin",
+    ("GET", "/v1/jobs"): "worker service admin",
+    ("GET", "/v1/jobs/{job}"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/quorum"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/events"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/session"): "worker admin",
+    ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",
+    ("POST", "/v1/jobs/{job}/replicas/{replica_id}/drain"): "admin",
+    ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
+}
+TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
+
+
+def test_the_table_has_every_route() -> None:
+    routes = {(one.method, one.path) for one in Lighthouse(LighthouseSettings()).service().routes}
+    assert routes | {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")} == set(ACCESS)
+
+
+@pytest.mark.parametrize("asker", ["nobody", "stranger", *(role.value for role in Role)])
+async def test_each_route_lets_in_whom_the_table_says_and_nobody_else(asker: str) -> None:
+    token = {"nobody": None, "stranger": "stranger-" * 3}.get(asker) or getattr(TOKENS, asker, None)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with lighthouse(tokens=TOKENS) as one, aiohttp.ClientSession(headers=headers) as http:
+        for (method, path), roles in ACCESS.items():
+            url = one.address + path.format(job="job", replica_id="r0")
+            async with http.request(method, url) as response:
+                allowed = roles == "anybody" or asker in roles.split()
+                if allowed:
+                    assert response.status not in (401, 403), (method, path, asker)
+                else:
+                    assert response.status == (403 if asker in {role.value for role in Role} else 401), (method, path)
+                    assert (await response.json(content_type=None))["detail"]
+        assert not one.jobs
+
+
+async def test_a_session_needs_the_token_before_it_is_upgraded() -> None:
+    async with lighthouse(tokens=TOKENS) as one:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            async with connection(one.address, Authorization="Bearer wrong-wrong-wrong-wrong"):
+                pass
+        assert refused.value.status == 401
+        async with connection(one.address, Authorization=f"Bearer {TOKENS.worker}") as fine:
+            await fine.hello()
+            await fine.message()
+
+
+# ---- the description
+
+
+async def test_the_description_has_every_route_and_no_other() -> None:
+    async with scene(1) as (_, rest, _members):
+        paths = (await rest.get("/openapi.json"))["paths"]
+    assert {(method.upper(), path) for path, one in paths.items() for method in one} == set(ACCESS)
+    for (method, path), roles in ACCESS.items():
+        operation = paths[path][method.lower()]
+        named = [one["name"] for one in operation.get("parameters", []) if one["in"] == "path"]
+        assert named == re.findall(r"\{(\w+)\}", path)
+        if roles != "anybody" and path != "/metrics":
+            assert operation["x-roles"] == sorted(roles.split())
+        assert ("security" in operation) == (roles != "anybody")
+
+
+def check(value: Any, schema: dict[str, Any], schemas: dict[str, Any], where: str) -> None:
+    """The part of JSON Schema that the description uses."""
+    if "$ref" in schema:
+        check(value, schemas[schema["$ref"].rpartition("/")[2]], schemas, where)
+    elif "anyOf" in schema:
+        errors = []
+        for one in schema["anyOf"]:
+            try:
+                check(value, one, schemas, where)
+            except AssertionError as error:
+                errors.append(str(error))
+        assert len(errors) < len(schema["anyOf"]), errors
+    elif schema.get("type") == "object":
+        assert isinstance(value, dict), where
+        properties = schema.get("properties")
+        if properties is not None:
+            assert set(schema.get("required", ())) <= set(value) <= set(properties), where
+        for name, one in value.items():
+            inner = properties[name] if properties is not None else schema["additionalProperties"]
+            check(one, inner, schemas, f"{where}.{name}")
+    elif schema.get("type") == "array":
+        assert isinstance(value, list), where
+        for one in value:
+            check(one, schema["items"], schemas, f"{where}[]")
+    elif "type" in schema:
+        kind = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "null": type(None)}
+        assert isinstance(value, kind[schema["type"]]), f"{where}: {value!r} is no {schema['type']}"
+        assert value in schema.get("enum", [value]), where
+
+
+BODIES = {"evict": {"reason": "x", "ban_seconds": 5}, "drain": {"reason": "x"}}
+
+
+async def test_every_answer_is_as_described() -> None:
+    async with scene(2) as (_, rest, members):
+        document = await rest.get("/openapi.json")
+        schemas = document["components"]["schemas"]
+        await members[0].ask(1)
+        for path, operations in document["paths"].items():
+            order = path.rpartition("/")[2]
+            url = path.format(job="job", replica_id="r0" if order == "drain" else "r1")
+            for method, operation in operations.items():
+                for status, response in operation["responses"].items():
+                    if "application/json" in response.get("content", {}):
+                        answer = await rest.call(method.upper(), url, int(status), json=BODIES.get(order))
+                        check(answer, response["content"]["application/json"]["schema"], schemas, path)
+        problem = await rest.get("/v1/jobs/job/events?after=x", 400)
+        check(problem, schemas["Problem"], schemas, "problem")
