@@ -20,6 +20,7 @@ from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
+from keepstep_mesh.auth import Tokens, token_of_client, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
@@ -80,7 +81,8 @@ class LighthouseServer:
     """A lighthouse in a thread of its own, its state in memory.
 
     Args:
-        bind: ``host:port``; port 0 takes a free one.
+        bind: ``host:port``; port 0 takes a free one. ``[::]`` and ``0.0.0.0`` mean this machine only while no token is
+            set (``KEEPSTEP_WORKER_TOKEN`` ...).
         min_replicas: fewer never make a quorum.
         join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s.
         quorum_tick_ms: taken for compatibility; the lighthouse acts on events and has no tick.
@@ -106,10 +108,14 @@ class LighthouseServer:
             heartbeat_timeout=(heartbeat_timeout_ms or 5_000) / 1000,
         )
         host, _, port = bind.removeprefix("http://").rpartition(":")
-        host = "0.0.0.0" if host in ("[::]", "::", "") else host  # noqa: S104  torchft's spelling of "everywhere"
+        tokens = tokens_of_service(os.environ, None)
+        if host in ("[::]", "0.0.0.0", ""):  # noqa: S104  torchft's spelling of "everywhere"
+            host = "127.0.0.1" if tokens == Tokens() else "0.0.0.0"  # noqa: S104
         self._mesh = MeshThread("keepstep-lighthouse")
         try:
-            self._service: Lighthouse = Lighthouse(LighthouseSettings(bind=f"{host}:{port}", policy=policy))
+            self._service: Lighthouse = Lighthouse(
+                LighthouseSettings(bind=f"{host}:{port}", policy=policy, tokens=tokens)
+            )
             self._mesh.call(self._service.start(), 30.0)
         except BaseException:
             self._mesh.stop()
@@ -148,7 +154,7 @@ class LighthouseClient:
                         addresses=self._addresses,
                         job=variable("JOB") or "default",
                         replica_id=replica_id,
-                        token=variable("TOKEN"),
+                        token=token_of_client(),
                         connect_timeout=self._connect_timeout,
                     ),
                     lambda _: None,
@@ -240,7 +246,7 @@ class ManagerServer:
     ) -> None:
         addresses = split_addresses(lighthouse_addr)
         port = bind.rpartition(":")[2]
-        token = variable("TOKEN")
+        token = token_of_client()
         self._mesh = MeshThread("keepstep-manager-server")
         self._failed = ""
         self._server = GroupServer(
@@ -314,7 +320,7 @@ class ManagerClient:
                 group_rank,
                 0,
                 int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                variable("TOKEN"),
+                token_of_client(),
                 lambda _: None,
                 lambda _: None,
             )
@@ -377,7 +383,7 @@ class ManagerClient:
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What rank ``rank`` of the server's group gave for its peers."""
         return self._mesh.call(
-            checkpoint_metadata(self._addr, rank, variable("TOKEN"), timeout.total_seconds()),
+            checkpoint_metadata(self._addr, rank, token_of_client(), timeout.total_seconds()),
             timeout.total_seconds() + 1,
         )
 

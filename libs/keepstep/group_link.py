@@ -19,6 +19,7 @@ from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import MeshThread
 from keepstep.rank_client import RankClient
+from keepstep_mesh.auth import token_of_client
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
@@ -88,7 +89,7 @@ class LinkSettings:
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),
-            token=environment.variable("TOKEN"),
+            token=token_of_client(),
             heartbeat_interval=heartbeat_interval,
             connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,

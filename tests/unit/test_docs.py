@@ -1,0 +1,78 @@
+"""What the code offers stands in the documentation: variables, routes, events, metrics, exit codes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+SOURCE = {path: path.read_text() for folder in ("libs", "services") for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def found(pattern: str, folder: str = "") -> list[str]:
+    return sorted({m for path, text in SOURCE.items() if folder in str(path) for m in re.findall(pattern, text)})
+
+
+VARIABLES = sorted(
+    {
+        *found(r"\"(KEEPSTEP_[A-Z_]+[A-Z])\""),
+        *(f"KEEPSTEP_{name}" for name in found(r"(?:variable|seconds|integer)\(\"([A-Z_]+)\"", "libs/keepstep/")),
+    }
+)
+
+
+def test_there_are_variables_to_look_for():
+    assert {"KEEPSTEP_TIMEOUT_SEC", "KEEPSTEP_STEP_LOG", "KEEPSTEP_JOB"} <= set(VARIABLES)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_every_variable_is_documented(name):
+    assert name in DOCS
+
+
+@pytest.mark.parametrize("kind", found(r"_(?:log|part)\(\s*(?:group, )?\"([a-z_]+)\"", "keepstep_lighthouse/core.py"))
+def test_every_event_is_documented(kind):
+    assert f"`{kind}`" in DOCS
+
+
+@pytest.mark.parametrize("name", found(r"MetricFamily\(\s*\"([a-z_]+)\""))
+def test_every_metric_is_documented(name):
+    assert f"`{name}" in DOCS
+
+
+def test_every_route_is_documented():
+    from keepstep_lighthouse.app import Lighthouse
+    from keepstep_lighthouse.settings import LighthouseSettings
+
+    for route in Lighthouse(LighthouseSettings()).service().routes:
+        path = route.path.replace("{replica}", "{replica_id}")
+        assert f"`{route.method} {path}`" in DOCS
+
+
+@pytest.mark.parametrize("code", found(r"EXIT_[A-Z_]+ = (\d+)"))
+def test_every_exit_code_of_a_trainer_is_documented(code):
+    assert f"\n| {code} |" in DOCS
+
+
+def test_every_link_of_the_documentation_leads_somewhere():
+    for page in (
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks/README.md",
+    ):
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_test_named_in_the_documentation_exists():
+    named = set(re.findall(r"`(test_[a-z0-9_]+)`", DOCS))
+    written = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert len(named) >= 20
+    assert named <= written
