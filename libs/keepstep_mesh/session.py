@@ -363,6 +363,7 @@ class LighthouseSession:
     def _tick(self) -> None:
         """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
         now = self._loop.time()
+        stalled = self._timer is not None and now - self._timer.when() > self.heartbeat_timeout / 4
         due = []
         if self._asker is not None:
             deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
@@ -374,15 +375,15 @@ class LighthouseSession:
             if now - self._last_sent >= self.heartbeat_interval:
                 self._send(Heartbeat())
             due.append(self._last_sent + self.heartbeat_interval)
-            self._watch(self._link, now)
+            self._watch(self._link, now, stalled=stalled)
         self._set_timer(min(due, default=None))
 
-    def _watch(self, link: Link, now: float) -> None:
-        """Ends a connection whose other end went silent. A stall of our own gives it its second half again."""
+    def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
+        """Ends a connection whose other end went silent. ``stalled``: it was we who slept, so it is asked again."""
         half = self.heartbeat_timeout / 2
         if now - link.last_received < half:
             self._pinged = 0.0
-        elif not self._pinged:
+        elif not self._pinged or stalled:
             self._pinged = now
             link.ping()
         elif now - self._pinged >= half:

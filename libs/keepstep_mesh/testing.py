@@ -152,13 +152,14 @@ class ScriptedSession:
         """Set with every heartbeat."""
         self.hello: Hello
         self.link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_FRAME_BYTES, unsent_bytes=1 << 28)
-        self.opened: asyncio.Future[ScriptedSession] = asyncio.get_running_loop().create_future()
+        self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """True with the hello; False when the worker went away before."""
 
     def _on_frame(self, frame: bytes) -> None:
         message = codec.decode(frame)
         if isinstance(message, Hello):
             self.hello = message
-            self.opened.set_result(self)
+            self.greeted.set_result(True)
         elif message.kind == "beat":
             self.heartbeats += 1
             self.heard.set()
@@ -167,8 +168,8 @@ class ScriptedSession:
 
     def _on_lost(self, _reason: str) -> None:
         self.received.put_nowait(None)
-        if not self.opened.done():
-            self.opened.cancel()
+        if not self.greeted.done():
+            self.greeted.set_result(False)
 
     def send(self, message: codec.Message) -> None:
         self.link.send(codec.encode(message))
@@ -223,8 +224,8 @@ class ScriptedLighthouse:
     async def session(self, *, welcome_epoch: int | None = 1) -> ScriptedSession:
         """The next session, its hello read; welcomed unless ``welcome_epoch`` is None."""
         async with asyncio.timeout(DEADLINE):
-            session = await self._sessions.get()
-            await session.opened
+            while not await (session := await self._sessions.get()).greeted:
+                pass
         if welcome_epoch is not None:
             session.welcome(welcome_epoch)
         return session

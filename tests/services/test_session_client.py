@@ -426,8 +426,8 @@ async def test_a_lighthouse_that_is_not_ready_is_tried_again() -> None:
 
 
 async def test_a_start_without_any_lighthouse_says_why() -> None:
-    worker = Worker(NOWHERE, connect_timeout=0.2)
-    with pytest.raises(TimeoutError, match=rf"no lighthouse welcomed r0:1 within 0\.2 s: {NOWHERE}: Cannot connect"):
+    worker = Worker(NOWHERE, connect_timeout=1.0)
+    with pytest.raises(TimeoutError, match=rf"no lighthouse welcomed r0:1 within 1 s: {NOWHERE}: Cannot connect"):
         await worker.session.start()
     with pytest.raises(SessionClosed):
         await worker.ask()
@@ -436,13 +436,13 @@ async def test_a_start_without_any_lighthouse_says_why() -> None:
 async def test_a_start_where_nobody_welcomes_says_so(monkeypatch) -> None:
     monkeypatch.setattr(session_module, "WELCOME_SECONDS", 0.05)
     async with scripted_lighthouse() as lighthouse:
-        worker = Worker(lighthouse.url, connect_timeout=0.3)
+        worker = Worker(lighthouse.url, connect_timeout=2.0)
         with pytest.raises(TimeoutError, match=r"connected, but no welcome within 0\.05 s"):
             await worker.session.start()
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_module, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(session_module, "CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):
