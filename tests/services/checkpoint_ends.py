@@ -113,9 +113,10 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                self._sockets.append(client)
                 server = socket.create_connection(self._target)
+                self._sockets.append(server)
                 self.connections += 1
-                self._sockets += [client, server]
                 for function, arguments in ((self._up, ()), (self._down, (self.connections,))):
                     self._threads.append(threading.Thread(target=function, args=(client, server, *arguments)))
                     self._threads[-1].start()
@@ -144,12 +145,15 @@ class Proxy:
         return self
 
     def __exit__(self, *_):
-        for one in list(self._sockets):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
         for thread in self._threads:
             thread.join()
+        for one in self._sockets:
+            one.close()
 
 
 def eventually(condition, seconds=30.0):

@@ -18,8 +18,7 @@ MINUTE = timedelta(seconds=60)
 
 
 def state_of(step: int, mib: int) -> dict[str, object]:
-    generator = torch.Generator().manual_seed(step)
-    weights = torch.randint(0, 1 << 30, (mib << 17,), dtype=torch.int64, generator=generator)
+    weights = torch.arange(step << 40, (step << 40) + (mib << 17))
     return {"user": {"model": {"weights": weights, "bias": torch.full((3,), float(step))}}, "manager": {"step": step}}
 
 

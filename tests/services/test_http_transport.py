@@ -225,11 +225,11 @@ def test_fifty_transfers_leave_threads_descriptors_and_memory_as_they_were(trans
 
 def test_memory_is_one_copy_at_the_source_and_none_at_the_joiner(transports):
     source, joiner, me = transports(), transports(), psutil.Process()
-    live, into = state_of(1, 256), blank(256)
+    live, into = state_of(1, 128), blank(128)
     before = me.memory_info().rss
     for step in range(1, 4):
         source.send_checkpoint([1], step, live, MINUTE)
         joiner.recv_checkpoint(0, source.metadata(), step, MINUTE, into=into)
-    assert me.memory_info().rss < before + (256 + 64) * MIB
+    assert me.memory_info().rss < before + (128 + 48) * MIB
     assert weights(into).equal(weights(live))
     assert weights(live).nbytes > 8 * CHUNK_BYTES

@@ -80,13 +80,13 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_its_memory_is_reused(transpo
 
 def test_a_reader_killed_in_the_middle_disturbs_nobody(transports):
     source = transports(timeout=timedelta(seconds=5))
-    source.send_checkpoint([1], 1, state_of(1, 128), MINUTE)
+    source.send_checkpoint([1], 1, state_of(1, 64), MINUTE)
     with peer("reader", source.metadata(), 1) as process:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-    source.send_checkpoint([1], 2, state_of(2, 128), MINUTE)
-    assert same(transports().recv_checkpoint(0, source.metadata(), 2, MINUTE), state_of(2, 128))
+    source.send_checkpoint([1], 2, state_of(2, 64), MINUTE)
+    assert same(transports().recv_checkpoint(0, source.metadata(), 2, MINUTE), state_of(2, 64))
     eventually(lambda: len(source._staging._holds) == 1)
 
 
@@ -94,20 +94,20 @@ def test_a_reader_killed_in_the_middle_disturbs_nobody(transports):
 
 
 def test_a_source_killed_in_the_middle_is_an_error_that_says_the_target_is_torn(transports):
-    with peer("source", 256) as process:
+    with peer("source", 96) as process:
         url = process.stdout.readline().strip()
-        into = blank(256)
+        into = blank(96)
         with pytest.raises(TransferError, match="source of step 1 is lost") as caught:
             transports().recv_checkpoint(0, url, 1, MINUTE, into=into, progress=lambda *_: process.kill())
         assert caught.value.torn
-    with peer("source", 256) as process:
+    with peer("source", 96) as process:
         url = process.stdout.readline().strip()
         assert weights(transports().recv_checkpoint(0, url, 1, MINUTE, into=into)) is weights(into)
-        assert weights(into).equal(weights(state_of(1, 256)))
+        assert weights(into).equal(weights(state_of(1, 96)))
 
 
 def test_a_frozen_source_is_a_timeout_at_the_deadline(transports):
-    with peer("source", 256) as process:
+    with peer("source", 96) as process:
         url = process.stdout.readline().strip()
         with pytest.raises(TimeoutError, match=r"step 1 from .* was not received within 2.0 s"):
             transports().recv_checkpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Args:
         timeout: longest that a reader waits here for a step to be staged, and that it may take for one chunk of 8 MiB.
-        num_chunks: parallel streams of ``recv_checkpoint``; 0 and 1 are one stream on the calling thread.
+        num_chunks: parallel streams of ``recv_checkpoint``, at most 32; 0 and 1: one, on the calling thread.
         hostname: address to serve on and to advertise; default: that of the interface with the default route.
         token: bearer token that readers must show, and that this transport shows when it reads.
     """
@@ -46,6 +46,7 @@ class HTTPTransport(CheckpointTransport[T]):
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
         self._staging = StagingArea(self._server.cut_off)
         self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")
+        self._hashing: Future[None] | None = None
         self._staged: Snapshot | None = None
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
@@ -61,17 +62,20 @@ class HTTPTransport(CheckpointTransport[T]):
         return f"{self.metadata()}/checkpoint/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push, ``timeout`` that of the constructor.
+        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push.
 
         Raises ``UnsupportedValue`` that names the path of a value that cannot be stored.
         """
-        del dst_ranks, timeout
+        del dst_ranks
         if self._shut_down:
             raise RuntimeError("the transport is shut down")
         self._server.serve(None)
+        self._staged = None
+        if self._hashing is not None:  # of the snapshot before: long done, unless steps take milliseconds
+            self._hashing.result(timeout.total_seconds())
         snapshot = self._staging.stage(step, state_dict)
         snapshot.hold()
-        self._hasher.submit(_hash, snapshot)
+        self._hashing = self._hasher.submit(_hash, snapshot)
         self._staged = snapshot
         self.allow_checkpoint(step)
 

@@ -92,7 +92,7 @@ class CheckpointServer:
         self._leases: dict[str, _Lease] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._main = self._loop.create_task(self._accept())
+        self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-checkpoint-server", daemon=True)
         self._thread.start()
 
@@ -110,9 +110,11 @@ class CheckpointServer:
 
     def stop(self, wait: bool) -> None:
         """Closes the port and every connection. ``wait``: returns when the thread has ended."""
-        self._call(self._main.cancel)
+        self._call(self._stopping.set)
         if wait:
             self._thread.join(SHUTDOWN_TIMEOUT_SECONDS)
+            if self._thread.is_alive():
+                log.error("the checkpoint server does not end", port=self.port, seconds=SHUTDOWN_TIMEOUT_SECONDS)
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
         try:
@@ -122,38 +124,50 @@ class CheckpointServer:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            log.debug("checkpoint server stopped", port=self.port)
+            self._loop.run_until_complete(self._serve())
         finally:
             self._loop.close()
+        log.debug("checkpoint server stopped", port=self.port)
 
-    async def _accept(self) -> None:
+    async def _serve(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)  # sock_accept loses a connection when it is cancelled
         try:
-            while True:
-                try:
-                    connection, peer = await self._loop.sock_accept(self._listener)
-                except OSError as error:
-                    log.warning("cannot accept a connection", port=self.port, reason=str(error))
-                    await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
-                    continue
-                if len(self._connections) >= MAX_CONNECTIONS:
-                    log.warning("too many connections to the checkpoint server", peer=peer[0], limit=MAX_CONNECTIONS)
-                    connection.close()
-                    continue
-                task = self._loop.create_task(self._converse(connection, peer[0]))
-                self._connections.add(task)
-                task.add_done_callback(partial(self._forget, connection))
+            await self._stopping.wait()
         finally:
+            self._loop.remove_reader(self._listener)
             self._listener.close()
             self._end_leases(None)
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
 
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("cannot accept connections for a moment", port=self.port, reason=str(error))
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            log.warning("too many connections to the checkpoint server", peer=peer[0], limit=MAX_CONNECTIONS)
+            connection.close()
+            return
+        task = self._loop.create_task(self._converse(connection, peer[0]))
+        self._connections.add(task)
+        task.add_done_callback(partial(self._forget, connection))
+
+    def _accept_again(self) -> None:
+        if not self._stopping.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
     def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
         connection.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the checkpoint server failed a reader", exc_info=error)
 
     async def _converse(self, connection: socket.socket, peer: str) -> None:
         """All requests of one connection, one after the other."""
@@ -318,9 +332,8 @@ class CheckpointServer:
 
 def listen(host: str) -> socket.socket:
     """A listening socket on ``host``, on all interfaces where ``host`` is no address of this machine (behind a NAT)."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setblocking(False)
