@@ -15,9 +15,11 @@ The rules that this file keeps (those that form a quorum stand in ``quorum_rules
   is not written.
 * A request that was answered and comes again after a reconnect gets the same answer while that answer is current, and
   starts no new round. It is no longer current once a member was lost or the round was broken.
-* ``RoundBroken`` goes to the members that hold an answer which can never be completed: another member gave its
-  request up, asks for the same step without having had it, or (after a takeover) did not get it from the lighthouse
-  before.
+* ``RoundBroken`` goes to the members that hold an answer which can no longer be completed by all, so that nobody waits
+  for a peer that will not come: a member did not commit that step, gave its request up, asks for the same step without
+  having had the answer, did not get it from the lighthouse before (after a takeover), or the job went on without it.
+  When a member left, so are those that have not finished that step ``reconnect_grace`` later: it may have left after
+  a step that it did not commit.
 * After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
   or ``takeover_grace`` is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
   grace.
@@ -110,6 +112,8 @@ class JobCore:
         """Not all members can complete the last answer."""
         self._layout = ""
         """The layout that was last found to be the job's."""
+        self._left: tuple[float, Group] | None = None
+        """When the first member left since the quorum was last announced."""
         self._awake_since = now
         self._verdict = Verdict("nobody")
         self._formed: Reason | None = None
@@ -281,6 +285,8 @@ class JobCore:
         if request.commit_failures:
             self._reports.add(group.replica_id)
             self._lose_reported(now)
+        if answer is not None and request.commit_failures:
+            self._break_round(f"{group.replica_id} did not commit the step", group)
         elif answer is not None and request.step <= answer.step and session != group.answered_session:
             self._break_round(f"{group.replica_id} lost its connection before it had the answer", group)
 
@@ -299,7 +305,7 @@ class JobCore:
         sessions = tuple(group.session for group in holding if group.session is not None)
         if sessions:
             self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
-        self._log("round_broken", without.replica_id, reason=reason)
+            self._log("round_broken", without.replica_id, reason=reason)
 
     def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
         """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
@@ -335,6 +341,8 @@ class JobCore:
             self._out.append(EndSession(group.session))
         self._forget(group, f"{kind}: {reason}", now)
         self._log(kind, group.replica_id, reason=reason)
+        if group.member and self._left is None:
+            self._left = now, group
         self._lose_reported(now)
 
     def _lose(self, group: Group, reason: str, now: float) -> None:
@@ -425,7 +433,8 @@ class JobCore:
             return max(self._takeover.until, self._awake_since)
         silent = [group.heard_at + policy.heartbeat_timeout for group in islice(self._groups.by_session.values(), 1)]
         away = [group.closed_at + policy.reconnect_grace for group in islice(self._groups.suspects.values(), 1)]
-        return max(min(silent + away), self._awake_since) if silent or away else None
+        left = [self._left[0] + policy.reconnect_grace] if self._left else []
+        return max(min(silent + away + left), self._awake_since) if silent or away or left else None
 
     def _tick(self, now: float) -> None:
         self._deny_overdue(now)
@@ -464,6 +473,10 @@ class JobCore:
             if group.session is not None:
                 self._out.append(EndSession(group.session))
             self._lose(group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
+        if self._left is not None and now >= self._left[0] + policy.reconnect_grace:
+            _, group = self._left
+            self._left = None
+            self._break_round(f"{group.replica_id} left, so what it did not contribute will not come", group)
 
     def _end_grace(self, now: float) -> None:
         """Who was silent or away meanwhile is judged at the next tick."""
@@ -490,43 +503,50 @@ class JobCore:
             self._verdict = judge(self._groups, len(self.record.members), record.policy, None, now)
 
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
-        record, groups = self.record, self._groups
-        chosen = choose(groups, len(record.members), record.policy)
-        same = len(chosen) == len(record.members) and all(group.member for group in chosen)
-        failed = any(group.request is not None and group.request.commit_failures for group in chosen)
-        changed = not same or failed or bool(self._lost)
-        if changed:
-            if not same:
-                self._set_members(chosen)
-            members = tuple(group.replica_id for group in chosen)
-            quorum_id, created_ms = record.quorum_id + 1, int(now_unix * 1000)
-            self._persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
+        groups, policy, before = self._groups, self.record.policy, self.record.quorum_id
+        chosen = choose(groups, len(self.record.members), policy)
+        left_behind = self._next_quorum(chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
-        room = record.policy.max_replicas - len(chosen) if record.policy.max_replicas else left_out
+        room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         announce = self._announcer.announce(chosen, self.record, max(0, min(left_out, room)))
         groups.close_round(announce, chosen, now)
         self._out.append(announce)
         self._takeover.forget_answers()
-        self._broken = False
+        self._broken, self._left = False, None
         self._lost.clear()
         self._reports.clear()
-        names = (
-            sorted(group.replica_id for group in groups if group.kept_out is None and not group.member)
-            if left_out
-            else []
-        )
-        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names)
-        if changed:
-            self._log(
-                "quorum",
-                "",
-                quorum_id=announce.quorum_id,
-                members=list(self.record.members),
-                reason=self._formed.sentence,
+        if left_behind:
+            self._out.append(
+                Tell(left_behind, RoundBroken(before, f"quorum {before} is over, the job went on without it"))
             )
+        names = sorted(g.replica_id for g in groups if g.kept_out is None and not g.member) if left_out else []
+        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names)
+        if announce.quorum_id != before:
+            members = list(self.record.members)
+            self._log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
         for group in given_up:
             self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+
+    def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
+        """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.
+
+        Returns the sessions of members that are not in it and are at work under the quorum before. Who heals is none of
+        them: a heal that completes is of use.
+        """
+        record = self.record
+        left_behind: tuple[int, ...] = ()
+        same = len(chosen) == len(record.members) and all(group.member for group in chosen)
+        failed = any(group.request is not None and group.request.commit_failures for group in chosen)
+        if same and not failed and not self._lost:
+            return ()
+        if not same:
+            at_work = [g for g in self._groups if g.member and g.request is None and g.healing is None]
+            left_behind = tuple(g.session for g in at_work if g.session is not None)
+            self._set_members(chosen)
+        members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
+        self._persist(replace(record, quorum_id=record.quorum_id + 1, members=members, created_ms=created_ms))
+        return left_behind
 
     def _set_members(self, members: list[Group]) -> None:
         self._groups.set_members(self.record.members, members)

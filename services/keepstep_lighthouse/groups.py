@@ -244,12 +244,13 @@ class Groups:
         self._drop_stale_deadlines()
 
     def set_members(self, before: tuple[str, ...], members: list[Group]) -> None:
-        """Another quorum. Only between rounds: to be followed by ``close_round``."""
+        """Another quorum: ``members`` instead of ``before``."""
         for replica_id in before:
             if (group := self.by_id.get(replica_id)) is not None:
                 group.member = False
         for group in members:
             group.member = True
+        self.members_asking = sum(group.member for group in (*self.asking.values(), *self.passed_over.values()))
 
     def next_request_deadline(self) -> float | None:
         while self._deadlines:

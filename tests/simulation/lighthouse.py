@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
 
+MAX_TICKS_AT_ONCE = 10
+
+
 class Store:
     """What outlives the lighthouse."""
 
@@ -63,8 +66,10 @@ class Lighthouse:
         self._outbox: list[Decision | Connection] = []
         self._writing = False
         self._inbox: list[tuple[Connection, Any]] = []
+        self._cancelled: set[tuple[int, int]] = set()
         self._listed: dict[int, int] = {}
         self._tick_at: float | None = None
+        self._ticked, self._ticks = -1.0, 0
         self._set_timer()
 
     @property
@@ -121,6 +126,7 @@ class Lighthouse:
             case QuorumRequest():
                 self.handle(Asked(number, message))
             case CancelRequest(request):
+                self._cancelled.add((number, request))
                 self.handle(Cancelled(number, request))
             case Healing(done, total, rate):
                 self.handle(HealProgress(number, done, total, rate))
@@ -135,6 +141,12 @@ class Lighthouse:
         decisions: list[Decision | Connection] = [*self.core.handle(event, self.now, self.now)]
         self.sim.after_event(self.core)
         self.sim.trace_event(event, decisions)
+        for decision in decisions:
+            if isinstance(decision, Announce):
+                if gone := [number for number, _ in decision.to if number not in self.connections]:
+                    self.sim.violated(f"sessions {gone} are over and in quorum {decision.quorum_id}")
+                if self._cancelled.intersection(decision.to):
+                    self.sim.violated(f"a cancelled request is in quorum {decision.quorum_id}")
         if welcome is not None and EndSession(welcome.number) not in decisions:
             place = next((i for i, one in enumerate(decisions) if isinstance(one, Tell | Announce)), len(decisions))
             decisions.insert(place, welcome)
@@ -209,6 +221,10 @@ class Lighthouse:
         if not self.alive or self.asleep or due != self._tick_at:
             return
         self._tick_at = None
+        self._ticks = self._ticks + 1 if self._ticked == self.now else 0
+        self._ticked = self.now
+        if self._ticks > MAX_TICKS_AT_ONCE:
+            self.sim.violated("the core wants tick after tick and time stands still")
         for connection in self.connections.values():  # heartbeats, without an event for each
             if not connection.parted and self.sim.beats(self.replica_of[connection.number]):
                 self.core.heard(connection.number, self.now)

@@ -124,6 +124,10 @@ class Simulation:
         if self._states.setdefault(key, worker.state) != worker.state:
             self.violated(f"{worker.replica_id} stands at step {key[0]}, lineage {key[1]!r}, in a state of its own")
 
+    def check_plan(self, worker: Worker, plan: QuorumPlan) -> None:
+        if self._memberships[plan.quorum_id] != plan.replica_ids:
+            self.violated(f"{worker.replica_id} believes that quorum {plan.quorum_id} is {plan.replica_ids}")
+
     def after_event(self, core: JobCore) -> None:
         self._events += 1
         if self._careful or self._events % 64 == 0:

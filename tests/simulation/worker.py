@@ -36,7 +36,8 @@ from simulation.network import FIN, Connection
 if TYPE_CHECKING:
     from simulation.simulator import Simulation
 
-COLLECTIVE_TIMEOUT = 6.0
+COLLECTIVE_TIMEOUT = 1000.0
+"""Longer than any simulation: who waits for a peer that will not come has to be told."""
 REQUEST_TIMEOUT = 25.0
 HEAL_REPORT = 0.5
 
@@ -226,6 +227,7 @@ class Worker:
         if quorum is None:
             return
         self.plan = plan = make_plan(quorum, self.replica_id)
+        self.sim.check_plan(self, plan)
         self._attempt += 1
         self._errored, self._result, self._collective = self.fail_next, None, None
         self.fail_next = False

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from core_driver import Driver
 from keepstep_lighthouse.core import LATE_SECONDS
 from keepstep_lighthouse.events import Announce, Decision, EndSession, Policy, Tell
+from keepstep_lighthouse.views import ReplicaState
 from keepstep_mesh.messages import Denied, HeldAnswer, MemberInfo
 
+GONE = ReplicaState.GONE
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1", "d:1"])
 TARGETS = st.sampled_from(["a", "b", "a:1", "b:2", "nobody"])
 
@@ -29,6 +31,9 @@ class Onlooker(RuleBasedStateMachine):
         self.evicted: set[str] = set()
 
     def onlook(self, decisions: Sequence[Decision]) -> None:
+        here = {view.replica_id for view in self.driver.core.replicas(self.driver.now) if view.state is not GONE}
+        for replica_id in set(self.driver.requests) - here:
+            del self.driver.requests[replica_id]  # forgotten with the group: it may count from one again
         sessions = self.driver.replica_of
         for decision in decisions:
             match decision:
@@ -149,6 +154,7 @@ class Onlooker(RuleBasedStateMachine):
     @rule()
     def the_lighthouse_restarts(self) -> None:
         self.requests.clear()
+        self.driver.requests.clear()
         self.driver.restart()
 
     @invariant()
