@@ -256,7 +256,6 @@ class JobCore:
     def _closed(self, group: Group, now: float) -> None:
         self._groups.disconnect(group, now)
         self._log("suspect", group.replica_id, member=group.member)
-        self._lose_reported(now)
 
     # ---- requests
 
@@ -343,7 +342,6 @@ class JobCore:
         self._log(kind, group.replica_id, reason=reason)
         if group.member and self._left is None:
             self._left = now, group
-        self._lose_reported(now)
 
     def _lose(self, group: Group, reason: str, now: float) -> None:
         """The group is lost; the live members of its quorum are told. The shell has ended its session or is told to."""
@@ -351,7 +349,6 @@ class JobCore:
         self._log("lost", group.replica_id, reason=reason, member=group.member)
         if group.member:
             self._tell_lost(group.replica_id, reason)
-            self._lose_reported(now)
 
     def _tell_lost(self, replica_id: str, reason: str) -> None:
         self._broken = True
@@ -371,11 +368,8 @@ class JobCore:
             return
         for group in list(self._groups.suspects.values()):
             reports = len(self._reports) - (group.replica_id in self._reports)
-            if group.member and 2 * reports > others and self._is_here(group):
+            if group.member and 2 * reports > others:
                 self._lose(group, "its connection ended and most of its quorum report it broken", now)
-
-    def _is_here(self, group: Group) -> bool:
-        return self._groups.by_id.get(group.replica_id) is group
 
     def _forget(self, group: Group, reason: str, now: float) -> None:
         self._gone.append((now, gone_view(group, self._groups, self.record, now, reason)))
@@ -405,8 +399,7 @@ class JobCore:
             if group.session is not None:
                 self._tell(group.session, Evicted(order.reason, order.ban_seconds))
                 self._out.append(EndSession(group.session))
-            if self._is_here(group):
-                self._lose(group, f"evicted by {order.by}: {order.reason}", now)
+            self._lose(group, f"evicted by {order.by}: {order.reason}", now)
         for replica_id in absent:
             self._give_up_absent(replica_id, f"evicted by {order.by}: {order.reason}")
             self._came_back(replica_id, now)
@@ -465,8 +458,7 @@ class JobCore:
         for group in list(self._groups.suspects.values()):
             if now < group.closed_at + policy.reconnect_grace:
                 break
-            if self._is_here(group):
-                self._lose(group, f"its connection ended and it did not come back in {policy.reconnect_grace:g} s", now)
+            self._lose(group, f"its connection ended and it did not come back in {policy.reconnect_grace:g} s", now)
         for group in list(self._groups.by_session.values()):
             if now < group.heard_at + policy.heartbeat_timeout:
                 break
@@ -496,6 +488,7 @@ class JobCore:
     # ---- forming a quorum
 
     def _settle(self, now: float, now_unix: float) -> None:
+        self._lose_reported(now)
         record = self.record
         self._verdict = judge(self._groups, len(record.members), record.policy, self._takeover.until, now)
         if self._verdict.code in ANNOUNCING:

@@ -468,6 +468,18 @@ def test_members_are_not_flooded_when_most_of_the_job_dies_at_once() -> None:
     assert len(announced(driver.asks("r00", failures=1)).members) == 1
 
 
+def test_a_thousand_groups_that_die_at_once_are_no_burden() -> None:
+    driver = Driver(min_replicas=1)
+    driver.validates = False
+    everybody = [f"r{number:04}" for number in range(1200)]
+    driver.start(*everybody)
+    for replica_id in everybody[1:]:
+        driver.closes(replica_id)
+    driver.passes(0.2)
+    driver.core.validate()
+    assert members(announced(driver.asks("r0000", failures=1))) == ["r0000"]
+
+
 def test_a_minority_that_reports_its_quorum_broken_does_not_end_the_grace() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b", "c", "d", "e")
