@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GroupName,
     ReduceOp,
     ReduceScatterOptions,
     Store,
@@ -49,6 +50,7 @@ class ProcessGroup(TorchProcessGroup):
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size, which are asked of ours
+        self._name: GroupName | None = None
 
     def configure(  # torchft's signature
         self,
@@ -216,6 +218,19 @@ class ProcessGroup(TorchProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         raise NotImplementedError
+
+    def _set_group_name(self, name: GroupName) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> GroupName:
+        """Under which torch registered the group."""
+        if self._name is None:
+            raise ProcessGroupError(f"{self!r} has no name before it is registered")
+        return self._name
+
+    def getGroupName(self) -> GroupName:  # noqa: N802
+        return self.group_name
 
     def register(self, name: str) -> ProcessGroup:
         """Makes the group known to ``torch.distributed`` (which must be initialised), under ``name``.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import structlog
 import torch
-from torch.distributed.distributed_c10d import ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
@@ -219,5 +219,5 @@ class ManagedProcessGroup(ProcessGroup):
         if operation not in {"allreduce", "allreduce_coalesced"}:
             raise ProcessGroupError(f"{operation} does not go through a Manager: only all-reduces do")
         tensors, options = args
-        works = [self._manager.allreduce(tensor, reduce_op=ReduceOp(options.reduceOp)) for tensor in tensors]
+        works = [self._manager.allreduce(tensor, reduce_op=options.reduceOp) for tensor in tensors]
         return works[0] if len(works) == 1 else JointWork(works, tensors)
