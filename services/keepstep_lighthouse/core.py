@@ -217,7 +217,6 @@ class JobCore:
     def _raise_quorum_id(self, seen: int, now: float) -> None:
         """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
         self._set_members([])
-        self._broken = True
         self._lost.clear()
         self._reports.clear()
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
@@ -239,11 +238,11 @@ class JobCore:
         elif self._lost:
             for replica_id, reason in islice(self._lost.items(), MAX_LOSSES_TOLD):
                 self._tell(session, MemberLost(quorum_id, replica_id, reason))
+        elif self._broken and (last is None or held.step == last.step):
+            self._tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
         elif last is None:
             self._takeover.holds(group, held.step)
             self._tell_stranded()
-        elif self._broken and held.step == last.step:
-            self._tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
 
     def _tell_stranded(self) -> None:
         stranded = self._takeover.take_stranded()
@@ -266,7 +265,8 @@ class JobCore:
         if request.request < group.highest_request:
             return
         last, session = self._announcer.last, group.session
-        answer = last if last is not None and group.answer is last and not self._broken else None
+        current = last is not None and last.quorum_id == self.record.quorum_id and not self._broken
+        answer = last if current and group.answer is last else None
         if answer is not None and session is not None and request.request == group.answered_request:
             self._out.append(replace(answer, to=((session, request.request),)))
             group.answered_session = session
@@ -300,8 +300,8 @@ class JobCore:
         if self._broken:
             return
         self._broken = True
-        holding = (group for group in self._announcer.chosen if group is not without and group.request is None)
-        sessions = tuple(group.session for group in holding if group.session is not None)
+        at_work = (group for group in self._groups if group.member and group.request is None and group is not without)
+        sessions = tuple(group.session for group in at_work if group.session is not None)
         if sessions:
             self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
             self._log("round_broken", without.replica_id, reason=reason)

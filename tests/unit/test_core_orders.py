@@ -257,6 +257,19 @@ def test_a_round_that_only_some_members_heard_of_is_broken_whoever_comes_first()
         assert announced(driver.asks("a", 5, failures=1)).quorum_id == 2
 
 
+def test_a_member_that_leaves_instead_of_asking_again_breaks_the_round_that_it_did_not_hear_of() -> None:
+    driver = taken_over("a", "b", "c")
+    held = HeldAnswer(1, 1, 5)
+    driver.opens("a", held=held)
+    driver.opens("b")
+    driver.opens("c", held=held)
+    messages = told(driver, driver.leaves("b") + driver.passes(0.2))
+    assert [type(messages[one][0]) for one in "ac"] == [RoundBroken, RoundBroken]
+    driver.closes("a")
+    (message,) = told(driver, driver.opens("a", held=held))["a"]
+    assert isinstance(message, RoundBroken), "it may have missed it"
+
+
 def test_a_round_that_all_heard_of_goes_on() -> None:
     driver = taken_over("a", "b")
     held = HeldAnswer(1, 1, 5)

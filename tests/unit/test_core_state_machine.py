@@ -54,6 +54,8 @@ class Onlooker(RuleBasedStateMachine):
                         assert self.requests.pop(replica_id) == request, "answered what was not asked"
                 case Tell(to, message):
                     for session in to:
+                        ended = EndSession(session) in decisions
+                        assert ended or self.driver.session_of.get(sessions[session]) == session, "told nobody"
                         if isinstance(message, Denied):
                             assert self.requests.pop(sessions[session]) == message.request
                 case EndSession(session):
