@@ -155,9 +155,14 @@ class FiledEventLog(EventLog):
 
 
 def _tail(path: Path) -> list[Happened]:
-    """The last events of the file before and this one, in order. A line that is not whole (a kill) is skipped."""
+    """The last events of the file before and this one, in order. A line that is no event is skipped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                # The next event must not continue what a kill cut off.
+                file.write(b"\n")
     lines: deque[str] = deque(maxlen=KEPT_PER_JOB)
     for part in (_before(path), path):
         if part.exists():
@@ -168,7 +173,7 @@ def _tail(path: Path) -> list[Happened]:
         try:
             events.append(Happened(**json.loads(line)))
         except (ValueError, TypeError):
-            log.warning("a line of the event log is not an event", path=str(path), line=line[:200])
+            log.warning("a line of the event log is not an event", path=str(path), line=line[:200].rstrip())
     return sorted(events, key=lambda one: one.id)
 
 

@@ -1,0 +1,124 @@
+"""The event log: its numbers, what it keeps, and the file behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from keepstep_lighthouse import event_log
+from keepstep_lighthouse.event_log import EventLog, FiledEventLog
+from keepstep_lighthouse.store import StoreError
+
+DEADLINE = 20.0
+
+
+def fill(events: EventLog, count: int, job: str = "job") -> list[int]:
+    return [events.add(job, "joined", f"r{number}", {"number": number}, 1.5).id for number in range(count)]
+
+
+def ids(events: EventLog, job: str = "job", after: int = 0) -> list[int]:
+    return [one.id for one in events.after(job, after, 1_000_000)]
+
+
+def test_numbers_grow_with_the_epoch_and_never_go_back() -> None:
+    events = EventLog()
+    events.begin_epoch(1)
+    first = fill(events, 2)
+    events.begin_epoch(3)
+    second = fill(events, 1)
+    events.begin_epoch(2)
+    third = fill(events, 1)
+    assert first == [(1 << 32) + 1, (1 << 32) + 2]
+    assert second == [(3 << 32) + 1]
+    assert third[0] > second[0]
+
+
+def test_a_job_keeps_its_last_events_and_says_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT_PER_JOB", 10)
+    events = EventLog()
+    made = fill(events, 1000)
+    other = fill(events, 3, "other")
+    kept = ids(events)
+    assert 10 <= len(kept) <= 11
+    assert kept == made[-len(kept) :]
+    assert events.missed("job", kept[0] - 2)
+    assert not events.missed("job", kept[0] - 1)
+    assert ids(events, "other") == other
+    assert ids(events, "nobody") == []
+
+
+async def test_who_waits_is_woken_by_news_of_its_job_only() -> None:
+    events = EventLog()
+    waiting = asyncio.create_task(events.news("job").wait())
+    await asyncio.sleep(0)
+    fill(events, 1, "other")
+    _, pending = await asyncio.wait((waiting,), timeout=0.05)
+    assert pending
+    fill(events, 1)
+    async with asyncio.timeout(DEADLINE):
+        await waiting
+
+
+async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "events.jsonl"
+    events = await FiledEventLog.open(path)
+    events.begin_epoch(1)
+    made = fill(events, 100)
+    await events.close()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == made
+
+    again = await FiledEventLog.open(path)
+    again.begin_epoch(1)
+    assert ids(again) == made
+    assert fill(again, 1)[0] > made[-1], "a lighthouse with a new store numbers on from the file"
+    await again.close()
+
+
+async def test_half_a_line_from_a_kill_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = await FiledEventLog.open(path)
+    made = fill(events, 2)
+    await events.close()
+    with path.open("ab") as file:
+        file.write(b'{"id": 3, "ti\n\xff\xfe\n[]\n{"id": 4}')
+    again = await FiledEventLog.open(path)
+    assert ids(again) == made
+    more = fill(again, 1)
+    await again.close()
+    third = await FiledEventLog.open(path)
+    assert ids(third) == made + more
+    await third.close()
+
+
+async def test_the_file_is_rotated_and_its_size_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_FILE_BYTES", 2000)
+    path = tmp_path / "events.jsonl"
+    events = await FiledEventLog.open(path)
+    made = []
+    for _ in range(20):
+        made += fill(events, 10)
+        await asyncio.sleep(0.01)
+    await events.close()
+    assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]  # noqa: PTH208
+    again = await FiledEventLog.open(path)
+    assert ids(again) == made[-len(ids(again)) :]
+    await again.close()
+
+
+async def test_a_disk_that_takes_nothing_costs_events_of_the_file_only(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = await FiledEventLog.open(path)
+    path.unlink()
+    path.mkdir()
+    made = fill(events, 3)
+    await events.close()
+    assert ids(events) == made
+
+
+async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="give another --event-log"):
+        await FiledEventLog.open(tmp_path)
