@@ -194,7 +194,9 @@ class KeyValueServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         sent = request.headers.get("Authorization", "")
-        if self._token is not None and not hmac.compare_digest(sent.encode(), f"Bearer {self._token}".encode()):
+        if self._token is not None and not hmac.compare_digest(
+            sent.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
+        ):
             return _problem(401, "a bearer token of this job is needed")
         try:
             result = await self._execute(*_unpack(await _body(request)))
@@ -207,7 +209,7 @@ class KeyValueServer:
     async def _execute(self, table: Table, operation: str, arguments: list[Any]) -> object:
         try:
             match operation, arguments:
-                case "wait", [list(keys), int(start), float(seconds)]:
+                case "wait", [list(keys), int(start), float(seconds)] if start >= 0:
                     arrived = asyncio.wrap_future(self.wait(table, keys))
                     await asyncio.wait([arrived], timeout=min(seconds, POLL_SECONDS))
                     if not arrived.done():
@@ -229,7 +231,7 @@ class KeyValueServer:
                     return self.check(table, keys)
                 case "delete", [str(key)]:
                     return self.delete(table, key)
-                case "items", [int(start)]:
+                case "items", [int(start)] if start >= 0:
                     return self.items(table, start)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"bad arguments for rendezvous operation {operation!r}: {error}") from error
