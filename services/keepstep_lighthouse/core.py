@@ -34,6 +34,7 @@ write what is to be written, send Welcome unless the session is to be ended, the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
@@ -66,6 +67,7 @@ from keepstep_lighthouse.events import (
 from keepstep_lighthouse.groups import Group, Groups, KeptOut, name_of
 from keepstep_lighthouse.layouts import differing
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge, policy_problem
+from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
 from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, replica_view
 from keepstep_mesh.messages import (
@@ -104,16 +106,9 @@ class JobCore:
         if restarted and record.members:
             self._takeover.wait(record.members, now + self._takeover_grace)
         self._members = frozenset(record.members)
-        self._lost: dict[str, str] = {}
-        """Members of the current quorum that were lost since it was last announced, with the reason."""
-        self._reports: set[str] = set()
-        """Members of the current quorum that since then left, were lost, or asked again after a failed commit."""
-        self._broken = False
-        """Not all members can complete the last answer."""
+        self._round = Round()
         self._layout = ""
         """The layout that was last found to be the job's."""
-        self._left: tuple[float, Group] | None = None
-        """When the first member left since the quorum was last announced."""
         self._awake_since = now
         self._verdict = Verdict("nobody")
         self._formed: Reason | None = None
@@ -185,16 +180,15 @@ class JobCore:
         return group
 
     def _opened(self, event: Opened, now: float, now_unix: float) -> None:
-        refusal = bans.refusal(self.record, event.replica_id, now_unix)
-        code = "banned"
-        if refusal is None and event.quorum_id_seen > HIGHEST_QUORUM_ID:
-            refusal, code = f"no job ever reached quorum_id {event.quorum_id_seen}", "bad_message"
+        seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
+        refusal, code = bans.refusal(self.record, event.replica_id, now_unix), "banned"
+        if seen > HIGHEST_QUORUM_ID:
+            refusal, code = f"no job ever reached quorum_id {seen}", "bad_message"
         if refusal is not None:
             self._tell(event.session, Refused(code, refusal))
             self._out.append(EndSession(event.session))
             self._log("refused", event.replica_id, reason=refusal)
             return
-        seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
         if seen > self.record.quorum_id:
             self._raise_quorum_id(seen, now)
         group = self._groups.by_id.get(event.replica_id)
@@ -217,8 +211,7 @@ class JobCore:
     def _raise_quorum_id(self, seen: int, now: float) -> None:
         """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
         self._set_members([])
-        self._lost.clear()
-        self._reports.clear()
+        self._round = Round()
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
         self._log("quorum_id_raised", "", quorum_id=seen)
         if self._announcer.last is None:
@@ -235,10 +228,10 @@ class JobCore:
         if held.quorum_id < quorum_id:
             reason = f"quorum {held.quorum_id} is over, the job is at {quorum_id}"
             self._tell(session, RoundBroken(held.quorum_id, reason))
-        elif self._lost:
-            for replica_id, reason in islice(self._lost.items(), MAX_LOSSES_TOLD):
+        elif self._round.lost:
+            for replica_id, reason in islice(self._round.lost.items(), MAX_LOSSES_TOLD):
                 self._tell(session, MemberLost(quorum_id, replica_id, reason))
-        elif self._broken and (last is None or held.step == last.step):
+        elif self._round.broken and (last is None or held.step == last.step):
             self._tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
         elif last is None:
             self._takeover.holds(group, held.step)
@@ -265,7 +258,7 @@ class JobCore:
         if request.request < group.highest_request:
             return
         last, session = self._announcer.last, group.session
-        current = last is not None and last.quorum_id == self.record.quorum_id and not self._broken
+        current = last is not None and last.quorum_id == self.record.quorum_id and not self._round.broken
         answer = last if current and group.answer is last else None
         if answer is not None and session is not None and request.request == group.answered_request:
             self._out.append(replace(answer, to=((session, request.request),)))
@@ -282,7 +275,7 @@ class JobCore:
         if not group.member:
             return
         if request.commit_failures:
-            self._reports.add(group.replica_id)
+            self._round.reports.add(group.replica_id)
             self._lose_reported(now)
         if answer is not None and request.commit_failures:
             self._break_round(f"{group.replica_id} did not commit the step", group)
@@ -297,14 +290,17 @@ class JobCore:
 
     def _break_round(self, reason: str, without: Group) -> None:
         """``without`` holds no answer of the last round, so the others cannot complete it."""
-        if self._broken:
+        if self._round.broken:
             return
-        self._broken = True
-        at_work = (group for group in self._groups if group.member and group.request is None and group is not without)
-        sessions = tuple(group.session for group in at_work if group.session is not None)
+        self._round.broken = True
+        sessions = self._member_sessions(lambda group: group.request is None and group is not without)
         if sessions:
             self._out.append(Tell(sessions, RoundBroken(self.record.quorum_id, reason)))
             self._log("round_broken", without.replica_id, reason=reason)
+
+    def _member_sessions(self, which: Callable[[Group], bool]) -> tuple[int, ...]:
+        known = (self._groups.by_id.get(replica_id) for replica_id in self.record.members)
+        return tuple([g.session for g in known if g is not None and g.session is not None and which(g)])
 
     def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
         """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
@@ -340,8 +336,8 @@ class JobCore:
             self._out.append(EndSession(group.session))
         self._forget(group, f"{kind}: {reason}", now)
         self._log(kind, group.replica_id, reason=reason)
-        if group.member and self._left is None:
-            self._left = now, group
+        if group.member and self._round.left is None:
+            self._round.left = now, group
 
     def _lose(self, group: Group, reason: str, now: float) -> None:
         """The group is lost; the live members of its quorum are told. The shell has ended its session or is told to."""
@@ -351,24 +347,24 @@ class JobCore:
             self._tell_lost(group.replica_id, reason)
 
     def _tell_lost(self, replica_id: str, reason: str) -> None:
-        self._broken = True
-        self._lost[replica_id] = reason
+        self._round.broken = True
+        self._round.lost[replica_id] = reason
         self._takeover.forget_answers()
-        if len(self._lost) > MAX_LOSSES_TOLD:
+        if len(self._round.lost) > MAX_LOSSES_TOLD:
             return
-        known = (self._groups.by_id.get(one) for one in self.record.members)
-        sessions = tuple(g.session for g in known if g is not None and g.session is not None)
-        if sessions:
+        if sessions := self._member_sessions(lambda _: True):
             self._out.append(Tell(sessions, MemberLost(self.record.quorum_id, replica_id, reason)))
 
     def _lose_reported(self, now: float) -> None:
         """Suspects that most of the other members of their quorum report broken are lost without further grace."""
-        others = len(self._members) - 1
-        if not self._groups.suspects or 2 * len(self._reports) <= others or self._takeover.until is not None:
+        if (
+            not self._groups.suspects
+            or 2 * len(self._round.reports) < len(self._members)
+            or self._takeover.until is not None
+        ):
             return
         for group in list(self._groups.suspects.values()):
-            reports = len(self._reports) - (group.replica_id in self._reports)
-            if group.member and 2 * reports > others:
+            if group.member and self._round.is_given_up_by_most(group.replica_id, len(self._members)):
                 self._lose(group, "its connection ended and most of its quorum report it broken", now)
 
     def _forget(self, group: Group, reason: str, now: float) -> None:
@@ -376,7 +372,7 @@ class JobCore:
         self._groups.remove(group)
         self._takeover.is_gone(group)
         if group.member:
-            self._reports.add(group.replica_id)
+            self._round.reports.add(group.replica_id)
 
     # ---- orders
 
@@ -415,8 +411,9 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
-        verdict = None if self._takeover.until is not None else self._verdict.until
-        times = (verdict, self._groups.next_request_deadline(), self._judging_due())
+        times = [self._groups.next_request_deadline(), self._judging_due()]
+        if self._takeover.until is None:
+            times.append(self._verdict.until)
         return min((time for time in times if time is not None), default=None)
 
     def _judging_due(self) -> float | None:
@@ -426,7 +423,7 @@ class JobCore:
             return max(self._takeover.until, self._awake_since)
         silent = [group.heard_at + policy.heartbeat_timeout for group in islice(self._groups.by_session.values(), 1)]
         away = [group.closed_at + policy.reconnect_grace for group in islice(self._groups.suspects.values(), 1)]
-        left = [self._left[0] + policy.reconnect_grace] if self._left else []
+        left = [self._round.left[0] + policy.reconnect_grace] if self._round.left else []
         return max(min(silent + away + left), self._awake_since) if silent or away or left else None
 
     def _tick(self, now: float) -> None:
@@ -465,9 +462,9 @@ class JobCore:
             if group.session is not None:
                 self._out.append(EndSession(group.session))
             self._lose(group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
-        if self._left is not None and now >= self._left[0] + policy.reconnect_grace:
-            _, group = self._left
-            self._left = None
+        if self._round.left is not None and now >= self._round.left[0] + policy.reconnect_grace:
+            _, group = self._round.left
+            self._round.left = None
             self._break_round(f"{group.replica_id} left, so what it did not contribute will not come", group)
 
     def _end_grace(self, now: float) -> None:
@@ -476,7 +473,7 @@ class JobCore:
         self._awake_since = now
 
     def _give_up_absent(self, replica_id: str, reason: str) -> None:
-        self._reports.add(replica_id)
+        self._round.reports.add(replica_id)
         self._log("lost", replica_id, reason=reason, member=True)
         self._tell_lost(replica_id, reason)
 
@@ -506,13 +503,10 @@ class JobCore:
         groups.close_round(announce, chosen, now)
         self._out.append(announce)
         self._takeover.forget_answers()
-        self._broken, self._left = False, None
-        self._lost.clear()
-        self._reports.clear()
+        self._round = Round()
         if left_behind:
-            self._out.append(
-                Tell(left_behind, RoundBroken(before, f"quorum {before} is over, the job went on without it"))
-            )
+            reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
+            self._out.append(Tell(left_behind, RoundBroken(before, reason)))
         names = sorted(g.replica_id for g in groups if g.kept_out is None and not g.member) if left_out else []
         self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names)
         if announce.quorum_id != before:
@@ -531,11 +525,10 @@ class JobCore:
         left_behind: tuple[int, ...] = ()
         same = len(chosen) == len(record.members) and all(group.member for group in chosen)
         failed = any(group.request is not None and group.request.commit_failures for group in chosen)
-        if same and not failed and not self._lost:
+        if same and not failed and not self._round.lost:
             return ()
         if not same:
-            at_work = [g for g in self._groups if g.member and g.request is None and g.healing is None]
-            left_behind = tuple(g.session for g in at_work if g.session is not None)
+            left_behind = self._member_sessions(lambda group: group.request is None and group.healing is None)
             self._set_members(chosen)
         members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
         self._persist(replace(record, quorum_id=record.quorum_id + 1, members=members, created_ms=created_ms))
@@ -601,8 +594,8 @@ class JobCore:
         assert not absent or self._takeover.until is not None, "absent groups are waited for without an end"
         assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
         assert policy_problem(record.policy) is None, "the policy cannot be used"
-        assert len(self._lost) <= len(record.members) + 1, "losses pile up"
-        assert self._reports <= self._members, "a stranger reports a quorum broken"
+        assert len(self._round.lost) <= len(record.members) + 1, "losses pile up"
+        assert self._round.reports <= self._members, "a stranger reports a quorum broken"
         assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
