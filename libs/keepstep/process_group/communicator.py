@@ -11,6 +11,7 @@ for a message not begun). Such an operation sleeps until its own timeout and tou
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import re
@@ -34,6 +35,8 @@ SLICE = timedelta(milliseconds=50)
 PATIENCE = 5
 """In slices, of which it takes as many more as its tensors have times ``PATIENCE_BYTES``."""
 PATIENCE_BYTES = 10_000_000
+EXIT_SECONDS = 2.0
+"""At the end of the process, for communicators that are being freed."""
 
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
@@ -82,8 +85,31 @@ class Communicator(ABC):
             in_flight = list(self._in_flight)
         _finish(in_flight)
         backend, self.backend = [self.backend], None
-        if backend[0] is not None:  # torch's destructor waits 20 ms for its thread, and for operations that sleep
-            threading.Thread(target=backend.clear, name="keepstep-disposal", daemon=True).start()
+        if backend[0] is not None:
+            _dispose(backend)
+
+
+_disposals: set[threading.Thread] = set()
+
+
+def _dispose(backend: list[Backend | None]) -> None:
+    """Not on the caller's time: torch's destructor waits 20 ms for its thread, and for operations that sleep."""
+
+    def dispose() -> None:
+        backend.clear()
+        _disposals.discard(threading.current_thread())
+
+    thread = threading.Thread(target=dispose, name="keepstep-disposal", daemon=True)
+    _disposals.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _await_disposals() -> None:
+    """A thread that comes back from C++ into an interpreter that ends is unwound by force, and C++ aborts for it."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in tuple(_disposals):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class BackendWork(Work):
