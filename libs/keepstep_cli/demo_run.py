@@ -31,8 +31,6 @@ LOOK_SECONDS = 0.05
 SETTLE_SECONDS = 0.75
 """How long all train together before the next kill."""
 UNTIL_TOLD = 10**9
-TRAINING_NICENESS = 10
-"""Who starts goes first: on two cores the others' training would slow its imports down."""
 LAST_STEPS = 100
 """At least so many more once all is over: every group must read the number before it gets there."""
 KEPT_LINES = 80
@@ -72,28 +70,26 @@ class DemoAudience:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:  # noqa: ARG002 - an Audience is told more
-        self.lines.append(f"[{group}] {text}")
         if match := re.fullmatch(r"step \d+ loss (\S+)", text):
-            self._story.lost(group, float(match[1]))
-        elif match := re.fullmatch(r"test accuracy (\S+) weights (\w+)", text):
+            self._story.learnt(group, float(match[1]))
+            return
+        self.lines.append(f"[{group}] {text}")
+        if match := re.fullmatch(r"test accuracy (\S+) weights (\w+)", text):
             self._story.ended(group, float(match[1]), match[2])
 
     def note(self, group: str, sentence: str) -> None:
         self.lines.append(f"[{group}] {sentence}")
         if sentence.startswith("restart "):
             self._story.restarted(group)
+        elif sentence.startswith("rank "):
+            self._story.died(group, sentence, time.time())
 
 
 async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path) -> None:
     """Looks, kills, and says when it is time to end. Until cancelled."""
     told = False
-    nice: set[int] = set()
     while True:
         log.read()
-        for pid in {pid for name in story.training() for pid in launcher.pids(name)} - nice:
-            nice.add(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, pid, TRAINING_NICENESS)
         view.show(story)
         if victim := story.next_kill(time.time()):
             story.killed(victim, time.time())

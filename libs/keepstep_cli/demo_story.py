@@ -88,13 +88,19 @@ class Story:
             facts.state, facts.step = State.TRAINING, int(entry["step"])
             self._committed(group, at, entry)
 
-    def lost(self, group: str, loss: float) -> None:
+    def learnt(self, group: str, loss: float) -> None:
         self.groups[group].loss = loss
 
     def restarted(self, group: str) -> None:
         if group in self.groups:
             self.groups[group].state = State.STARTING
             self.groups[group].restarts += 1
+
+    def died(self, group: str, how: str, at: float) -> None:
+        """Told only if it was not us."""
+        kill = self.kills[-1] if self.kills else None
+        if kill is None or kill.victim != group or kill.back is not None:
+            self._say(at, f"{group}: {how}, and nobody killed it")
 
     def ended(self, group: str, accuracy: float, weights: str) -> None:
         facts = self.groups[group]
@@ -166,9 +172,6 @@ class Story:
         """All were killed and are back: time to come to an end."""
         since = self._all_there_since
         return not self._victims and self._pending() is None and since is not None and now - since >= self._settle
-
-    def training(self) -> list[str]:
-        return [name for name, one in self.groups.items() if one.state is State.TRAINING]
 
     def steps_per_second(self) -> float:
         first = self._first_commit

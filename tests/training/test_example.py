@@ -90,6 +90,7 @@ def test_the_example_learns_and_all_groups_end_with_the_same_weights(trainings, 
     assert run.wait() == 0, "\n".join(run.lines)
     assert len(run.weights()) == 2
     assert len(set(run.weights())) == 1
+    assert not [line for line in run.lines if "restart" in line or "terminate" in line]
     accuracy = max(float(match[1]) for line in run.lines if (match := re.search(r"test accuracy (\S+)", line)))
     assert accuracy > 0.8
     assert max(committed_steps(tmp_path)) == 200
