@@ -8,17 +8,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-import structlog
-
 from keepstep.checkpointing.http_client import Fetch
 from keepstep.checkpointing.http_server import CheckpointServer
 from keepstep.checkpointing.manifest import Origin, build_manifest
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep_mesh.logging import get_logger
 
 T = TypeVar("T")
 
-log = structlog.get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.checkpointing")
 
 
 class HTTPTransport(CheckpointTransport[T]):

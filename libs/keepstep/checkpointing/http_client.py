@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgpack
-import structlog
 import xxhash
 
 from keepstep.checkpointing.errors import ManifestError, TransferError, TransferTimeout
 from keepstep.checkpointing.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_manifest
 from keepstep.checkpointing.restoring import Destination
 from keepstep.checkpointing.transport import Progress
+from keepstep_mesh.logging import get_logger
 
 PIECE_BYTES = 1 << 20
 MAX_STREAMS = 32
@@ -47,7 +47,7 @@ WAIT_SHARE = 0.9
 _MAX_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
 
-log = structlog.get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.checkpointing")
 
 
 class _Broken(Exception):  # handled here: the connection is made anew

@@ -28,11 +28,11 @@ from http import HTTPStatus
 from typing import Any
 
 import msgpack
-import structlog
 
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.staging import Snapshot
+from keepstep_mesh.logging import get_logger
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 8192
@@ -46,7 +46,7 @@ _REQUEST_LINE = re.compile(
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 GONE = "this lease has ended: its reader was too slow, or newer steps needed the memory"
 
-log = structlog.get_logger("keepstep.checkpointing")
+log = get_logger("keepstep.checkpointing")
 
 
 class _Refused(Exception):  # an answer, not an error of ours

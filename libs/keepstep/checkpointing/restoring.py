@@ -16,7 +16,6 @@ from keepstep.checkpointing.errors import ManifestError, TransferError
 from keepstep.checkpointing.layout import may_overlap_itself
 from keepstep.checkpointing.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.manifest import ALIGNMENT, BYTES, CHUNK_BYTES, NUMPY, Content, TensorEntry
-from keepstep.checkpointing.memory import new_bytes
 from keepstep.checkpointing.sharding import is_dtensor, sharding_of
 
 _ABSENT = object()
@@ -45,7 +44,9 @@ class Destination:
         if needed > available:
             raise ManifestError(f"the state needs {needed} bytes of new memory, {available} are available")
         self._fresh = {
-            region: new_bytes(length) for region, length in enumerate(content.regions) if region not in self._in_place
+            region: torch.empty(length, dtype=torch.uint8)
+            for region, length in enumerate(content.regions)
+            if region not in self._in_place
         }
         self._parts: list[memoryview] = []
         self._starts: list[int] = []

@@ -15,7 +15,6 @@ import torch
 
 from keepstep.checkpointing.layout import describe
 from keepstep.checkpointing.manifest import pack_content
-from keepstep.checkpointing.memory import new_bytes
 
 MAX_BUFFERS = 2
 
@@ -108,4 +107,4 @@ class StagingArea:
         if buffer is not None and len(buffer) >= length and buffer.is_pinned() == pinned:
             return buffer
         del buffer, oldest
-        return new_bytes(length, pinned=pinned)
+        return torch.empty(length, dtype=torch.uint8, pin_memory=pinned)

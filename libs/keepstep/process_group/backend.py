@@ -6,7 +6,6 @@ from abc import abstractmethod
 from datetime import timedelta
 from typing import Any, cast
 
-import structlog
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, Work
@@ -15,8 +14,9 @@ from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, 
 from keepstep.process_group.communicator import BackendWork, Communicator, plain
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.logging import get_logger
 
-log = structlog.get_logger("keepstep.process_group")
+log = get_logger("keepstep.process_group")
 
 _SINGLE = {
     "allgather_into_tensor_coalesced": "_allgather_base",

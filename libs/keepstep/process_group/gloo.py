@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import structlog
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
@@ -18,8 +17,9 @@ from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, TransferWork
 from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, greet, local_address_towards, shut_down
 from keepstep.rendezvous import RendezvousStore
+from keepstep_mesh.logging import get_logger
 
-log = structlog.get_logger("keepstep.process_group")
+log = get_logger("keepstep.process_group")
 
 _GLOO: Any = TorchGloo  # torch's stubs do not fit it
 POLL_SECONDS = 0.005

@@ -15,7 +15,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
@@ -24,8 +23,9 @@ from torch.futures import Future
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.communicator import NO_TIMEOUT, BackendWork, Communicator
+from keepstep_mesh.logging import get_logger
 
-log = structlog.get_logger("keepstep.process_group")
+log = get_logger("keepstep.process_group")
 
 ABORT_SECONDS = 10.0
 """How long freeing a communicator may wait for an abort that is under way."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Protocol
 
-import structlog
 import torch
 from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
 from keepstep.process_group.works import CompletedWork, JointWork
+from keepstep_mesh.logging import get_logger
 
-log = structlog.get_logger("keepstep.process_group")
+log = get_logger("keepstep.process_group")
 
 
 class ProcessGroupDummy(ProcessGroup):
