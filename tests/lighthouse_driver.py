@@ -80,6 +80,12 @@ class Worker:
         assert isinstance(message, kind), message
         return message
 
+    async def until(self, kind: type[M]) -> M:
+        """The next message of this kind; others are passed over."""
+        while True:
+            if isinstance(message := await self.message(), kind):
+                return message
+
     async def message(self) -> codec.Message:
         async with asyncio.timeout(DEADLINE):
             frame = await self.socket.receive()
@@ -131,7 +137,7 @@ async def workers(address: str, count: int, job: str = "job") -> AsyncIterator[l
 
 
 async def round_of(members: list[Worker], step: int = 0, **changes: Any) -> list[QuorumAnswer]:
-    """All ask, in order; their answers."""
+    """All ask, in order; their answers. What else they are told meanwhile is passed over."""
     for one in members:
         await one.ask(step, **changes)
-    return [await one.next(QuorumAnswer) for one in members]
+    return [await one.until(QuorumAnswer) for one in members]

@@ -254,8 +254,6 @@ async def test_a_worker_that_does_not_read_is_cut_off_and_the_others_get_their_a
                 for member in members:
                     await member.ask(step, commit_failures=1, info=MemberInfo(data=data))
                 for member in members:
-                    message: Any = None
-                    while not isinstance(message, QuorumAnswer):
-                        message = await member.message()
+                    await member.until(QuorumAnswer)
             await eventually(lambda: len(one.sessions) == 2)
             await deaf.close()

@@ -168,7 +168,7 @@ async def test_most_of_a_quorum_that_report_it_broken_end_the_grace() -> None:
         for other in (members[0], members[2]):
             await other.ask(0, commit_failures=1)
         for other in (members[0], members[2]):
-            await other.next(MemberLost)
+            await other.until(MemberLost)
             answer = await other.next(QuorumAnswer)
             assert [m.replica_id for m in answer.members or ()] == ["r0:1", "r2:1"]
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -81,12 +82,12 @@ async def test_no_answer_goes_out_before_its_quorum_is_written(monkeypatch: pyte
         assert one.jobs["job"].core.record.quorum_id == 2
         async with connection(one.address, "r9:1") as late:
             await late.hello()
-            waiting = [asyncio.create_task(one.message()) for one in (*members, late)]
+            waiting: list[asyncio.Task[Any]] = [asyncio.create_task(one.until(QuorumAnswer)) for one in members]
+            waiting.append(asyncio.create_task(late.until(Welcome)))
             _, pending = await asyncio.wait(waiting, timeout=0.1)
             assert len(pending) == 3
             store.go_on.set()
             *answers, welcome = await asyncio.gather(*waiting)
-        assert isinstance(welcome, Welcome)
         assert welcome.quorum_id == 2
         assert [answer.quorum_id for answer in answers] == [2, 2]
         assert records.decode("jobs/job", (await store.get("jobs/job")) or b"").quorum_id == 2
