@@ -21,10 +21,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 def raw_bytes(tensor):
-    if not tensor.numel():
-        return b""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor.view(BITS[tensor.itemsize]).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    bits = tensor.detach().resolve_conj().resolve_neg().view(BITS[tensor.itemsize])
+    return torch.empty(bits.shape, dtype=bits.dtype).copy_(bits).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(one, other):
