@@ -25,6 +25,7 @@ from keepstep_lighthouse.events import (
 )
 from keepstep_mesh.messages import (
     CancelRequest,
+    Evicted,
     Failed,
     Healing,
     Heartbeat,
@@ -203,6 +204,8 @@ class Lighthouse:
                         )
             case Tell(to, message):
                 for number in to:
+                    if isinstance(message, Evicted) and self.replica_of[number] not in self.store.record.evicted:
+                        self.sim.violated(f"{self.replica_of[number]} hears of an eviction that is not written")
                     if (connection := self.connections.get(number)) is not None:
                         connection.send(self, message)
             case EndSession(number):

@@ -61,6 +61,7 @@ def run(seeds: range, jobs: int) -> int:
     """Number of seeds that failed."""
     failed: list[int] = []
     began = time.monotonic()
+    every = max(100, len(seeds) // 100)
     with multiprocessing.Pool(jobs) as pool:
         results = pool.imap_unordered(partial(_one), seeds, chunksize=32)
         for number, (seed, what) in enumerate(results, 1):
@@ -69,7 +70,7 @@ def run(seeds: range, jobs: int) -> int:
                 print(f"\nseed {seed}: {what}")
                 if len(failed) <= MAX_REPORTED:
                     print(explain(seed))
-            if number % 200 == 0 or number == len(seeds):
+            if number % every == 0 or number == len(seeds):
                 rate = number / (time.monotonic() - began)
                 line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
                 print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)

@@ -220,7 +220,7 @@ class Worker:
     def give_up(self, request: QuorumRequest) -> None:
         if self.session.withdraw(request.request):
             self._say(CancelRequest(request.request))
-            self.soon(0.05, self.ask)
+            self.soon(0.05 + self.random.random(), self.ask)
 
     def _answered(self, answer: QuorumAnswer) -> None:
         quorum: Quorum | None = self._check(self.session.answered, answer)
