@@ -3,7 +3,7 @@
 1. receive an event (a frame, an order, a timer) and give it to the core, events in the order in which they happened;
 2. carry out the core's decisions in the order in which they stand: write what is to be persisted, and only when that
    write is known to have succeeded go on to what stands behind it, of this event and of all later ones;
-3. set one timer for the deadline that the core names.
+3. set one timer for the deadline that the core names, once for all events that came together.
 
 A decision with no write before it is carried out at once, in the call that brought the event: a quorum round in steady
 state has no task switch. A write that fails or whose outcome is unknown ends the term: what stands behind it is never
@@ -73,10 +73,11 @@ class Job:
         self._orders: set[asyncio.Future[list[Happened]]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self._timer_is_stale = False
         self._loop = asyncio.get_running_loop()
         self._over = False
         self.core = JobCore(name, record, time.monotonic(), time.time(), restarted=bool(record.members))
-        self._set_timer()
+        self._deadline_may_differ()
 
     # ---- 1. receive
 
@@ -84,7 +85,7 @@ class Job:
         if self._over:
             return
         self._carry_out(self.core.handle(event, time.monotonic(), time.time()))
-        self._set_timer()
+        self._deadline_may_differ()
 
     def heard(self, session: int) -> None:
         self.core.heard(session, time.monotonic())
@@ -100,7 +101,7 @@ class Job:
             said = (place for place, one in enumerate(decisions) if isinstance(one, Tell | Announce | EndSession))
             decisions.insert(next(said, len(decisions)), partial(self._welcome, session))
         self._carry_out(decisions)
-        self._set_timer()
+        self._deadline_may_differ()
 
     async def order(self, event: Event) -> list[Happened]:
         """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
@@ -113,7 +114,7 @@ class Job:
         self._orders.add(done)
         done.add_done_callback(self._orders.discard)
         self._carry_out([*batch, partial(_complete, done, made)])
-        self._set_timer()
+        self._deadline_may_differ()
         return await done
 
     # ---- 2. persist, then reply
@@ -196,8 +197,16 @@ class Job:
 
     # ---- 3. time
 
+    def _deadline_may_differ(self) -> None:
+        if not self._timer_is_stale:
+            self._timer_is_stale = True
+            self._loop.call_soon(self._set_timer)
+
     def _set_timer(self) -> None:
         """A timer that fires too early costs less than setting it anew for each event."""
+        self._timer_is_stale = False
+        if self._over:
+            return
         due = self.core.deadline()
         if due is None or (self._timer is not None and self._timer_due <= due):
             return
