@@ -157,6 +157,16 @@ def test_row_15_an_unchanged_quorum_is_neither_written_nor_listed_again() -> Non
         assert (again.step, again.lineage) == (step, 1)
 
 
+def test_row_17_groups_at_an_equal_step_with_different_weights_are_told_apart_by_their_lineage() -> None:
+    driver = Driver(min_replicas=1)
+    driver.open_all("a", "b", "c")
+    driver.asks("a", 5, 3)
+    driver.asks("b", 5, 4)
+    announce = announced(driver.asks("c", 5, 3))
+    assert not announce.uniform, "everybody gets the list, and sees who has to heal"
+    assert (announce.step, announce.lineage) == (5, 4), "the later commit counts, not the greater number"
+
+
 # ---- the member list and its version
 
 
