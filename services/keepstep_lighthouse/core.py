@@ -64,7 +64,7 @@ from keepstep_lighthouse.events import (
     Tell,
     Tick,
 )
-from keepstep_lighthouse.groups import Group, Groups, KeptOut, name_of
+from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, name_of
 from keepstep_lighthouse.layouts import differing
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge, policy_problem
 from keepstep_lighthouse.rounds import Round
@@ -411,25 +411,30 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
-        times = [self._groups.next_request_deadline(), self._judging_due()]
-        if self._takeover.until is None:
-            times.append(self._verdict.until)
-        return min((time for time in times if time is not None), default=None)
+        due = min(self._groups.next_request_deadline(), self._judging_due())
+        if self._takeover.until is None and self._verdict.until is not None:
+            due = min(due, self._verdict.until)
+        return None if due == NEVER else due
 
-    def _judging_due(self) -> float | None:
+    def _judging_due(self) -> float:
         """When the next group will have been away or silent for too long; in a takeover grace, its end."""
-        policy = self.record.policy
         if self._takeover.until is not None:
             return max(self._takeover.until, self._awake_since)
-        silent = [group.heard_at + policy.heartbeat_timeout for group in islice(self._groups.by_session.values(), 1)]
-        away = [group.closed_at + policy.reconnect_grace for group in islice(self._groups.suspects.values(), 1)]
-        left = [self._round.left[0] + policy.reconnect_grace] if self._round.left else []
-        return max(min(silent + away + left), self._awake_since) if silent or away or left else None
+        policy, groups, due = self.record.policy, self._groups, NEVER
+        for silent in groups.by_session.values():
+            due = silent.heard_at + policy.heartbeat_timeout
+            break
+        for away in groups.suspects.values():
+            due = min(due, away.closed_at + policy.reconnect_grace)
+            break
+        if self._round.left is not None:
+            due = min(due, self._round.left[0] + policy.reconnect_grace)
+        return max(due, self._awake_since)
 
     def _tick(self, now: float) -> None:
         self._deny_overdue(now)
         due = self._judging_due()
-        if due is None or now < due:
+        if now < due:
             return
         if now > due + LATE_SECONDS:
             self._awake_since = now + LATE_SECONDS

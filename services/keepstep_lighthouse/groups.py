@@ -18,6 +18,7 @@ from enum import Enum
 from keepstep_lighthouse.events import Announce, HealProgress
 from keepstep_mesh.messages import Lineage, MemberInfo, QuorumRequest
 
+NEVER = float("inf")
 MAX_REMEMBERED_HEALS = 1000
 
 
@@ -252,18 +253,18 @@ class Groups:
             group.member = True
         self.members_asking = sum(group.member for group in (*self.asking.values(), *self.passed_over.values()))
 
-    def next_request_deadline(self) -> float | None:
+    def next_request_deadline(self) -> float:
         while self._deadlines:
             deadline, replica_id, number = self._deadlines[0]
             if self._is_open(replica_id, number):
                 return deadline
             heapq.heappop(self._deadlines)
-        return None
+        return NEVER
 
     def overdue(self, now: float) -> list[Group]:
         """The groups whose request has reached its deadline, earliest first. To be withdrawn: they are named once."""
         due: dict[str, Group] = {}
-        while (deadline := self.next_request_deadline()) is not None and deadline <= now:
+        while self.next_request_deadline() <= now:
             _, replica_id, _ = heapq.heappop(self._deadlines)
             due[replica_id] = self.by_id[replica_id]
         return list(due.values())
