@@ -11,6 +11,8 @@ import datetime as dt
 import json
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -84,6 +86,7 @@ def write(figures: list[Figure], facts: dict[str, object], sides: tuple[Side, Si
 @click.option("--peer-python", type=click.Path(exists=True, path_type=Path), help="A Python that has torchft.")
 def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> None:
     """Runs the benchmarks NAMES, or all."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     WORK.mkdir(exist_ok=True)
     log = WORK / "log.txt"
     log.write_text("")
