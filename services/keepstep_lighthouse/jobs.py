@@ -44,6 +44,9 @@ MIN_WAIT = 0.001
 
 log = get_logger("keepstep.lighthouse")
 
+Step = Decision | Callable[[], None]
+"""What is carried out in order: the core's decisions, and what the shell puts between them."""
+
 
 class Job:
     """``on_term_over`` is called once when a write ended the term; the job then does nothing more."""
@@ -67,7 +70,7 @@ class Job:
         """The record as last written."""
         self._events = events
         self._on_term_over = on_term_over
-        self._outbox: deque[Decision | Callable[[], None]] = deque()
+        self._outbox: deque[Step] = deque()
         self._carrying: asyncio.Task[None] | None = None
         """Not None while decisions wait for a write."""
         self._orders: set[asyncio.Future[list[Happened]]] = set()
@@ -82,10 +85,18 @@ class Job:
     # ---- 1. receive
 
     def handle(self, event: Event) -> None:
-        if self._over:
-            return
-        self._carry_out(self.core.handle(event, time.monotonic(), time.time()))
-        self._deadline_may_differ()
+        if not self._over:
+            self._carry_out(self._decide(event))
+            self._deadline_may_differ()
+
+    def _decide(self, event: Event) -> list[Step]:
+        try:
+            return [*self.core.handle(event, time.monotonic(), time.time())]
+        except Exception:
+            # A core that raised is half changed: it must not decide any more. The store has what was promised.
+            log.exception("fault in the core", job=self.name, occasion=repr(event)[:500])
+            self._fail(f"a fault in the core of job {self.name}; the log has it")
+            return []
 
     def heard(self, session: int) -> None:
         self.core.heard(session, time.monotonic())
@@ -96,7 +107,7 @@ class Job:
             session.refuse("not_ready", "the lighthouse begins a new term")
             return
         self.sessions[session.number] = session
-        decisions: list[Decision | Callable[[], None]] = [*self.core.handle(event, time.monotonic(), time.time())]
+        decisions = self._decide(event)
         if EndSession(session.number) not in decisions:
             said = (place for place, one in enumerate(decisions) if isinstance(one, Tell | Announce | EndSession))
             decisions.insert(next(said, len(decisions)), partial(self._welcome, session))
@@ -105,21 +116,23 @@ class Job:
 
     async def order(self, event: Event) -> list[Happened]:
         """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
+        if self._over:
+            raise TermOverError("the lighthouse begins a new term; ask again")
         done: asyncio.Future[list[Happened]] = self._loop.create_future()
         made: list[Happened] = []
-        decisions = self.core.handle(event, time.monotonic(), time.time())
-        batch: list[Decision | Callable[[], None]] = [
-            partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in decisions
-        ]
         self._orders.add(done)
         done.add_done_callback(self._orders.discard)
+        decisions = self._decide(event)
+        batch = [partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in decisions]
         self._carry_out([*batch, partial(_complete, done, made)])
         self._deadline_may_differ()
         return await done
 
     # ---- 2. persist, then reply
 
-    def _carry_out(self, decisions: list[Decision] | list[Decision | Callable[[], None]]) -> None:
+    def _carry_out(self, decisions: list[Step]) -> None:
+        if self._over:
+            return
         if self._carrying is not None:
             self._outbox.extend(decisions)
             return
@@ -139,8 +152,7 @@ class Job:
                 else:
                     self._do(decision)
         except TermOverError as error:
-            self.end()
-            self._on_term_over(str(error))
+            self._fail(str(error))
         finally:
             self._carrying = None
 
@@ -149,7 +161,7 @@ class Job:
         await self.term.replace(records.JOB_PREFIX + self.name, self._stored, value)
         self._stored, self._written = value, record
 
-    def _do(self, decision: Decision | Callable[[], None]) -> None:
+    def _do(self, decision: Step) -> None:
         match decision:
             case Announce():
                 self._announce(decision)
@@ -220,6 +232,11 @@ class Job:
         self.handle(Tick())
 
     # ---- the end
+
+    def _fail(self, reason: str) -> None:
+        if not self._over:
+            self.end()
+            self._on_term_over(reason)
 
     def end(self) -> None:
         """Nothing is decided or said from now on."""

@@ -18,7 +18,19 @@ import pytest
 
 from keepstep_lighthouse import app, records, term
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_lighthouse.events import Ban, JobRecord, Policy
+from keepstep_lighthouse.core import JobCore
+from keepstep_lighthouse.events import (
+    Asked,
+    Ban,
+    Closed,
+    Decision,
+    Event,
+    EvictOrdered,
+    JobRecord,
+    Opened,
+    Policy,
+    Tick,
+)
 from keepstep_lighthouse.memory import MemoryStore
 from keepstep_lighthouse.store import (
     Compare,
@@ -135,7 +147,8 @@ async def test_a_write_that_may_have_failed_is_never_announced_and_the_next_term
         store.fault = fault
         for member in members:
             await member.ask(0, commit_failures=1)
-        assert [await member.ended() for member in members] == [1001, 1001]
+        for member in members:
+            await member.ended()
 
         assert records.decode("jobs/job", (await store.get("jobs/job")) or b"").quorum_id == written
         if fault != "done":
@@ -174,7 +187,7 @@ async def test_a_store_that_hangs_ends_the_term(monkeypatch: pytest.MonkeyPatch)
     async with faulty_lighthouse(monkeypatch) as (one, store), workers(one.address, 1) as members:
         store.fault = "slow"
         await members[0].ask(0)
-        assert await members[0].ended() == 1001
+        await members[0].ended()
         store.fault = ""
         await eventually(lambda: one.term is not None)
 
@@ -200,6 +213,40 @@ async def test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody(monkeypat
         async with worker(one.address, epoch_seen=5) as again:
             assert again.welcome.epoch == 6
         assert await store.get(term.EPOCH_KEY) == b"6"
+
+
+@pytest.mark.parametrize("occasion", [Asked, Closed, Opened, EvictOrdered, Tick])
+async def test_a_fault_in_the_core_ends_the_term_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, occasion: type
+) -> None:
+    """Nothing is decided by a state that is half changed."""
+    whole = JobCore.handle
+
+    def broken(core: JobCore, event: Event, now: float, now_unix: float) -> list[Decision]:
+        if type(event) is occasion:
+            raise ZeroDivisionError("planted")
+        return whole(core, event, now, now_unix)
+
+    policy = Policy(min_replicas=1, heartbeat_timeout=0.3)
+    async with lighthouse(policy=policy) as one, workers(one.address, 2) as members, aiohttp.ClientSession() as http:
+        await round_of(members)
+        monkeypatch.setattr(JobCore, "handle", broken)
+        members[1].cut()
+        if occasion is Asked:
+            await members[0].ask(1)
+        elif occasion is Opened:
+            async with connection(one.address, "r2:1") as third:
+                await third.hello()
+                await third.ended()
+        elif occasion is EvictOrdered:
+            async with http.post(f"{one.address}/v1/jobs/job/replicas/r0/evict", json={"reason": "x"}) as answer:
+                assert answer.status == 503
+        await members[0].ended()
+        monkeypatch.setattr(JobCore, "handle", whole)
+        await eventually(lambda: one.term is not None and one.term.epoch > 1)
+        async with worker(one.address, epoch_seen=1, quorum_id_seen=1) as again:
+            await again.ask(1)
+            assert (await again.until(QuorumAnswer)).quorum_id == 2
 
 
 # ---- records
