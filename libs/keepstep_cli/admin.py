@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, token_option
 from keepstep_cli.rest import Lighthouse, read_token
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,19 @@ class Link:
     as_json: bool
 
     def get(self, *path: str, **query: int) -> Any:
-        return asyncio.run(self.lighthouse.get(*path, **query))
+        return _run(self.lighthouse.get(*path, **query))
 
     def of_job(self, *path: str, **query: int) -> Any:
         return self.get("jobs", self.job, *path, **query)
 
     def order(self, replica: str, order: str, **body: Any) -> Any:
-        return asyncio.run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
+        return _run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
+
+
+def _run(asking: Coroutine[Any, Any, T]) -> T:
+    import asyncio
+
+    return asyncio.run(asking)
 
 
 def _linked(function: Callable[..., None]) -> Callable[..., None]:
@@ -136,7 +143,7 @@ def events(link: Link, *, follow: bool, after: int, limit: int) -> None:
                 tables.show_event(event)
             sys.stdout.flush()
 
-    asyncio.run(print_all())
+    _run(print_all())
 
 
 def _reason_option(verb: str) -> Callable[[Any], Any]:

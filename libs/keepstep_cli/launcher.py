@@ -68,11 +68,7 @@ class Launcher:
         self._audience = audience
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._watchers: set[asyncio.Task[None]] = set()
-
-    def pids(self, group: str) -> list[int]:
-        """Of the ranks that run now, by rank."""
-        return [process.pid for _, process in sorted(self._processes[group].items())]
+        self._watchers: asyncio.TaskGroup
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """First: ends all cleanly. Second: kills."""
@@ -85,14 +81,20 @@ class Launcher:
 
     async def run(self) -> int:
         """Exit code of the job: see ``Supervisor.exit_code``. However it ends, no process is left."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._look)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._look)
         try:
-            self._handle(Begin())
-            while (code := self.core.exit_code()) is None:
-                self._handle(await self._next_event())
-            return code
+            async with asyncio.TaskGroup() as self._watchers:
+                try:
+                    self._handle(Begin())
+                    while (code := self.core.exit_code()) is None:
+                        self._handle(await self._next_event())
+                    return code
+                finally:
+                    for name in self._processes:
+                        self.kill(name)
         finally:
-            await self._end_all()
+            loop.remove_signal_handler(signal.SIGCHLD)
 
     async def _next_event(self) -> Event:
         deadline = self.core.deadline()
@@ -122,9 +124,7 @@ class Launcher:
                 self._events.put_nowait(RankExited(name, rank, CANNOT_START))
                 continue
             self._processes[name][rank] = process
-            watcher = asyncio.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
-            self._watchers.add(watcher)
-            watcher.add_done_callback(self._watchers.discard)
+            self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
 
     async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
         """One rank from its start to its end."""
@@ -163,14 +163,6 @@ class Launcher:
         """Who read us has left: end, as any filter does. What is printed from here on goes nowhere."""
         self._audience = Silence()
         self.stop(signal.SIGPIPE)
-
-    async def _end_all(self) -> None:
-        """Nothing to do after a regular end; after an error or a cancellation everything is killed."""
-        for name in self._processes:
-            self.kill(name)
-        if self._watchers:
-            await asyncio.wait(self._watchers)
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
 
 class Silence:

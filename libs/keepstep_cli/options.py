@@ -46,6 +46,15 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")(command)
 
 
+def make_folder(folder: Path) -> Path:
+    """``folder``, which is there afterwards."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"--state-dir {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
 class Seconds(click.ParamType[float]):
     """``60``, ``1.5s``, ``500ms``, ``2m`` as seconds."""
 

@@ -117,8 +117,7 @@ def run(
             addresses = f"http://127.0.0.1:{port}"
             flags = [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
             flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
-            folder = state_dir or Path(forgotten)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
         spec = JobSpec(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import DEFAULT_PORT, Command, Seconds
+from keepstep_cli.options import DEFAULT_PORT, Command, Seconds, make_folder
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint
@@ -100,11 +100,7 @@ def up(state_dir: Path, **flags: Any) -> None:
 
     Takes the flags and variables of `keepstep lighthouse`.
     """
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.UsageError(f"--state-dir {state_dir} cannot be made: {error.strerror}") from error
-    flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
+    flags["store"] = f"sqlite://{make_folder(state_dir) / 'lighthouse.sqlite'}"
     flags["event_log"] = flags["event_log"] or state_dir / "events.jsonl"
     _serve(flags)
 
