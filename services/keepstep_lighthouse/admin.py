@@ -187,7 +187,7 @@ class _Admin:
         return _json(ClusterView(here if one.term else None, epoch, (node,), ()))
 
     async def jobs(self, _request: web.Request) -> web.Response:
-        self._check_term()
+        self._lighthouse.leading()
         return _json(JobsView(tuple(_job_view(job) for _, job in sorted(self._lighthouse.jobs.items()))))
 
     async def job(self, request: web.Request) -> web.Response:
@@ -305,12 +305,8 @@ class _Admin:
 
     # ---- what is asked for
 
-    def _check_term(self) -> None:
-        if self._lighthouse.term is None:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self._lighthouse.trouble or "the lighthouse is not ready")
-
     def _job(self, request: web.Request) -> Job:
-        self._check_term()
+        self._lighthouse.leading()
         name = request.match_info["job"]
         job = self._lighthouse.jobs.get(name)
         if job is None:

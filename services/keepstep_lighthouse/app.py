@@ -23,7 +23,7 @@ from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.sessions import Session
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import Store, StoreError, open_store
-from keepstep_lighthouse.term import Term, TermOverError
+from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
 from keepstep_mesh import websocket
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Problem, Route
@@ -63,7 +63,8 @@ class Lighthouse:
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of those who have the epoch of this term from us."""
-        self._raising: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
+        """Under way, and not to be left behind."""
         self._over = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -127,33 +128,34 @@ class Lighthouse:
             stack.push_async_callback(self.events.close)
             await self._begin_term()
             keeper = asyncio.create_task(self._keep_term(), name="keepstep lighthouse term")
-            stack.push_async_callback(_cancelled, keeper)
             self.serving = True
             try:
                 yield
             finally:
                 self.serving = False
                 self.events.wake()
-                await self._end_term("the lighthouse is stopping", websocket.CLOSE_GOING_AWAY)
+                await _cancelled(keeper)
+                await self._end_term("the lighthouse is stopping")
 
     async def _keep_term(self) -> None:
         """Begins the next term whenever one is over."""
         while True:
             await self._over.wait()
-            await self._end_term(self.trouble or "", websocket.CLOSE_GOING_AWAY)
+            await self._end_term(self.trouble or "the last term is over")
             pause = TERM_RETRY_FIRST
             while self.term is None:
                 try:
                     await self._begin_term()
                 except (StoreError, TimeoutError) as error:
-                    self.trouble = f"the store does not let a term begin: {error or 'it does not answer'}"
+                    self.trouble = f"the store does not let a term begin: {str(error) or 'it does not answer'}"
                     log.error("no term", reason=self.trouble, again_in_seconds=pause)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, TERM_RETRY_MOST)
 
     async def _begin_term(self) -> None:
-        term = await Term.begin(self._store)
-        stored = await self._store.get_prefix(records.JOB_PREFIX)
+        async with asyncio.timeout(STORE_TIMEOUT):
+            term = await Term.begin(self._store)
+            stored = await self._store.get_prefix(records.JOB_PREFIX)
         found = {key: records.decode(key, value) for key, value in stored.items()}
         self.events.begin_epoch(term.epoch)
         self._welcomed.clear()
@@ -175,16 +177,23 @@ class Lighthouse:
             job.end()
         self._over.set()
 
-    async def _end_term(self, reason: str, code: int) -> None:
+    async def _end_term(self, reason: str) -> None:
         self.term, self.trouble = None, reason
-        jobs, self.jobs = list(self.jobs.values()), {}
-        for job in jobs:
+        for job in self.jobs.values():
             job.end()
-        for session in list(self.sessions.values()):
-            session.end(reason, code)
-        pending = [*self._raising, *(task for job in jobs for task in job.writing())]
-        if pending:
-            await asyncio.wait(pending)
+            self._writes.update(job.writing())
+        self.jobs.clear()
+        for session in self.sessions.values():
+            session.end(reason, websocket.CLOSE_GOING_AWAY)
+        while self._writes:
+            done, _ = await asyncio.wait(self._writes)
+            self._writes -= done
+
+    def leading(self) -> Term:
+        """The term. Raises ``Problem`` 503 while there is none."""
+        if self.term is None:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.trouble or "the lighthouse is not ready")
+        return self.term
 
     # ---- sessions
 
@@ -195,16 +204,14 @@ class Lighthouse:
                 HTTPStatus.BAD_REQUEST,
                 f"{name!r} is no name of a job: up to 128 letters, digits, '.', '_' and '-', a letter or digit first",
             )
-        if self.term is None:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.trouble or "the lighthouse is not ready")
+        self.leading()
         if len(self.sessions) >= MAX_SESSIONS:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
         session = Session(next(self._numbers), name, on_hello=self._greeted, on_bad=self._bad, on_end=self._ended)
+        response = await session.accept(request)
         self.sessions[session.number] = session
-        try:
-            return await session.run(request)
-        finally:
-            self.sessions.pop(session.number, None)
+        await session.ended()
+        return response
 
     def _greeted(self, session: Session, hello: Hello) -> None:
         term = self.term
@@ -217,8 +224,8 @@ class Lighthouse:
         else:
             # It met a leader that our store knows nothing of: the store was restored, or is new.
             task = asyncio.create_task(self._raise_epoch(term, session, hello))
-            self._raising.add(task)
-            task.add_done_callback(self._raising.discard)
+            self._writes.add(task)
+            task.add_done_callback(self._writes.discard)
 
     async def _raise_epoch(self, term: Term, session: Session, hello: Hello) -> None:
         try:
@@ -252,6 +259,7 @@ class Lighthouse:
         session.refuse("bad_message", reason)
 
     def _ended(self, session: Session) -> None:
+        self.sessions.pop(session.number, None)
         job = self.jobs.get(session.job)
         if job is not None:
             job.sessions.pop(session.number, None)

@@ -96,15 +96,18 @@ class Session:
         self._ending = False
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, request: web.Request) -> web.StreamResponse:
-        """Answers the upgrade and returns when the connection is gone. Raises what ``Link.accept`` raises."""
+    async def accept(self, request: web.Request) -> web.StreamResponse:
+        """Answers the upgrade. Raises what ``Link.accept`` raises; then there is no session."""
         response = await self.link.accept(request)
         self._set_timer(HELLO_SECONDS, self._hello_is_late)
+        return response
+
+    async def ended(self) -> None:
+        """Returns when the connection is gone; whoever is cancelled in here ends it."""
         try:
             await self.link.closed
         finally:
             self.link.abort("the handler was cancelled")
-        return response
 
     @property
     def ending(self) -> bool:

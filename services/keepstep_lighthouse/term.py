@@ -15,6 +15,7 @@ from keepstep_mesh.errors import KeepstepError
 
 EPOCH_KEY = "epoch"
 STORE_TIMEOUT = 10.0
+"""A store that takes longer has no outcome."""
 
 
 class TermOverError(KeepstepError):
@@ -31,13 +32,12 @@ class Term:
 
     @classmethod
     async def begin(cls, store: Store) -> Term:
-        """Raises ``StoreError`` or ``TimeoutError`` when the store does not do it."""
-        async with asyncio.timeout(STORE_TIMEOUT):
-            while True:
-                stored = await store.get(EPOCH_KEY)
-                epoch = _epoch(stored) + 1
-                if await store.transact((Compare(EPOCH_KEY, stored),), (Write(EPOCH_KEY, b"%d" % epoch),)):
-                    return cls(store, epoch)
+        """Raises ``StoreError`` when the store does not do it."""
+        while True:
+            stored = await store.get(EPOCH_KEY)
+            epoch = _epoch(stored) + 1
+            if await store.transact((Compare(EPOCH_KEY, stored),), (Write(EPOCH_KEY, b"%d" % epoch),)):
+                return cls(store, epoch)
 
     async def replace(self, key: str, before: bytes | None, after: bytes) -> None:
         """Writes ``after`` where ``before`` stood."""
