@@ -122,6 +122,7 @@ class Groups:
         self.disconnect(group, now)
         del self.suspects[group.replica_id]
         group.session = session
+        group.highest_request = -1  # a client without incarnations may have been restarted, and counts anew
         group.heard_at = now
         self.by_session[session] = group
 

@@ -271,6 +271,14 @@ def test_a_lower_request_is_ignored_and_a_higher_one_takes_the_place_of_an_open_
     assert announce.members[0].step == 4
 
 
+def test_a_client_that_was_restarted_under_its_old_id_may_count_anew() -> None:
+    driver = Driver(min_replicas=1)
+    driver.opens("a")
+    driver.asks("a", request=50)
+    driver.opens("a")
+    assert announces(driver.asks("a", request=1))
+
+
 def test_a_denied_request_names_the_reason_and_asks_no_longer() -> None:
     driver = Driver(min_replicas=2)
     driver.open_all("a", "b")

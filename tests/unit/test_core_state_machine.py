@@ -26,6 +26,8 @@ class Onlooker(RuleBasedStateMachine):
     def begin(self, min_replicas: int, max_replicas: int) -> None:
         self.driver = Driver(policy=Policy(min_replicas, max_replicas, join_timeout=10, heal_timeout=4))
         self.requests: dict[str, int] = {}
+        self.lowest_taken: dict[str, int] = {}
+        """Requests below it are of the past of that session."""
         self.memberships: dict[int, tuple[str, ...]] = {}
         self.highest = 0
         self.evicted: set[str] = set()
@@ -68,9 +70,12 @@ class Onlooker(RuleBasedStateMachine):
     def connected(self, replica_id: str) -> bool:
         return replica_id in self.driver.session_of
 
-    @rule(replica_id=NAMES, holds=st.booleans(), ahead=st.sampled_from([0, 0, 0, 0, 0, 3]))
-    def opens(self, replica_id: str, holds: bool, ahead: int) -> None:
+    @rule(replica_id=NAMES, holds=st.booleans(), ahead=st.sampled_from([0, 0, 0, 0, 0, 3]), counts_anew=st.booleans())
+    def opens(self, replica_id: str, holds: bool, ahead: int, counts_anew: bool) -> None:
         self.requests.pop(replica_id, None)
+        if counts_anew:
+            self.driver.requests.pop(replica_id, None)
+        self.lowest_taken[replica_id] = 0
         seen = self.driver.record.quorum_id
         held = HeldAnswer(1, seen, 0) if holds and seen else None
         self.onlook(self.driver.opens(replica_id, seen=seen + ahead, held=held))
@@ -90,7 +95,8 @@ class Onlooker(RuleBasedStateMachine):
         if self.connected(replica_id):
             before = self.requests.get(replica_id)
             number = max(1, self.driver.requests.get(replica_id, 0) + 1 - back)
-            if number >= self.driver.requests.get(replica_id, 0):
+            if number >= self.lowest_taken.get(replica_id, 0):
+                self.lowest_taken[replica_id] = number
                 self.requests[replica_id] = number
             info = None if layout is None else MemberInfo(layout=layout)
             decisions = self.driver.asks(
