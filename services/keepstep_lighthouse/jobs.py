@@ -85,34 +85,25 @@ class Job:
     # ---- 1. receive
 
     def handle(self, event: Event) -> None:
-        if not self._over:
-            self._carry_out(self._decide(event))
-            self._deadline_may_differ()
-
-    def _decide(self, event: Event) -> list[Step]:
-        try:
-            return [*self.core.handle(event, time.monotonic(), time.time())]
-        except Exception:
-            # A core that raised is half changed: it must not decide any more. The store has what was promised.
-            log.exception("fault in the core", job=self.name, occasion=repr(event)[:500])
-            self._fail(f"a fault in the core of job {self.name}; the log has it")
-            return []
+        self._process(event, lambda steps: steps)
 
     def heard(self, session: int) -> None:
         self.core.heard(session, time.monotonic())
 
     def open(self, session: Session, event: Opened) -> None:
         """The hello was accepted: writes what it made necessary, then welcomes, then the rest."""
+
+        def welcomed(steps: list[Step]) -> list[Step]:
+            if EndSession(session.number) not in steps:
+                said = (place for place, one in enumerate(steps) if isinstance(one, Tell | Announce | EndSession))
+                steps.insert(next(said, len(steps)), partial(self._welcome, session))
+            return steps
+
         if self._over:
             session.refuse("not_ready", "the lighthouse begins a new term")
             return
         self.sessions[session.number] = session
-        decisions = self._decide(event)
-        if EndSession(session.number) not in decisions:
-            said = (place for place, one in enumerate(decisions) if isinstance(one, Tell | Announce | EndSession))
-            decisions.insert(next(said, len(decisions)), partial(self._welcome, session))
-        self._carry_out(decisions)
-        self._deadline_may_differ()
+        self._process(event, welcomed)
 
     async def order(self, event: Event) -> list[Happened]:
         """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
@@ -120,19 +111,31 @@ class Job:
             raise TermOverError("the lighthouse begins a new term; ask again")
         done: asyncio.Future[list[Happened]] = self._loop.create_future()
         made: list[Happened] = []
+
+        def awaited(steps: list[Step]) -> list[Step]:
+            logged = [partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in steps]
+            return [*logged, partial(_complete, done, made)]
+
         self._orders.add(done)
         done.add_done_callback(self._orders.discard)
-        decisions = self._decide(event)
-        batch = [partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in decisions]
-        self._carry_out([*batch, partial(_complete, done, made)])
-        self._deadline_may_differ()
+        self._process(event, awaited)
         return await done
+
+    def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]]) -> None:
+        """``arranged`` puts what the shell has to do between the decisions."""
+        if self._over:
+            return
+        try:
+            self._carry_out(arranged([*self.core.handle(event, time.monotonic(), time.time())]))
+        except Exception:
+            # A fault of ours. A state that is half changed, or half told, decides no more: the store has the rest.
+            log.exception("fault in a job", job=self.name, occasion=repr(event)[:500])
+            self._fail(f"a fault in job {self.name}; the log has it")
+        self._deadline_may_differ()
 
     # ---- 2. persist, then reply
 
     def _carry_out(self, decisions: list[Step]) -> None:
-        if self._over:
-            return
         if self._carrying is not None:
             self._outbox.extend(decisions)
             return
@@ -153,6 +156,9 @@ class Job:
                     self._do(decision)
         except TermOverError as error:
             self._fail(str(error))
+        except Exception:
+            log.exception("fault in a job", job=self.name, occasion="after a write")
+            self._fail(f"a fault in job {self.name}; the log has it")
         finally:
             self._carrying = None
 

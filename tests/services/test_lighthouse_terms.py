@@ -31,6 +31,7 @@ from keepstep_lighthouse.events import (
     Policy,
     Tick,
 )
+from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.memory import MemoryStore
 from keepstep_lighthouse.store import (
     Compare,
@@ -247,6 +248,22 @@ async def test_a_fault_in_the_core_ends_the_term_and_the_next_one_goes_on(
         async with worker(one.address, epoch_seen=1, quorum_id_seen=1) as again:
             await again.ask(1)
             assert (await again.until(QuorumAnswer)).quorum_id == 2
+
+
+async def test_a_fault_behind_a_write_ends_the_term_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    async with lighthouse() as one, worker(one.address) as member:
+        with monkeypatch.context() as planted:
+            planted.setattr(Job, "_announce", broken)
+            await member.ask(0)
+            await member.ended()
+        await eventually(lambda: one.term is not None and one.term.epoch > 1)
+        async with worker(one.address, epoch_seen=1) as again:
+            assert again.welcome.quorum_id == 1, "what was written counts, announced or not"
+            await again.ask(0)
+            await again.until(QuorumAnswer)
 
 
 # ---- records
