@@ -111,18 +111,22 @@ class _SyncedBuffers:
                     buffer.copy_(carrier[at : at + buffer.numel()].view_as(buffer))
                     at += buffer.numel()
 
-        work.on_success(copy_back)  # type: ignore[attr-defined]
+        work.after = copy_back  # type: ignore[attr-defined]
 
     def _is_first(self) -> bool:
         try:
             return self._manager.participating_rank() == 0
-        except Exception as error:  # noqa: BLE001  no quorum: the step does not commit, and the all-reduce will say why
-            self._manager.report_error(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  no quorum: the all-reduce will say why
+            self._manager.report_error(RuntimeError(f"no quorum: {error}"))
             return False
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient on its own, as soon as it is there. Simple, and slow for many parameters.
+    """Averages each parameter's gradient on its own at the end of the backward pass. Simple, and slow for many
+    parameters.
+
+    All parameters are reduced in the module's order, those without a gradient as zeros: so groups whose passes took
+    different ways never average one parameter with another.
 
     Args:
         manager: of this replica group.
@@ -132,20 +136,28 @@ class PureDistributedDataParallel(nn.Module):
     def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._keepstep_manager = manager
+        self._averaging = False
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda p: _average_gradient(manager, p)
-                )
+                parameter.register_post_accumulate_grad_hook(self._at_the_end)  # type: ignore[no-untyped-call]
         manager.set_layout(_layout(module, None))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
 
+    def _at_the_end(self, _parameter: torch.Tensor) -> None:
+        if not self._averaging:
+            self._averaging = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # noqa: SLF001  torch's own DDP does
 
-def _average_gradient(manager: Manager, parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        manager.allreduce(parameter.grad)  # should_commit waits for it
+    def _average(self) -> None:
+        self._averaging = False
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._keepstep_manager.allreduce(parameter.grad)  # should_commit waits for it
 
 
 def _layout(module: nn.Module, bucket_cap_mb: float | None) -> list[str]:

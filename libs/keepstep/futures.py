@@ -22,7 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from keepstep_mesh.logging import get_logger
+
 T = TypeVar("T")
+
+log = get_logger("keepstep.futures")
 
 WATCHDOG_ENV = ("KEEPSTEP_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
 WATCHDOG_TIMEOUT = 30.0
@@ -81,8 +85,11 @@ class _Deadlines:
                 heapq.heappop(self._heap)
                 callback = deadline.callback
             if callback is not None:
-                with _watchdog():
-                    callback()
+                try:
+                    with _watchdog():
+                        callback()
+                except Exception:  # the other deadlines are still to be kept
+                    log.exception("a deadline's callback failed")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from keepstep.group_core import DisagreeError
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote
@@ -73,6 +74,8 @@ def denial(code: str, reason: str, peer_address: str = "") -> Exception:
         return TimeoutError(reason)
     if code == "leaving":
         return Leaving(reason)
+    if code == "disagree":
+        return DisagreeError(reason)
     if code == "layout":
         return LayoutMismatch(reason, peer_address)
     return SessionClosed(reason) if code == "closed" else KeepstepError(reason)

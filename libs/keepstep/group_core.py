@@ -17,6 +17,10 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote
 
 
+class DisagreeError(KeepstepError):
+    """The ranks of a group hold different states. Nothing mends that but a restart of the group."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupAsk:
     """The request of a whole group."""
@@ -33,12 +37,12 @@ class GroupAsk:
 
 
 def merge_asks(asks: Mapping[int, RankAsk]) -> GroupAsk:
-    """One request out of those of all ranks. Raises KeepstepError, naming two of them, when their states differ."""
+    """One request out of those of all ranks. Raises DisagreeError, naming two of them, when their states differ."""
     first_rank = min(asks)
     first = asks[first_rank]
     for rank, ask in sorted(asks.items()):
         if (ask.step, ask.lineage) != (first.step, first.lineage):
-            raise KeepstepError(
+            raise DisagreeError(
                 f"the ranks of this group disagree: rank {first_rank} is at step {first.step} (lineage "
                 f"{first.lineage!r}), rank {rank} at step {ask.step} (lineage {ask.lineage!r}); restart the group, it "
                 f"will heal from another"
@@ -77,14 +81,16 @@ class CommitBarrier:
         self._votes: dict[int, bool] = {}
 
     def vote(self, rank: int, vote: RankVote) -> RankDecision | None:
-        """Takes a vote; the decision once every rank voted under this key, yes only if all did."""
+        """Takes a vote; the decision once it is known: yes when every rank voted so under this key, no with the first
+        no.
+        """
         key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
         if vote.attempt < self._key[3]:
             return None
         if key != self._key:
             self._key, self._votes = key, {}
         self._votes[rank] = vote.ok
-        if len(self._votes) < self._world_size:
+        if all(self._votes.values()) and len(self._votes) < self._world_size:
             return None
         return RankDecision(*key, ok=all(self._votes.values()))
 

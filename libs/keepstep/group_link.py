@@ -149,6 +149,7 @@ def connect_group(
         settings.token,
         on_failed,
         on_push,
+        settings.quorum_retries,
     )
     mesh.call(client.start(limit), limit + 5.0)
     return client, store

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from aiohttp import WSMsgType, web
 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
-from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.group_core import CommitBarrier, DisagreeError, merge_asks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
@@ -94,6 +94,8 @@ class GroupServer:
         self._asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
         self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
         self._ranks: dict[int, _Rank] = {}
+        self._gone: set[int] = set()
+        self._info = MemberInfo()
         self._checkpoints: dict[int, str] = {}
         self._attempt = 0
         self._failed = ""
@@ -174,11 +176,11 @@ class GroupServer:
         self._session.healing(bytes_done, bytes_total, bytes_per_second)
 
     def wish_to_leave(self, reason: str) -> None:
-        asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, self._attempt, reason)
+        asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, reason)
 
-    def _leave_open_request(self, attempt: int, reason: str) -> None:
+    def _leave_open_request(self, reason: str) -> None:
         """The groups that should answer may have left already: then there is no next step to leave at."""
-        if self._requesting and attempt == self._attempt:
+        if self._requesting:
             self._wish = reason
             self._own(self._leave_quietly(reason))
 
@@ -213,6 +215,8 @@ class GroupServer:
         self._checkpoints[rank] = ask.checkpoint
         if self._settings.world_size == 1:
             return await self._request({0: ask})
+        if self._gone:
+            raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
         self._asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
@@ -222,6 +226,8 @@ class GroupServer:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
         except TimeoutError:
+            if self._asks.get(rank, (ask, None))[1] is not future:
+                return await future  # the round is on, and has a deadline of its own
             missing = [r for r in range(self._settings.world_size) if r not in self._asks]
             reason = f"waited {ask.timeout_ms / 1000:g} s for ranks {missing} of this group to start the step"
             self._deny_asks("deadline", reason)
@@ -264,6 +270,8 @@ class GroupServer:
             layout=merged.layout,
             handles=merged.handles,
         )
+        if info != self._info:  # else the very one of before: the session need not look at it again
+            self._info = info
         for left in range(self._settings.quorum_retries, -1, -1):
             self._requesting = True
             try:
@@ -272,7 +280,7 @@ class GroupServer:
                     lineage=merged.lineage,
                     shrink_only=merged.shrink_only,
                     commit_failures=merged.commit_failures,
-                    info=info,
+                    info=self._info,
                     timeout=merged.timeout,
                 )
                 break
@@ -366,7 +374,9 @@ class GroupServer:
                     self.healing(message.bytes_done, message.bytes_total, message.bytes_per_second)
                 case Leave():
                     peer.said_goodbye = True
+                    self._gone.add(peer.rank)
                     await peer.send(Goodbye())
+                    self._deny_asks("closed", f"rank {peer.rank} has left this group: {message.reason}")
                     return
                 case Failed():
                     await self.fail(message.reason)
@@ -385,7 +395,8 @@ class GroupServer:
         except SessionClosed as error:
             await peer.send(RankDenied(ask.request, "closed", str(error)))
         except KeepstepError as error:
-            await peer.send(RankDenied(ask.request, "disagree", str(error)))
+            code = "disagree" if isinstance(error, DisagreeError) else "failed"
+            await peer.send(RankDenied(ask.request, code, str(error)))
         else:
             await peer.send(answer)
 

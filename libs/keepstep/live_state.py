@@ -93,11 +93,12 @@ class LiveState:
         if "progress" in known:
             extra["progress"] = progress
         state = transport.recv_checkpoint(source, metadata, step, timeout, **extra)
+        if state["user"].keys() != self._parts.keys():
+            raise KeepstepError(
+                f"the source has the states {sorted(state['user'])}, this group {sorted(self._parts)}; register the "
+                f"same keys in every group"
+            )
         for key, value in state["user"].items():
-            if key not in self._parts:
-                raise KeepstepError(
-                    f"the source has a state {key!r} that is not registered here; register the same keys in every group"
-                )
             self._parts[key].load(value)
         self._load_manager(state["manager"])
         return received

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -34,13 +33,11 @@ class ManagedWork(dist.Work):
         super().__init__()
         self._value = value
         self._ok = ok
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        self._settled = False
+        self.after: Callable[[], None] | None = None
+        """Runs on the training thread in ``should_commit``, once all passes are over, if the collective succeeded."""
         if work is None:
             self._future: Future[Any] = Future()
             self._future.set_result(value)
-            self._settled = True
             return
 
         def settle(source: Future[Any]) -> object:
@@ -50,24 +47,9 @@ class ManagedWork(dist.Work):
             except Exception as error:  # noqa: BLE001  a collective may fail in any way; the step then does not commit
                 self._ok = False
                 report(error)
-            with self._lock:
-                self._settled = True
-                callbacks, self._callbacks = self._callbacks, []
-            if self._ok:
-                for callback in callbacks:
-                    callback()
             return value
 
         self._future = work.get_future().then(settle)
-
-    def on_success(self, callback: Callable[[], None]) -> None:
-        """Runs ``callback`` when the collective has succeeded; at once if it has."""
-        with self._lock:
-            if not self._settled:
-                self._callbacks.append(callback)
-                return
-        if self._ok:
-            callback()
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  the process group keeps the deadline
         """True when the collective succeeded."""

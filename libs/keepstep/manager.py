@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.exits import EvictedExit, GroupFailedExit, TerminationFlag, end_process
 from keepstep.futures import future_timeout
 from keepstep.group import Leaving, RankLink
+from keepstep.group_core import DisagreeError
 from keepstep.group_link import LinkSettings, connect_group
 from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.layout import layout_digest
@@ -80,8 +82,11 @@ class _Attempt:
         self.error: Exception | None = None
         self.works: list[ManagedWork] = []
         self.staged = False
+        self.heal_tried = False
         self.healed = False
         self.all_participate = sync
+        self.answered: QuorumPlan | None = None
+        """The plan from when the quorum is there; ``plan`` from when the training thread has waited for all of it."""
         self.done = False
 
 
@@ -176,18 +181,24 @@ class Manager:
         self._batches_committed = 0
         self._commit_failures = 0
         self._attempt: _Attempt | None = None
-        """(rank, world) of the last step that had a quorum."""
         self._requests = 0
         self._leaving = ""
         self._fatal: BaseException | None = None
         self._layout: list[str] = []
+        self._layout_digest = ""
         self._shut_down = False
+        self._early: list[Push] | None = []
+        """What was pushed before there was anything to act upon it; None from then on."""
 
         self._mesh = MeshThread()
-        try:
+        closing = contextlib.ExitStack()
+        closing.callback(self._mesh.stop)
+        with closing:
             self._link: RankLink
             # the store's server ends with its last reference, and other ranks may come to it late
             self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            closing.callback(lambda: self._mesh.call(self._link.close(), SLACK))
+            self._log = log.bind(replica_id=self._link.replica_id, rank=self._rank)
             self._lineage: Lineage = self._link.replica_id if init_sync else ""
             self._reconfigurer = Reconfigurer(
                 pg,
@@ -204,13 +215,11 @@ class Manager:
             self._transport: CheckpointTransport[dict[str, Any]] = checkpoint_transport or HTTPTransport(
                 timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
             )
-        except BaseException:
-            self._mesh.stop()
-            raise
-        self._steps = StepLog(self._link.replica_id, self._rank)
-        self._termination = TerminationFlag(self._wish_to_leave)
+            self._steps = StepLog(self._link.replica_id, self._rank)
+            self._termination = TerminationFlag(self._wish_to_leave)
+            closing.pop_all()
+        self._mesh.loop.call_soon_threadsafe(self._hear_early_pushes)
         atexit.register(self.shutdown)  # a script that just ends leaves too
-        self._log = log.bind(replica_id=self._link.replica_id, rank=self._rank)
 
     # ---- state
 
@@ -241,6 +250,7 @@ class Manager:
         A group whose lines differ from the job's is refused, with the first difference named.
         """
         self._layout = lines
+        self._layout_digest = layout_digest(lines)
         self._link.layout_lines = lines
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,7 +264,14 @@ class Manager:
         """From the user's own checkpoint; takes torchft's too (no lineage)."""
         self._step = int(state_dict["step"])
         self._batches_committed = int(state_dict["batches_committed"])
-        self._lineage = state_dict.get("lineage", "")
+        self._lineage = state_dict.get("lineage", self._lineage if self._step == 0 else "")
+
+    def mark_torn(self) -> None:
+        """This group's state is of no step any more (a heal or an optimizer broke in the middle).
+
+        It heals from another group at the next step, and never counts as a state that others could heal from.
+        """
+        self._step, self._lineage = 0, f"{TORN}{self._link.replica_id}"
 
     # ---- facts of the step
 
@@ -306,24 +323,34 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """This step will not commit. The process group is aborted, so that nobody waits for us."""
-        attempt = self._attempt
-        if attempt is not None and not attempt.done and attempt.error is None:
-            attempt.error = e
-            self._log.warning("step will not commit", step=self._step, reason=f"{type(e).__name__}: {e}")
-            self._reconfigurer.abort(f"this group reported {type(e).__name__}: {e}")
+        if self._attempt is not None:
+            self._report(self._attempt, e)
+
+    def _report(self, attempt: _Attempt, error: Exception) -> None:
+        """What goes wrong late with one step is not held against the next."""
+        if not attempt.done and attempt.error is None:
+            attempt.error = error
+            self._log.warning("step will not commit", step=self._step, reason=f"{type(error).__name__}: {error}")
+            self._reconfigurer.abort(f"this group reported {type(error).__name__}: {error}")
 
     def errored(self) -> Exception | None:
         """What went wrong in this step, or in the last one until the next begins; None when nothing did."""
         return self._attempt.error if self._attempt is not None else None
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """A future that gives ``default``, and reports, when ``fut`` fails or takes longer than ``timeout``."""
+        """A future that gives ``default``, and reports, when ``fut`` fails or takes longer than ``timeout``.
+
+        Wait for it before ``should_commit``: what it reports later is too late for this step, and not held against
+        the next.
+        """
+        attempt = self._attempt
 
         def value_or_default(source: Future[T]) -> T:
             try:
                 return source.value()
             except Exception as error:  # noqa: BLE001  any error means that the step does not commit
-                self.report_error(error)
+                if attempt is not None:
+                    self._report(attempt, error)
                 return default
 
         return future_timeout(fut, timeout or self._timeout).then(value_or_default)
@@ -361,7 +388,7 @@ class Manager:
             commit_failures=max(self._commit_failures, 1 if self._reconfigurer.broken else 0),
             timeout_ms=max(1, round(limit * 1000)),
             leaving=self._leaving,
-            layout=layout_digest(self._layout),
+            layout=self._layout_digest,
             checkpoint=self._transport.metadata(),
         )
         attempt.ready = self._mesh.spawn(self._get_ready(attempt, ask))
@@ -375,7 +402,7 @@ class Manager:
 
     async def _get_ready(self, attempt: _Attempt, ask: RankAsk) -> QuorumPlan:
         answer = await self._link.ask(ask)
-        plan = make_plan(answer.quorum, self._link.replica_id)
+        attempt.answered = plan = make_plan(answer.quorum, self._link.replica_id)
         attempt.number = answer.attempt
         self._transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and attempt.allow_heal:
@@ -384,7 +411,7 @@ class Manager:
             if await self._reconfigurer.follow(plan):
                 self._steps.write("quorum", self._step, plan.quorum_id, participants=plan.replica_world_size)
         except Exception as error:  # noqa: BLE001  a process group that cannot be built is a failed step, whatever it says
-            self.report_error(error)
+            self._report(attempt, error)
         return plan
 
     def wait_quorum(self) -> None:
@@ -409,6 +436,10 @@ class Manager:
                 attempt.plan = attempt.ready.result(limit)
             except Leaving as error:
                 self._end_for(Drained(str(error)))
+            except DisagreeError as error:
+                with contextlib.suppress(TimeoutError, KeepstepError, OSError):
+                    self._mesh.call(self._link.fail(str(error)), 1.0)
+                self._end_for(GroupFailedExit(str(error)))
             except LayoutMismatch as error:
                 difference = self._mesh.call(
                     first_layout_difference(error.peer_address, self._settings.token, self._layout), SLACK
@@ -421,15 +452,20 @@ class Manager:
 
     def _exchange_state(self, attempt: _Attempt, plan: QuorumPlan) -> None:
         """Hands out live state to those who heal from this group, takes it in when this group heals."""
-        try:
-            if plan.destinations and not attempt.staged:
-                attempt.staged = True
+        if plan.destinations and not attempt.staged:
+            attempt.staged = True
+            try:
                 self._state.stage(self._transport, list(plan.destinations), plan.max_step, self._timeout)
-            if plan.source is not None and not attempt.healed:
+            except Exception as error:  # noqa: BLE001  whatever it is, it is the joiner that goes without
+                reason = f"{type(error).__name__}: {error}"
+                self._log.error("nobody can heal from this group", step=self._step, reason=reason)
+        if plan.source is not None and not attempt.heal_tried:
+            attempt.heal_tried = True
+            try:
                 self._heal(plan, plan.source)
                 attempt.healed = True
-        except Exception as error:  # noqa: BLE001  whatever broke the exchange, this step does not commit here
-            self.report_error(error)
+            except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
+                self._report(attempt, error)
         if not plan.heal and isinstance(self._lineage, str) and self._lineage.startswith(TORN):
             self._end_for(
                 KeepstepError(
@@ -451,12 +487,12 @@ class Manager:
 
         try:
             received = self._state.receive(self._transport, source, metadata, plan.max_step, self._timeout, report)
-        except TransferError as error:
-            if error.torn:  # no state at all any more: it must never win a quorum
-                self._step, self._lineage = 0, f"{TORN}{self._link.replica_id}"
+            if self._step != plan.max_step:
+                raise KeepstepError(f"{member.replica_id} sent step {self._step} instead of step {plan.max_step}")
+        except BaseException as error:
+            if not isinstance(error, TransferError) or error.torn:
+                self.mark_torn()
             raise
-        if self._step != plan.max_step:
-            raise KeepstepError(f"{member.replica_id} sent the state of step {self._step}, not of step {plan.max_step}")
         self._lineage = plan.lineage
         took = time.monotonic() - started
         self._log.info("healed", step=self._step, source=member.replica_id, bytes=received, seconds=round(took, 3))
@@ -494,23 +530,25 @@ class Manager:
                 return ManagedWork(None, tensor, ok=False)
             rank, world = self._participation(attempt, plan)
             if rank is None:
+                if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
+                    raise ValueError(f"{reduce_op} has no neutral contribution for a group that does not take part")
                 tensor.zero_()
             options = dist.AllreduceOptions()
             options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
             options.timeout = self._timeout
             work = self._reconfigurer.pg.allreduce([tensor], options)
-        except Drained as error:  # should_commit raises it: nothing may fly through the middle of a backward pass
-            self.report_error(KeepstepError(f"leaving: {error}"))
+        except SystemExit as error:  # should_commit raises it: nothing may fly through the middle of a backward pass
+            self._report(attempt, KeepstepError(f"leaving: {error}"))
             return ManagedWork(None, tensor, ok=False)
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
-            self.report_error(error)
+            self._report(attempt, error)
             return ManagedWork(None, tensor, ok=False)
 
         def divide() -> None:
             if average and world > 1:
                 tensor.div_(world)
 
-        managed = ManagedWork(work, tensor, divide, self.report_error)
+        managed = ManagedWork(work, tensor, divide, partial(self._report, attempt))
         attempt.works.append(managed)
         return managed
 
@@ -536,8 +574,7 @@ class Manager:
             self.report_error(error)
         decision = False
         if plan is not None:
-            for work in attempt.works:
-                work.wait()
+            self._finish_works(attempt)
             if self._reconfigurer.device is not None:
                 torch.cuda.current_stream().synchronize()
             if attempt.allow_heal:
@@ -545,6 +582,14 @@ class Manager:
             decision = self._vote(attempt, plan, limit)
         self._settle(attempt, plan, decision)
         return decision
+
+    def _finish_works(self, attempt: _Attempt) -> None:
+        for work in attempt.works:
+            if work.wait() and work.after is not None:
+                try:
+                    work.after()
+                except Exception as error:  # noqa: BLE001  what it leaves behind is equal nowhere else
+                    self._report(attempt, error)
 
     def _vote(self, attempt: _Attempt, plan: QuorumPlan, limit: timedelta) -> bool:
         participants = self._participation(attempt, plan)[1]
@@ -557,7 +602,8 @@ class Manager:
         if self._group_world_size == 1:
             return ok
         vote = RankVote(plan.epoch, plan.quorum_id, plan.max_step, attempt.number, ok)
-        seconds = limit.total_seconds()
+        # others may wait for a collective and a heal (its address, its bytes) first; a death is noticed at once
+        seconds = limit.total_seconds() + 3 * self._timeout.total_seconds()
         try:
             return self._mesh.call(self._link.vote(vote, seconds), seconds + SLACK)
         except (TimeoutError, KeepstepError, OSError) as error:
@@ -573,7 +619,8 @@ class Manager:
             participants = self._participation(attempt, plan)[1]
             self._step += 1
             self._batches_committed += participants
-            self._lineage = plan.quorum_id
+            if not plan.heal or attempt.healed:  # else it took part as it was, and is still behind
+                self._lineage = plan.quorum_id
             self._commit_failures = 0
             self._steps.write("committed", self._step, plan.quorum_id, participants=participants)
             return
@@ -625,10 +672,15 @@ class Manager:
 
     def _pushed(self, push: Push) -> None:
         """What the lighthouse says between answers. On the mesh thread."""
+        if self._early is not None:
+            self._early.append(push)
+            return
         match push:
             case MemberLost():
                 self._log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
                 self._reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
+                if isinstance(self._transport, HTTPTransport) and self._heals_from(push.replica_id):
+                    self._transport.abort_receive(f"the source {push.replica_id} is lost")
             case RoundBroken():
                 self._log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
                 self._reconfigurer.lost(push.quorum_id, push.reason)
@@ -639,6 +691,15 @@ class Manager:
                 self._reconfigurer.abort(f"evicted: {push.reason}")
             case _:
                 pass
+
+    def _heals_from(self, replica_id: str) -> bool:
+        plan = self._attempt.answered if self._attempt is not None else None
+        return plan is not None and plan.source is not None and plan.members[plan.source].replica_id == replica_id
+
+    def _hear_early_pushes(self) -> None:
+        early, self._early = self._early or [], None
+        for push in early:
+            self._pushed(push)
 
     def shutdown(self, wait: bool = True) -> None:
         """Says leave, frees threads, ports and memory. Twice is fine.
@@ -668,4 +729,6 @@ class Manager:
         attempt = self._attempt
         if attempt is None or attempt.done or attempt.ready is None:
             return False
-        return not attempt.ready.cancel() and attempt.ready.exception() is None
+        if attempt.answered is None:
+            attempt.ready.cancel()
+        return attempt.answered is not None

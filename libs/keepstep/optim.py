@@ -72,6 +72,9 @@ class OptimizerWrapper(Optimizer):
         self.manager.disallow_state_dict_read()
         try:
             self.optim.step()
+        except BaseException:
+            self.manager.mark_torn()  # committed, but not made: these weights are nobody else's
+            raise
         finally:
             self.manager.allow_state_dict_read()
         return True

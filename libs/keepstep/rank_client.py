@@ -46,6 +46,7 @@ class RankClient:
         group_rank, world_size, restart: who we are.
         on_failed: called once when the server is gone without goodbye, or says that the group is lost.
         on_push: what the lighthouse pushed to the group.
+        quorum_retries: how often rank 0 asks again.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class RankClient:
         token: str | None,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
+        quorum_retries: int = 0,
     ) -> None:
+        self._tries = 1 + quorum_retries
         self.replica_id = ""
         self.address = address
         self.layout_lines: list[str] = []
@@ -182,7 +185,7 @@ class RankClient:
         self._asks[ask.request] = future
         await self._send(ask)
         try:
-            async with asyncio.timeout(ask.timeout_ms / 1000 + 10.0):
+            async with asyncio.timeout(2 * ask.timeout_ms / 1000 * self._tries + 10.0):
                 return await future
         finally:
             self._asks.pop(ask.request, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -72,8 +71,8 @@ class Reconfigurer:
         self._store: RendezvousStore | None = None
         self._lost: dict[int, str] = {}
         self._aborts: list[concurrent.futures.Future[None]] = []
-        self._builder = concurrent.futures.ThreadPoolExecutor(1, "keepstep-reconfigure")
-        self._aborter = concurrent.futures.ThreadPoolExecutor(1, "keepstep-abort")
+        self._building = threading.Lock()
+        self._closed = False
 
     @property
     def broken(self) -> bool:
@@ -84,14 +83,19 @@ class Reconfigurer:
         """Builds the group of ``plan`` unless it stands; True if it had to. Raises what kept it from being built."""
         if plan.quorum_id == self._quorum_id and not self._broken:
             return False
-        await asyncio.get_running_loop().run_in_executor(self._builder, self._build, plan)
+        await asyncio.wrap_future(_in_thread("keepstep-reconfigure", lambda: self._build(plan)))
         return True
 
     def _build(self, plan: QuorumPlan) -> None:
+        with self._building:
+            self._build_alone(plan)
+
+    def _build_alone(self, plan: QuorumPlan) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)
         with self._lock:
             self._generation += 1
+            self._broken = True  # until it is built: an abort now could only hit what is to come
             aborts, self._aborts = self._aborts, []
         concurrent.futures.wait(aborts, self._timeout.total_seconds())
         table = Table(self._job, plan.epoch, plan.quorum_id, self._group_rank)
@@ -113,6 +117,8 @@ class Reconfigurer:
 
     def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
         address = f"{plan.store_address}/{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"
+        if isinstance(self.pg, ProcessGroup):
+            self.pg.set_timeout(self._timeout)
         extra = (
             {"store": store, "host": self._host} if isinstance(self.pg, ProcessGroup) else {}
         )  # else torchft's contract
@@ -130,6 +136,9 @@ class Reconfigurer:
         )
 
     def _raise_if_lost(self, quorum_id: int) -> None:
+        if self._closed:
+            self._broken = True
+            raise KeepstepError("the Manager was shut down")
         if quorum_id in self._lost:
             self._broken = True
             raise KeepstepError(f"quorum {quorum_id} is over already: {self._lost[quorum_id]}")
@@ -153,8 +162,7 @@ class Reconfigurer:
             generation = self._generation
             if self._store is not None:
                 self._store.abort(reason)
-            with contextlib.suppress(RuntimeError):  # shut down meanwhile
-                self._aborts.append(self._aborter.submit(self._abort, generation, reason))
+            self._aborts.append(_in_thread("keepstep-abort", lambda: self._abort(generation, reason)))
 
     def _abort(self, generation: int, reason: str) -> None:
         if generation != self._generation:
@@ -165,12 +173,33 @@ class Reconfigurer:
             self.pg.abort()
 
     def shutdown(self) -> None:
-        """Ends the group and both threads."""
-        self.abort("shutting down")
-        self._aborter.shutdown()
-        self._builder.shutdown(cancel_futures=True)
+        """Ends the group, and whoever builds or aborts it."""
         with self._lock:
+            self._closed = True
+        self.abort("shutting down")
+        with self._building:
+            concurrent.futures.wait(self._aborts, self._timeout.total_seconds())
             if self._store is not None:
                 self._store.abort("shutting down")
                 self._store.close()
-        self.pg.shutdown()
+            self.pg.shutdown()
+
+
+def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+    """Runs ``work`` in a daemon thread: an executor's would be waited for at the end of a script, before it can
+    abort.
+    """
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -342,7 +342,7 @@ class RankQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RankDenied:
-    """``code``: one of ``DENIALS``, or ``disagree``, ``leaving``, ``closed``."""
+    """``code``: one of ``DENIALS``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
 
     kind: ClassVar[str] = "rank_denied"
     request: int

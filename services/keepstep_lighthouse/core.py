@@ -10,6 +10,7 @@ The rules that this file keeps (those that form a quorum stand in ``quorum_rules
   later while it holds that quorum's answer. ``leave`` and ``moved`` are no loss: nobody is told, nobody waits.
 * quorum_id grows by one when there was no quorum, when the ordered list of members differs, when a member reports
   ``commit_failures``, or when a member of the quorum was lost in between; else the quorum is confirmed under its id.
+  It grows beyond every lineage that a member brings (states from a job whose lighthouse was another).
 * Nothing that must outlive the lighthouse is announced before it is written: ``Persist`` stands before what depends
   on it (a new quorum_id, an eviction, a ban, a policy, a higher quorum_id that a hello reports). A confirmed quorum
   is not written.
@@ -529,14 +530,18 @@ class JobCore:
         record = self.record
         left_behind: tuple[int, ...] = ()
         same = len(chosen) == len(record.members) and all(group.member for group in chosen)
-        failed = any(group.request is not None and group.request.commit_failures for group in chosen)
-        if same and not failed and not self._round.lost:
+        requests = [group.request for group in chosen if group.request is not None]
+        failed = any(request.commit_failures for request in requests)
+        lineages = [one.lineage for one in requests if isinstance(one.lineage, int) and one.lineage < HIGHEST_QUORUM_ID]
+        reached = max(lineages, default=0)  # above ours when states come from a job whose lighthouse is another
+        if same and not failed and not self._round.lost and reached <= record.quorum_id:
             return ()
         if not same:
             left_behind = self._member_sessions(lambda group: group.request is None and group.healing is None)
             self._set_members(chosen)
         members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
-        self._persist(replace(record, quorum_id=record.quorum_id + 1, members=members, created_ms=created_ms))
+        quorum_id = max(record.quorum_id, reached) + 1
+        self._persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
         return left_behind
 
     def _set_members(self, members: list[Group]) -> None:

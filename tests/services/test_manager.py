@@ -435,14 +435,14 @@ def test_while_the_state_may_not_be_read_no_healing_group_gets_it(lighthouse):
     ready = threading.Barrier(2)
 
     def group(name: str) -> bool:
-        with manager(lighthouse, name, {"w": torch.ones(1)}, min_replica_size=2) as m:
+        with manager(lighthouse, name, {"w": torch.ones(1)}, min_replica_size=2, timeout=2 * SECOND) as m:
             m.disallow_state_dict_read()
             ready.wait(30)
             m.start_quorum()
             ready.wait(30)
             return m.should_commit()
 
-    assert together(lambda: group("a"), lambda: group("b")) == [False, False]
+    assert together(lambda: group("a"), lambda: group("b")) == [True, False]
 
 
 def test_unreachable_once_the_lighthouse_is_back_the_same_manager_goes_on():
@@ -511,7 +511,7 @@ class SlowTransport(HTTPTransport[dict[str, Any]]):
 
 
 def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(lighthouse):
-    ahead, joined = threading.Event(), threading.Event()
+    ahead, joined, healed = threading.Event(), threading.Event(), threading.Event()
     SlowTransport.may_go_on.clear()
 
     def veteran() -> tuple[Any, ...]:
@@ -532,6 +532,7 @@ def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(
                     m.start_quorum()
             committed = m.should_commit()
             SlowTransport.may_go_on.set()
+            assert healed.wait(30)
             return worked, tensor.item(), m.num_participants(), committed
 
     def joiner() -> tuple[Any, ...]:
@@ -542,7 +543,9 @@ def test_a_joiner_contributes_zeros_at_once_and_its_heal_holds_up_no_all_reduce(
             m.start_quorum(timeout=30 * SECOND)
             tensor = torch.full((1,), 99.0)
             worked = m.allreduce(tensor).wait()
-            return worked, tensor.item(), m.is_participating(), m.should_commit()
+            committed = m.should_commit()
+            healed.set()
+            return worked, tensor.item(), m.is_participating(), committed
 
     a, b = together(veteran, joiner)
     assert a == (True, 8.0, 1, True)
@@ -596,4 +599,144 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         m.start_quorum()
         assert m._attempt is not None
         assert m._attempt.timeout == 2.5
+        assert m.should_commit()
+
+
+def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, lineage: int) -> tuple[Any, ...]:
+        weights = {"w": torch.full((1,), float(lineage))}
+        with manager(lighthouse, name, weights) as m:
+            m.load_state_dict({"step": 5, "batches_committed": 5, "lineage": lineage})
+            ready.wait(30)
+            m.start_quorum(allow_heal=False)
+            m.allreduce(torch.zeros(1)).wait()
+            first = m.should_commit()
+            ready.wait(30)
+            m.start_quorum()
+            m.allreduce(torch.zeros(1)).wait()
+            second = m.should_commit()
+            ready.wait(30)
+            return first, second, weights["w"].item()
+
+    assert together(lambda: group("a", 1), lambda: group("b", 2)) == [(True, True, 2.0)] * 2
+
+
+def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthouse):
+    ready, done = threading.Barrier(2), threading.Event()
+
+    def source() -> None:
+        with manager(lighthouse, "a", {"w": torch.ones(1)}, min_replica_size=2) as m:
+            m.load_state_dict({"step": 5, "batches_committed": 5, "lineage": 3})
+            ready.wait(30)
+            m.start_quorum()
+            m.allreduce(torch.zeros(1)).wait()
+            m.should_commit()
+            assert done.wait(30)
+
+    def joiner() -> tuple[Any, ...]:
+        def load(_: object) -> None:
+            raise ValueError("does not fit")
+
+        with manager(lighthouse, "b", min_replica_size=2) as m:
+            m.set_state_dict_fns(load, lambda: {"w": torch.zeros(1)})
+            m.load_state_dict({"step": 4, "batches_committed": 4, "lineage": 2})
+            ready.wait(30)
+            m.start_quorum()
+            m.allreduce(torch.zeros(1)).wait()
+            committed = m.should_commit()
+            done.set()
+            return committed, m.current_step(), str(m._lineage).startswith("torn:"), str(m.errored())
+
+    assert together(source, joiner)[1] == (False, 0, True, "does not fit")
+
+
+def test_groups_that_registered_different_states_do_not_heal_from_each_other(lighthouse):
+    ready, done = threading.Barrier(2), threading.Barrier(2)
+
+    def group(name: str) -> str:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            if name == "b":
+                m.register_state_dict_fn("ema", lambda _: None, dict)
+            ready.wait(30)
+            m.start_quorum()
+            m.should_commit()
+            done.wait(30)
+            return str(m.errored())
+
+    assert "register the same keys" in together(lambda: group("a"), lambda: group("b"))[1]
+
+
+def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthouse):
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # noqa: ARG002
+            raise ValueError("no memory")
+
+    model = nn.Linear(1, 1)
+    with manager(lighthouse, "a") as m:
+        optimizer = Optimizer(m, Breaks(model.parameters(), lr=1.0))
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(ValueError, match="no memory"):
+            optimizer.step()
+        with pytest.raises(KeepstepError, match="no healthy group is there to heal from"):
+            optimizer.zero_grad()
+
+
+def test_batch_norm_with_several_buckets_trains_and_stays_equal(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+        model = nn.Sequential(*layers)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def load(state: dict[str, Any]) -> None:
+            model.load_state_dict(state)
+
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            m.set_state_dict_fns(load, model.state_dict)
+            ddp = DistributedDataParallel(m, model, bucket_cap_mb=0.02)
+            optimizer = Optimizer(m, sgd)
+            ready.wait(30)
+            for _ in range(5):
+                optimizer.zero_grad()
+                ddp(torch.randn(8, 64)).square().sum().backward()
+                assert optimizer.step(), m.errored()
+            ready.wait(30)
+            return [tensor.double().sum().item() for tensor in model.state_dict().values()]
+
+    a, b = together(lambda: group("a", 1), lambda: group("b", 2))
+    assert a == b
+
+
+def test_groups_that_take_different_branches_never_average_one_parameter_with_another(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, branch: int) -> list[float]:
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        with manager(lighthouse, name, min_replica_size=2, init_sync=False) as m:
+            PureDistributedDataParallel(m, model)
+            ready.wait(30)
+            m.start_quorum()
+            model[branch](torch.full((1, 1), 4.0)).sum().backward()
+            assert m.should_commit()
+            ready.wait(30)
+            return [p.grad.item() for p in model.parameters()]
+
+    assert together(lambda: group("a", 0), lambda: group("b", 1)) == [[2.0, 2.0]] * 2
+
+
+def test_what_goes_wrong_late_is_not_held_against_the_next_step(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.start_quorum()
+        late: Future[int] = Future()
+        wrapped = m.wrap_future(late, 0, timedelta(seconds=20))
+        assert m.should_commit()
+        m.start_quorum()
+        late.set_exception(RuntimeError("too late"))
+        assert wrapped.wait() == 0
+        assert m.errored() is None
         assert m.should_commit()

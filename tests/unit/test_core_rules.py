@@ -332,3 +332,12 @@ def by_the_book(
     if asking != healthy and not late:
         return None
     return sorted(candidates)
+
+
+def test_quorum_id_grows_beyond_the_lineages_that_members_bring_from_another_lighthouse() -> None:
+    driver = Driver(min_replicas=1)
+    driver.open_all("a", "b")
+    driver.asks("a", 5, lineage=40)
+    assert announced(driver.asks("b", 5, lineage=7)).quorum_id == 41
+    driver.asks("a", 6, lineage=41)
+    assert announced(driver.asks("b", 6, lineage=41)).quorum_id == 41, "its own ids are nothing new"

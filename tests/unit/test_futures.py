@@ -66,6 +66,16 @@ def test_a_block_in_time_is_left_alone():
     assert not called.is_set()
 
 
+def test_a_callback_that_raises_does_not_keep_the_other_deadlines_from_being_kept(caplog):
+    def bad() -> None:
+        raise ValueError("bad callback")
+
+    called = threading.Event()
+    with context_timeout(bad, SOON), context_timeout(called.set, 2 * SOON):
+        assert called.wait(30)
+    assert "a deadline's callback failed" in caplog.text
+
+
 def test_the_thread_of_the_deadlines_ends_with_the_last_of_them():
     timed = future_timeout(Future(), SOON)
     with pytest.raises(TimeoutError):

@@ -70,6 +70,14 @@ def test_a_vote_that_timed_out_does_not_poison_the_next_step():
     assert barrier.vote(1, vote(True, attempt=2, step=4)) == RankDecision(1, 5, 4, 2, ok=True)
 
 
+def test_the_first_no_decides_and_later_votes_learn_it():
+    barrier = CommitBarrier(3)
+    no = RankDecision(1, 5, 3, 1, ok=False)
+    assert barrier.vote(0, vote(True)) is None
+    assert barrier.vote(2, vote(False)) == no
+    assert barrier.vote(1, vote(True)) == no
+
+
 def test_a_late_vote_for_an_older_attempt_is_dropped():
     barrier = CommitBarrier(2)
     barrier.vote(0, vote(True, attempt=2))

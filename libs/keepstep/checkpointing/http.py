@@ -113,13 +113,17 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._fetches.discard(fetch)
 
-    def shutdown(self, wait: bool = True) -> None:
-        """Ends every transfer, in both directions. May be called more than once."""
-        self._shut_down = True
+    def abort_receive(self, reason: str) -> None:
+        """Ends every ``recv_checkpoint`` in progress with ``TransferError``. From any thread."""
         with self._lock:
             fetches = list(self._fetches)
         for fetch in fetches:
-            fetch.abort("the transport is shut down")
+            fetch.abort(reason)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Ends every transfer, in both directions. May be called more than once."""
+        self._shut_down = True
+        self.abort_receive("the transport is shut down")
         self._server.stop(wait)
         self._hasher.shutdown(wait)
         self._staged = None

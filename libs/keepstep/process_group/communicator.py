@@ -30,9 +30,9 @@ from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupEr
 
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
-SLICE = timedelta(milliseconds=50)
+SLICE = timedelta(milliseconds=25)
 """A wait looks this often whether its communicator has failed."""
-PATIENCE = 5
+PATIENCE = 6
 """In slices, of which it takes as many more as its tensors have times ``PATIENCE_BYTES``."""
 PATIENCE_BYTES = 10_000_000
 EXIT_SECONDS = 2.0
@@ -112,6 +112,10 @@ def _await_disposals() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+class _AsleepError(TimeoutError):
+    """The operation will not wake before its own timeout."""
+
+
 class BackendWork(Work):
     """An operation in flight. ``tensors`` are those that it writes, or sends."""
 
@@ -144,6 +148,8 @@ class BackendWork(Work):
             except (RuntimeError, TimeoutError) as error:
                 self._error = self._failure(error, timeout)
                 self._communicator.fail(self._error)
+                if isinstance(error, _AsleepError):
+                    self._raw = None
                 self.finish()
             else:
                 self._raw = None  # torch's work keeps the communicator's threads and sockets
@@ -221,16 +227,15 @@ class BackendWork(Work):
             if self._communicator.error is not None:
                 waited += 1
                 if waited > PATIENCE + total_bytes(self._tensors) // PATIENCE_BYTES:
-                    raise TimeoutError
+                    raise _AsleepError
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
         """Whether it is over."""
-        try:
+        with contextlib.suppress(RuntimeError):
             raw.wait(limit)
-        except RuntimeError:
-            if raw.is_completed():
-                raise
+        if not raw.is_completed():
             return False
+        raw.wait()  # again: what was suppressed may have been the end of the slice, just before that of the operation
         return True
 
     def _failure(self, error: Exception, timeout: timedelta) -> Exception:

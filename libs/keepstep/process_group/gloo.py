@@ -68,16 +68,24 @@ class GlooCommunicator(Communicator):
         self._rescue: threading.Thread | None = None
 
     def connect(self) -> None:
+        limit = threading.Timer(self.timeout.total_seconds(), self._overdue)  # gloo accepts without a deadline
+        limit.daemon = True
+        limit.start()
         try:
             self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
             self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
+            limit.cancel()
+            limit.join()
             self._connected.set()
             with self._rescue_lock:
                 rescue = self._rescue
             if rescue is not None:
                 rescue.join()
             self._options._devices = []  # noqa: SLF001
+
+    def _overdue(self) -> None:
+        self.fail(TimeoutError(f"not all members connected within {self.timeout}"))
 
     def interrupt(self) -> None:
         self._store.abort()

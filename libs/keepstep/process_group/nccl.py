@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
+from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.communicator import NO_TIMEOUT, BackendWork, Communicator
@@ -87,27 +88,25 @@ class AcceleratorWork(BackendWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Makes the current stream wait. A failure that shows later is in ``errored`` of the group."""
         limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
-        guard = threading.Timer(limit.total_seconds(), self._late, (limit,)) if self._operation == "barrier" else None
-        if guard is not None:  # the only one whose wait blocks the CPU
-            guard.start()
-        try:
-            done = super().wait(NO_TIMEOUT)
-        finally:
-            if guard is not None:
-                guard.cancel()
-                guard.join()
-        if self._communicator.error is not None:
-            raise ProcessGroupError(f"{self._operation} failed") from self._communicator.error
+        if self._operation == "barrier":  # the only one that waits here and now
+            with context_timeout(lambda: self._late(limit), limit):
+                super().wait()
+        else:
+            super().wait()
         self._communicator.expect(limit)
-        return done
+        return True
 
     def get_future(self) -> Future[Any]:
-        future = super().get_future()
+        """torch's, which knows of streams. A failure that shows later is in ``errored`` of the group."""
+        future = super().get_future() if self._raw is None else self._raw.get_future()
         self._communicator.expect(self._communicator.timeout)
         return future
 
+    def _poll(self, raw: Work, limit: timedelta) -> bool:  # noqa: ARG002
+        return raw.wait()
+
     def _late(self, limit: timedelta) -> None:
-        self._communicator.fail(TimeoutError(f"{self._operation} took longer than {limit}"))
+        self._communicator.fail(TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck or gone"))
 
 
 class _StreamWatch:
