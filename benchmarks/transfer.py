@@ -53,12 +53,15 @@ class End:
 
 
 @contextlib.contextmanager
-def both_ends(side: Side, size: int, tensors: int, log: Path) -> Iterator[tuple[End, End]]:
-    ends = [End(side, role, size, tensors, log) for role in ("source", "joiner")]
+def all_ends(side: Side, size: int, tensors: int, log: Path) -> Iterator[tuple[End, dict[bool, End]]]:
+    """A source, and a joiner for each way to receive (in place or not), so that none uses what the other left."""
+    ways = (True, False) if side.name == "keepstep" else (False,)
+    source = End(side, "source", size, tensors, log)
+    joiners = {in_place: End(side, "joiner", size, tensors, log) for in_place in ways}
     try:
-        yield ends[0], ends[1]
+        yield source, joiners
     finally:
-        for end in ends:
+        for end in (source, *joiners.values()):
             stop(end.process)
 
 
@@ -78,11 +81,11 @@ class Samples:
 def measure(sides: tuple[Side, Side], size: int, tensors: int, turns: int, log: Path) -> dict[str, Samples]:
     samples = {side.name: Samples() for side in sides}
     with contextlib.ExitStack() as stack:
-        ends = {side.name: stack.enter_context(both_ends(side, size, tensors, log)) for side in sides}
+        ends = {side.name: stack.enter_context(all_ends(side, size, tensors, log)) for side in sides}
         for turn in range(turns + 1):
             for chunks in NUM_CHUNKS:
-                for name, (source, joiner) in ends.items():
-                    for in_place in (True, False) if name == "keepstep" else (False,):
+                for name, (source, joiners) in ends.items():
+                    for in_place, joiner in joiners.items():
                         staged = source.ask(stage=turn, num_chunks=chunks)
                         question = {"receive": turn, "from": staged["metadata"], "num_chunks": chunks}
                         seen = joiner.ask(**question, in_place=in_place)

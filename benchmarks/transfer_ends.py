@@ -73,11 +73,13 @@ def source(library, size, tensors):
 
 def joiner(library, size, tensors):
     before = memory("VmRSS")
-    into = state_of(size, tensors, 0) if library == "keepstep" else None
+    into = None
     expected = [float(1 + i) for i in range(tensors)]
     for line in sys.stdin:
         ask = json.loads(line)
         transport = make(library, ask["num_chunks"])
+        if ask["in_place"]:
+            into = into or state_of(size, tensors, 0)
         keyword = {"into": into} if ask["in_place"] else {}
         forget_peak()
         started = time.perf_counter()
