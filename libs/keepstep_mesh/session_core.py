@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from keepstep_mesh import codec
 from keepstep_mesh.errors import ProtocolError
@@ -158,7 +157,15 @@ class SessionCore:
             return None
         known = request.info is self._known_info or request.info == self._known_info
         self._known_info = request.info
-        return replace(request, timeout_ms=timeout_ms, info=None if known else request.info)
+        return QuorumRequest(  # `replace` takes twice as long, in every step
+            request=request.request,
+            step=request.step,
+            lineage=request.lineage,
+            shrink_only=request.shrink_only,
+            commit_failures=request.commit_failures,
+            timeout_ms=timeout_ms,
+            info=None if known else request.info,
+        )
 
     def withdraw(self, request: int) -> bool:
         """The asker is gone, or was denied. True when this was the open request."""
