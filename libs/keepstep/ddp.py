@@ -7,6 +7,9 @@ A parameter that a step did not use counts with a gradient of zero.
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,28 @@ class _ReducerGroup(ProcessGroupDummy):
         return super().allreduce(tensors, opts, timeout)
 
 
+@functools.cache
+def _spend_torchs_warning() -> None:
+    """Once a process torch's reducer warns, on the C++ side, that it looked for unused parameters and found none.
+
+    That is no waste here, where the look holds the buckets, and nobody could act upon it. So it is said now, to nobody;
+    whatever else goes to standard error meanwhile is passed on.
+    """
+    with tempfile.TemporaryFile() as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            one = parallel.DistributedDataParallel(
+                nn.Linear(1, 1), process_group=_ReducerGroup(0, 1), init_sync=False, find_unused_parameters=True
+            )
+            one(torch.zeros(1, 1)).sum().backward()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        said.seek(0)
+        os.write(2, b"".join(line for line in said if b"find_unused_parameters" not in line))
+
+
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
 
@@ -53,8 +78,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
             if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
                 raise ValueError(f"{name} cannot be given: keepstep's DistributedDataParallel sets it")
+        _spend_torchs_warning()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor older torch lacks
             super().__init__(
                 module,
                 process_group=_ReducerGroup(0, 1),
@@ -63,7 +89,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 find_unused_parameters=True,
                 **kwargs,
             )
-        warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
         self._keepstep_manager = manager
         self._synced = _SyncedBuffers(manager, module) if sync_buffers and any(True for _ in module.buffers()) else None
         self.register_comm_hook(self, _average_bucket)
