@@ -44,7 +44,7 @@ class Group:
         return push
 
     async def ask(self, step: int = 0, timeout: float = DEADLINE, **changes) -> Quorum:
-        asked = {"lineage": step, "info": MemberInfo(address=f"http://{self.session.lighthouse}"), **changes}
+        asked = {"lineage": f"state {step}", "info": MemberInfo(address=f"http://{self.session.lighthouse}"), **changes}
         return await self.session.quorum(step=step, timeout=timeout, **asked)
 
 
@@ -77,7 +77,7 @@ async def test_groups_that_ask_get_one_quorum_and_keep_its_number_while_nothing_
         for step in range(1, 20):
             quorum = await round_of(members, step)
             assert (quorum.quorum_id, quorum.uniform, quorum.step) == (first.quorum_id, True, step)
-            assert {(member.step, member.lineage) for member in quorum.members} == {(step, step)}
+            assert {(member.step, member.lineage) for member in quorum.members} == {(step, f"state {step}")}
 
 
 async def test_a_commit_failure_makes_a_new_quorum_of_the_same_members() -> None:

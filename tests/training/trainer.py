@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +26,7 @@ from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGl
 
 def say(event: str, **detail: object) -> None:
     line = {"event": event, "pid": os.getpid(), "rank": int(os.environ.get("RANK", "0")), "t": time.time(), **detail}
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    os.write(1, (json.dumps(line) + "\n").encode())  # not sys.stdout: a signal handler says something too
 
 
 def digest(*states: dict[str, object]) -> str:
