@@ -177,7 +177,7 @@ class _Admin:
     # ---- reads
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        return web.json_response(openapi.describe(self._lighthouse.service().routes, SHAPES))
+        return web.json_response(openapi.describe(self._lighthouse.routes(), SHAPES))
 
     async def cluster(self, request: web.Request) -> web.Response:
         one = self._lighthouse

@@ -108,11 +108,14 @@ class Lighthouse:
             raise RuntimeError("the lighthouse is not started; await start() first")
         return self._endpoint.url
 
-    def service(self) -> Service:
+    def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
+        return [session, *admin.routes(self)]
+
+    def service(self) -> Service:
         return Service(
             name="lighthouse",
-            routes=[session, *admin.routes(self)],
+            routes=self.routes(),
             lifespan=self._lifespan,
             not_ready=lambda: self.trouble,
             registry=metrics.registry(self),

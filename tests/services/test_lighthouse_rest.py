@@ -351,7 +351,7 @@ TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4
 
 
 def test_the_table_has_every_route() -> None:
-    routes = {(one.method, one.path) for one in Lighthouse(LighthouseSettings()).service().routes}
+    routes = {(one.method, one.path) for one in Lighthouse(LighthouseSettings()).routes()}
     assert routes | {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")} == set(ACCESS)
 
 
