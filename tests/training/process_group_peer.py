@@ -1,7 +1,8 @@
 """One rank of a process group in a process of its own, told what to do over its standard input.
 
-Each line is a JSON object: ``id``, ``do``, arguments. Each answer is a line with that ``id`` and ``ok`` or ``error``.
-Commands run in order on the main thread, ``abort`` at once on the reading thread.
+Each line is a JSON object: ``id``, ``do``, arguments. Each answer is a line with that ``id`` and ``ok`` or ``error``;
+one with ``begun`` comes before it when a collective is under way. Commands run in order on the main thread, ``abort``
+at once on the reading thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,7 @@ class Peer:
         self.timeout = timedelta(seconds=timeout)
         self.group = ProcessGroupGloo(self.timeout)
         self.tensor = torch.zeros(0)
+        self.begun: Callable[[], None] = int
 
     def configure(self, quorum: int, world: int, rank: int | None = None) -> None:
         rank = self.rank if rank is None else rank
@@ -37,30 +40,33 @@ class Peer:
         finally:
             store.close()
 
-    def allreduce(self, size: int = 4, times: int = 1) -> list[float]:
-        for _ in range(times):
-            self.tensor = torch.full((size,), float(self.rank + 1))
-            self.group.allreduce([self.tensor]).wait()
+    def allreduce(self, size: int = 4) -> list[float]:
+        self.tensor = torch.full((size,), float(self.rank + 1))
+        self._over(self.group.allreduce([self.tensor]))
         return [self.tensor.min().item(), self.tensor.max().item()]
 
     def future(self, size: int = 4) -> None:
         self.tensor = torch.full((size,), float(self.rank + 1))
-        self.group.allreduce([self.tensor]).get_future().wait()
+        self._over(self.group.allreduce([self.tensor]).get_future())
 
     def barrier(self) -> None:
-        self.group.barrier().wait()
+        self._over(self.group.barrier())
 
     def send(self, to: int, size: int) -> None:
         self.tensor = torch.ones(size)
-        self.group.send([self.tensor], to, 0).wait()
+        self._over(self.group.send([self.tensor], to, 0))
 
     def recv(self, source: int, size: int) -> None:
         self.tensor = torch.zeros(size)
-        self.group.recv([self.tensor], source, 0).wait()
+        self._over(self.group.recv([self.tensor], source, 0))
 
     def broadcast(self, root: int, size: int) -> None:
         self.tensor = torch.full((size,), float(self.rank + 1))
-        self.group.broadcast([self.tensor], root).wait()
+        self._over(self.group.broadcast([self.tensor], root))
+
+    def _over(self, work: Any) -> None:
+        self.begun()
+        work.wait()
 
     def changes_within(self, seconds: float) -> bool:
         """Whether something still writes to the tensor of the last operation."""
@@ -106,12 +112,15 @@ def main() -> None:
 
     def run(command: dict[str, Any]) -> None:
         arguments = {key: value for key, value in command.items() if key not in {"id", "do"}}
-        answered = answer
         try:
-            target = peer.group.abort if command["do"] == "abort" else getattr(peer, command["do"])
-            answered(command, ok=target(**arguments))
+            if command["do"] == "abort":
+                target: Callable[..., Any] = peer.group.abort
+            else:
+                target = getattr(peer, command["do"])
+                peer.begun = lambda: answer(command, begun=True)
+            answer(command, ok=target(**arguments))
         except Exception as error:  # noqa: BLE001
-            answered(command, error=f"{type(error).__name__}: {error}")
+            answer(command, error=f"{type(error).__name__}: {error}")
 
     def read() -> None:
         for line in sys.stdin:

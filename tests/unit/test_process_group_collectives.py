@@ -255,12 +255,19 @@ def test_what_is_sent_is_received(lasting) -> None:
 
 def test_a_future_completes_with_the_tensors(lasting) -> None:
     size = len(lasting.groups)
+    shape = (2 * size, 3)
 
     def run(group, rank):
-        return group.allreduce([value(rank)]).get_future().wait()
+        future = group.allreduce([value(rank)]).get_future()
+        scattered = group.reduce_scatter_tensor_coalesced([torch.zeros(2, 3)], [value(rank, shape)]).get_future()
+        waited = group.allreduce([value(rank)])
+        waited.wait()
+        return future.wait(), waited.get_future().wait(), scattered.wait()
 
-    for (result,) in lasting.each(run):
-        torch.testing.assert_close(result, expected_sum(size))
+    for rank, ((first,), (second,), (part,)) in enumerate(lasting.each(run)):
+        torch.testing.assert_close(first, expected_sum(size))
+        torch.testing.assert_close(second, expected_sum(size))
+        torch.testing.assert_close(part, expected_sum(size, shape)[2 * rank : 2 * rank + 2])
 
 
 def test_torchs_own_functions_take_the_group(lasting) -> None:

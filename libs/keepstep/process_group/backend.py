@@ -67,6 +67,8 @@ class BackendProcessGroup(ProcessGroup):
                 failure = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {plain(error)}")
             first = communicator.fail(failure)
             communicator.close()
+            if isinstance(first, TimeoutError):
+                raise first from error
             if first is not failure:
                 raise ProcessGroupAbortedError(f"configure was aborted: {first}") from error
             if failure is error:

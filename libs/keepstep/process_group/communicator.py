@@ -4,21 +4,23 @@ The first failure of a communicator is its end: its connections are cut, so that
 millisecond and every peer learns of it at once. ``wait`` returns or raises when the operation has let go of its
 tensors, so that a late result never lands in a gradient.
 
-One thing Gloo cannot be told: that the peer of a message which is half received is gone (it wakes only those that wait
-for a message not begun). Such an operation sleeps until its own timeout and touches nothing. It is given up after
-``PATIENCE``, which is much longer than whatever still runs can take.
+One thing Gloo does not do: wake an operation whose peer went away in the middle of a message (only those are woken that
+wait for a message not begun). It sleeps until its own timeout and touches nothing. So a wait looks whether the peers
+are all connected still, and what sleeps on a broken communicator is given up after ``PATIENCE``, which is much longer
+than whatever still runs can take.
 """
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import contextlib
+import itertools
 import re
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -35,9 +37,12 @@ SLICE = timedelta(milliseconds=25)
 PATIENCE = 6
 """In slices, of which it takes as many more as its tensors have times ``PATIENCE_BYTES``."""
 PATIENCE_BYTES = 10_000_000
+LOOK = 40
+"""Slices between two looks whether all peers are still connected."""
 EXIT_SECONDS = 2.0
 """At the end of the process, for communicators that are being freed."""
 
+_SLICE_IS_OVER = "Operation timed out!"
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by .*", re.DOTALL)
 
@@ -62,6 +67,10 @@ class Communicator(ABC):
     @abstractmethod
     def interrupt(self) -> None:
         """Ends what is in flight, ``connect`` included. From any thread; never blocks for long."""
+
+    def has_lost_a_peer(self) -> bool:
+        """Whether a connection ended that no operation in flight may have been told of."""
+        return False
 
     def started(self, work: BackendWork) -> None:
         with self._lock:
@@ -164,7 +173,7 @@ class BackendWork(Work):
             raw = self._raw
             self._future = Future()
             if raw is not None:
-                raw.get_future().add_done_callback(self._arrived)
+                self._watch(raw)
             if raw is None or self._communicator.error is not None:  # `fail` may not have seen that it is promised
                 self.finish()
         return self._future
@@ -196,9 +205,12 @@ class BackendWork(Work):
             self._raw = None
         self._settle()
 
-    def _arrived(self, future: Future[Any]) -> None:
+    def _watch(self, raw: Work) -> None:
+        raw.get_future().add_done_callback(lambda future: self._arrived(future.value))
+
+    def _arrived(self, outcome: Callable[[], Any]) -> None:
         try:
-            future.value()
+            outcome()
         except RuntimeError as error:
             self._error = self._failure(error, NO_TIMEOUT)
             self._communicator.fail(self._error)
@@ -220,22 +232,27 @@ class BackendWork(Work):
         :raises TimeoutError: ``timeout`` is over, or the patience with a failed communicator.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        waited = 0
-        while not self._poll(raw, min(SLICE, timeout) if timeout > NO_TIMEOUT else SLICE):
+        patience = PATIENCE + total_bytes(self._tensors) // PATIENCE_BYTES
+        for waited in itertools.count(1):
+            if self._poll(raw, min(SLICE, timeout) if timeout > NO_TIMEOUT else SLICE):
+                return
             if time.monotonic() >= deadline:
                 raise TimeoutError
             if self._communicator.error is not None:
-                waited += 1
-                if waited > PATIENCE + total_bytes(self._tensors) // PATIENCE_BYTES:
+                patience -= 1
+                if patience < 0:
                     raise _AsleepError
+            elif waited % LOOK == 0 and self._communicator.has_lost_a_peer():
+                self._communicator.fail(ProcessGroupError("a peer closed its connection"))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
         """Whether it is over."""
-        with contextlib.suppress(RuntimeError):
+        try:
             raw.wait(limit)
-        if not raw.is_completed():
-            return False
-        raw.wait()  # again: what was suppressed may have been the end of the slice, just before that of the operation
+        except RuntimeError as error:
+            if _SLICE_IS_OVER in str(error):
+                return False
+            raise
         return True
 
     def _failure(self, error: Exception, timeout: timedelta) -> Exception:
@@ -250,31 +267,36 @@ class BackendWork(Work):
         return ProcessGroupError(f"{self._operation} failed: {plain(error)}")
 
 
-class TransferWork(BackendWork):
-    """A send or receive over Gloo, whose waits cannot be cut in slices: the first to run out would end the group."""
+class ThreadedWork(BackendWork):
+    """A send, receive or reduce-scatter over Gloo: torch gives it no future, and no wait that can be cut in slices."""
 
-    _waiting: concurrent.futures.Future[bool] | None = None
+    _waiting: concurrent.futures.Future[None] | None = None
 
-    def get_future(self) -> Future[Any]:
-        raise ProcessGroupError(f"{self._operation} over Gloo has no future; call wait()")
+    def _watch(self, raw: Work) -> None:
+        self._wait_in_thread(raw).add_done_callback(lambda waiting: self._arrived(waiting.result))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
+        try:
+            self._wait_in_thread(raw).result(limit.total_seconds())
+        except concurrent.futures.TimeoutError:
+            return False
+        return True
+
+    def _wait_in_thread(self, raw: Work) -> concurrent.futures.Future[None]:
         waiting = self._waiting
         if waiting is None:
             waiting = self._waiting = concurrent.futures.Future()
-            threading.Thread(target=_wait_into, args=(raw, waiting), name="keepstep-transfer", daemon=True).start()
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            return waiting.result(limit.total_seconds())
-        return False
+            threading.Thread(target=_wait_into, args=(raw, waiting), name="keepstep-wait", daemon=True).start()
+        return waiting
 
 
-def _wait_into(raw: Work, outcome: concurrent.futures.Future[bool]) -> None:
+def _wait_into(raw: Work, outcome: concurrent.futures.Future[None]) -> None:
     try:
         raw.wait()
     except RuntimeError as error:
         outcome.set_exception(error.with_traceback(None))
     else:
-        outcome.set_result(True)
+        outcome.set_result(None)
 
 
 def _finish(works: list[BackendWork]) -> None:

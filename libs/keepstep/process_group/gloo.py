@@ -12,10 +12,11 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
-from keepstep.process_group.communicator import BackendWork, Communicator, TransferWork
-from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, greet, local_address_towards, shut_down
+from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
+from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, local_address_towards, shut_down
 from keepstep.rendezvous import RendezvousStore
 from keepstep_mesh.logging import get_logger
 
@@ -24,6 +25,7 @@ log = get_logger("keepstep.process_group")
 _GLOO: Any = TorchGloo  # torch's stubs do not fit it
 POLL_SECONDS = 0.005
 """Between two looks at a store that knows no abort."""
+_THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 RESCUE_SECONDS = 0.02
 """Between two tries to free a constructor that is to end."""
 
@@ -41,7 +43,7 @@ class ProcessGroupGloo(BackendProcessGroup):
         return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:
-        kind = TransferWork if operation in {"send", "recv"} else BackendWork
+        kind = ThreadedWork if operation in _THREADED else BackendWork
         return kind(communicator, raw, operation, tensors)
 
 
@@ -68,15 +70,11 @@ class GlooCommunicator(Communicator):
         self._rescue: threading.Thread | None = None
 
     def connect(self) -> None:
-        limit = threading.Timer(self.timeout.total_seconds(), self._overdue)  # gloo accepts without a deadline
-        limit.daemon = True
-        limit.start()
         try:
-            self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
-            self.backend = _GLOO(self._store, self.rank, self.size, self._options)
+            with context_timeout(self._overdue, self.timeout):  # Gloo waits for ever for one that should connect to it
+                self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
+                self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
-            limit.cancel()
-            limit.join()
             self._connected.set()
             with self._rescue_lock:
                 rescue = self._rescue
@@ -94,6 +92,10 @@ class GlooCommunicator(Communicator):
                 self._rescue = threading.Thread(target=self._free_constructor, name="keepstep-gloo-abort", daemon=True)
                 self._rescue.start()
         self._shut_down()
+
+    def has_lost_a_peer(self) -> bool:
+        own = self._store.own
+        return own is not None and connections(own.listener, self._store.peers) < self.size - 1
 
     def _shut_down(self, *, connecting: bool = False) -> None:
         if self._store.own is not None:

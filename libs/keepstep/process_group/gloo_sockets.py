@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +61,17 @@ def shut_down(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = Fa
     """
     pending = _unanswered(peers) if connecting else frozenset()
     count = 0
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with contextlib.suppress(OSError), _duplicate(int(name)) as found:
-            if _is_ours(found, listener, peers) or os.fstat(found.fileno()).st_ino in pending:
+    for found in _sockets():
+        if _is_ours(found, listener, peers) or os.fstat(found.fileno()).st_ino in pending:
+            with contextlib.suppress(OSError):  # it ended by itself
                 found.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def connections(listener: Endpoint, peers: set[Endpoint]) -> int:
+    """How many connections there are from ``listener`` and to ``peers``."""
+    return sum(_is_ours(found, listener, peers) for found in _sockets())
 
 
 def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.socket]:
@@ -91,6 +97,17 @@ def local_address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """This process's sockets, each open until the next."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            found = _duplicate(int(name))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with found:
+            yield found
 
 
 def _duplicate(descriptor: int) -> socket.socket:
