@@ -104,7 +104,8 @@ def _client(side: Side, log: Path, **flags: object) -> subprocess.Popen[str]:
 def _expect(client: subprocess.Popen[str], line: str, log: Path) -> None:
     said = client.stdout.readline().strip()
     if said != line:
-        raise RuntimeError(f"a quorum client said {said!r} instead of {line!r}; see {log}")
+        ended = f" and ended with {client.wait(10)}" if not said else ""
+        raise RuntimeError(f"a quorum client said {said!r}{ended} instead of {line!r}; see {log}")
 
 
 def _read(path: Path) -> array.array[float]:
