@@ -27,7 +27,8 @@ ALONE_FROM = 1024
 ROUNDS = {1: 2000, 8: 1000, 64: 300, 256: 100, 1024: 60}
 JOINS = 5
 JOINS_FROM = 8
-"""From this size on joins are measured."""
+"""From this size on joins are measured, where both sides are: 256 clients of one process that each read a list of 1024
+take longer for it than the heartbeat timeout, which no trainer would."""
 REPEATS = 3
 LIMITS = {
     1: Limit(times_theirs=1),
@@ -119,7 +120,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path, sizes: tuple[int, .
     for size in sizes:
         sides = (theirs, ours) if size < ALONE_FROM else (ours,)
         scenes = [("steady", max(20, ROUNDS[size] // (4 if quick else 1)), 0)]
-        if size >= JOINS_FROM:
+        if JOINS_FROM <= size < ALONE_FROM:
             scenes.append(("joins", 10 * JOINS, JOINS))
         for scene, rounds, spares in scenes:
             runs: dict[str, list[Run]] = {ours.name: [], theirs.name: []}
