@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
+from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo, communicator
 from keepstep.process_group.gloo_sockets import GlooRank, local_address_towards, shut_down
 from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
 
@@ -212,6 +212,19 @@ def test_an_operation_that_takes_too_long_is_a_timeout_and_breaks_the_group(coho
     with pytest.raises(TimeoutError, match="allreduce took longer than"):
         ranks.groups[0].allreduce([torch.ones(2)]).wait()
     assert isinstance(ranks.groups[0].errored(), TimeoutError)
+
+
+def test_an_operation_that_ends_with_a_slice_of_its_wait_has_not_timed_out(cohort, monkeypatch) -> None:
+    monkeypatch.setattr(communicator, "SLICE", timedelta(milliseconds=1))
+    ranks = cohort(2, timeout=LONG)
+
+    def run(group, rank):
+        tensor = torch.ones(300_000)
+        for _ in range(200):
+            group.allreduce([tensor.fill_(1)]).wait()
+        return tensor.max().item()
+
+    assert ranks.each(run) == [2.0, 2.0]
 
 
 def test_set_timeout_holds_for_operations_started_later(cohort) -> None:

@@ -59,24 +59,20 @@ class BackendProcessGroup(ProcessGroup):
         store = store if store is not None else _tcp_store(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
         communicator = self._communicator = self._create(store, host, rank, world_size, name, global_ranks)
+        cause = None
         try:
             communicator.connect()
-        except Exception as error:
-            failure = error
+        except Exception as error:  # noqa: BLE001  raised below, with the reason that counts
+            cause = error
             if not isinstance(error, KeepstepError | TimeoutError):
-                failure = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {plain(error)}")
-            first = communicator.fail(failure)
+                error = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {plain(error)}")
+            communicator.fail(error)
+        failure = communicator.error
+        if failure is not None:
             communicator.close()
-            if isinstance(first, TimeoutError):
-                raise first from error
-            if first is not failure:
-                raise ProcessGroupAbortedError(f"configure was aborted: {first}") from error
-            if failure is error:
-                raise
-            raise failure from error
-        if communicator.error is not None:
-            communicator.close()
-            raise ProcessGroupAbortedError(f"configure was aborted: {communicator.error}")
+            if isinstance(failure, ProcessGroupAbortedError):
+                raise ProcessGroupAbortedError(f"configure was aborted: {failure}") from cause
+            raise failure from (None if cause is failure else cause)
 
     def abort(self, reason: str | None = None) -> None:
         communicator = self._communicator

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -33,9 +33,11 @@ from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupEr
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
 SLICE = timedelta(milliseconds=25)
-"""A wait looks this often whether its communicator has failed."""
+"""A wait looks this often whether its time is over or its communicator has failed."""
+INSTANT = timedelta(milliseconds=1)
+"""The shortest slice: to torch 0 is for ever."""
 PATIENCE = 6
-"""In slices, of which it takes as many more as its tensors have times ``PATIENCE_BYTES``."""
+"""With a failed communicator, in slices; as many more as an operation's tensors have times ``PATIENCE_BYTES``."""
 PATIENCE_BYTES = 10_000_000
 LOOK = 40
 """Slices between two looks whether all peers are still connected."""
@@ -57,6 +59,8 @@ class Communicator(ABC):
         self.size = size
         self.timeout = timeout
         self.error: Exception | None = None
+        self.patience_spent = 0
+        """Slices that somebody has waited since the failure: what sleeps is waited for once, not one after another."""
         self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -171,7 +175,7 @@ class BackendWork(Work):
         """Completes with the tensors, or the error, when the operation is over."""
         if self._future is None:
             raw = self._raw
-            self._future = Future()
+            self._future = Future(devices=list({one.device for one in _flat(self._tensors) if not one.is_cpu}))
             if raw is not None:
                 self._watch(raw)
             if raw is None or self._communicator.error is not None:  # `fail` may not have seen that it is promised
@@ -232,18 +236,21 @@ class BackendWork(Work):
         :raises TimeoutError: ``timeout`` is over, or the patience with a failed communicator.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
-        patience = PATIENCE + total_bytes(self._tensors) // PATIENCE_BYTES
+        communicator = self._communicator
+        patience = PATIENCE + sum(tensor.nbytes for tensor in _flat(self._tensors)) // PATIENCE_BYTES
+        spent = communicator.patience_spent
         for waited in itertools.count(1):
-            if self._poll(raw, min(SLICE, timeout) if timeout > NO_TIMEOUT else SLICE):
+            if self._poll(raw, SLICE if spent < patience else INSTANT):
                 return
             if time.monotonic() >= deadline:
                 raise TimeoutError
-            if self._communicator.error is not None:
-                patience -= 1
-                if patience < 0:
+            if communicator.error is not None:
+                spent += 1
+                communicator.patience_spent = max(spent, communicator.patience_spent)
+                if spent > patience:
                     raise _AsleepError
-            elif waited % LOOK == 0 and self._communicator.has_lost_a_peer():
-                self._communicator.fail(ProcessGroupError("a peer closed its connection"))
+            elif waited % LOOK == 0 and communicator.has_lost_a_peer():
+                communicator.fail(ProcessGroupError("a peer closed its connection"))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
         """Whether it is over."""
@@ -309,7 +316,9 @@ def plain(error: Exception) -> str:
     return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
 
 
-def total_bytes(tensors: Any) -> int:
+def _flat(tensors: Any) -> Iterator[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
-        return tensors.nbytes
-    return sum(total_bytes(one) for one in tensors) if isinstance(tensors, list | tuple) else 0
+        yield tensors
+    elif isinstance(tensors, list | tuple):
+        for one in tensors:
+            yield from _flat(one)
