@@ -474,9 +474,10 @@ class JobCore:
             self._break_round(f"{group.replica_id} left, so what it did not contribute will not come", group)
 
     def _end_grace(self, now: float) -> None:
-        """Who was silent or away meanwhile is judged at the next tick."""
+        """Who was silent or away meanwhile is judged at the next tick; stragglers are late from now on."""
         self._takeover.end_grace()
         self._awake_since = now
+        self._groups.clock_starts(now)
 
     def _give_up_absent(self, replica_id: str, reason: str) -> None:
         self._round.reports.add(replica_id)
@@ -524,8 +525,7 @@ class JobCore:
     def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
         """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.
 
-        Returns the sessions of members that are not in it and are at work under the quorum before. Who heals is none of
-        them: a heal that completes is of use.
+        Returns the sessions of members that are not in it and are at work under the quorum before.
         """
         record = self.record
         left_behind: tuple[int, ...] = ()
@@ -537,7 +537,7 @@ class JobCore:
         if same and not failed and not self._round.lost and reached <= record.quorum_id:
             return ()
         if not same:
-            left_behind = self._member_sessions(lambda group: group.request is None and group.healing is None)
+            left_behind = self._member_sessions(lambda group: group.request is None)
             self._set_members(chosen)
         members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
         quorum_id = max(record.quorum_id, reached) + 1

@@ -94,6 +94,7 @@ class Groups:
         """How many healing groups the next quorum waits for, by failed tries of their name."""
         self.failed_heals: OrderedDict[str, int] = OrderedDict()
         """By stable name; a heal that was completed forgets."""
+        self._clock_start = 0.0
         self._arrivals = 0
         self._deadlines: list[tuple[float, str, int]] = []
         """Heap of (deadline, replica_id, request); entries of requests that are open no longer are skipped."""
@@ -226,8 +227,12 @@ class Groups:
     def first_asked(self) -> float | None:
         """When the first group asked since the last quorum; None while none has."""
         for group in self.asking.values():
-            return group.asked_at
+            return max(group.asked_at, self._clock_start)
         return None
+
+    def clock_starts(self, now: float) -> None:
+        """No group is late for requests made before: a quorum could not have been formed."""
+        self._clock_start = now
 
     def close_round(self, announce: Announce, chosen: list[Group], now: float) -> None:
         """``chosen`` are answered; who asks and is not among them goes on asking."""

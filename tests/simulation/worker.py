@@ -82,6 +82,8 @@ class Worker:
         """(quorum_id, step, lineage, state) that others may heal from."""
         self._attempt = 0
         self._errored = False
+        self._backward_done = False
+        self._fetched: int | None = None
         self._healed: bool | None = None
         """None: not yet; False: it failed."""
         self._result: int | None = None
@@ -229,37 +231,50 @@ class Worker:
         self.plan = plan = make_plan(quorum, self.replica_id)
         self.sim.check_plan(self, plan)
         self._attempt += 1
-        self._errored, self._result, self._collective = self.fail_next, None, None
-        self.fail_next = False
-        self._healed = None if plan.heal else True
+        self._errored, self.fail_next = self.fail_next, False
+        self._backward_done, self._collective, self._result = False, None, None
+        self._healed, self._fetched = None if plan.heal else True, None
         if self._configured[0] != plan.quorum_id:
             self._configured = (plan.quorum_id, 0)
         if plan.heal:
-            self._start_heal()
+            self._say(Healing(0, 100, 10.0))
+            self.soon(0.02 + 0.05 * self.random.random(), self._fetch, self._attempt)
+            seconds = self.sim.slow_heals.pop(self.name, 0.1 + 0.3 * self.random.random())
+            self.soon(seconds, self._heal, self._attempt)
         else:
             self.snapshot = (plan.quorum_id, plan.max_step, plan.lineage, self.state)
-        if not (plan.heal and plan.max_step == 0):
+        if not self._heals_first(plan):
             self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
 
-    def _start_heal(self) -> None:
-        seconds = self.sim.slow_heals.pop(self.name, 0.05 + 0.3 * self.random.random())
-        self._say(Healing(0, 100, 10.0))
-        self.soon(seconds, self._heal, self._attempt)
+    @staticmethod
+    def _heals_first(plan: QuorumPlan) -> bool:
+        """At the very first step all take part, healed."""
+        return plan.heal and plan.max_step == 0
+
+    def _fetch(self, attempt: int) -> None:
+        """The source begins to send what it has for this step; that stays whole even if the source goes on."""
+        plan = self.plan
+        if plan is not None and attempt == self._attempt and plan.source is not None:
+            source = self.sim.workers[plan.members[plan.source].replica_id]
+            there = source.alive and source.snapshot is not None and not self.sim.parted(self, source)
+            if there and source.snapshot is not None:
+                wanted = (plan.quorum_id, plan.max_step, plan.lineage)
+                self._fetched = source.snapshot[3] if source.snapshot[:3] == wanted else None
 
     def _heal(self, attempt: int) -> None:
+        """All bytes are here, or will never be. What was healed is kept even if the step does not commit."""
         plan = self.plan
         if plan is None or attempt != self._attempt or plan.source is None:
             return
-        source = self.sim.workers.get(plan.members[plan.source].replica_id)
-        wanted = (plan.quorum_id, plan.max_step, plan.lineage)
-        reachable = source is not None and source.alive and not self.sim.parted(self, source)
-        if reachable and source is not None and source.snapshot is not None and source.snapshot[:3] == wanted:
-            self.step, self.lineage, self.state = plan.max_step, plan.lineage, source.snapshot[3]
+        if self._fetched is None:
+            self._fetch(attempt)
+        self._healed = self._fetched is not None and self.sim.workers[plan.members[plan.source].replica_id].alive
+        if self._healed and self._fetched is not None:
+            self.step, self.lineage, self.state = plan.max_step, plan.lineage, self._fetched
             self.sim.check_state(self)
-            self._healed = True
         else:
-            self._healed = False
-        if plan.max_step == 0:
+            self._errored = self._errored or self._heals_first(plan)
+        if self._heals_first(plan):
             self._reduce(attempt)
         else:
             self._vote()
@@ -269,8 +284,9 @@ class Worker:
         plan = self.plan
         if plan is None or attempt != self._attempt:
             return
-        if self._errored or (plan.max_step == 0 and self._healed is False):
-            self._vote(failed=True)
+        self._backward_done = True
+        if self._errored:
+            self._vote()
             return
         quorum_id, done = self._configured
         self._configured = (quorum_id, done + 1)
@@ -284,36 +300,33 @@ class Worker:
         if self.frozen or not self.alive:
             self._act(self.reduced, (collective, result))
         elif collective is self._collective and self._result is None and not self._errored:
+            self._result = result
             if result is None:
                 self._abort()
-            else:
-                self._result = result
-                self._vote()
+            self._vote()
 
     def _collective_timed_out(self, attempt: int) -> None:
-        if attempt == self._attempt and self._collective is not None and self._result is None:
+        if attempt == self._attempt and self._collective is not None:
             self._abort()
 
     def _abort(self) -> None:
-        """Fails what is not finished: the collective in flight, or the one that is to come."""
+        """Fails what is not finished: the collective in flight, or the one that is to come. A heal goes on."""
         if self.plan is not None and self._result is None and not self._errored:
             self._errored = True
-            if self._collective is not None:
-                self._drop_collective()
-                self._vote(failed=True)
+            self._drop_collective()
+            self._vote()
 
     def _drop_collective(self) -> None:
         if self._collective is not None and self._result is None:
             self.sim.drop(self._collective, self)
 
-    def _vote(self, *, failed: bool = False) -> None:
+    def _vote(self) -> None:
         plan = self.plan
-        if plan is None:
+        reduced = self._backward_done and (self._errored or self._result is not None)
+        if plan is None or not reduced or self._healed is None:
             return
-        if failed or (self._healed is False and self._result is not None):
+        if self._errored or not self._healed or self._result is None:
             self.failures += 1
-        elif self._healed is None or self._result is None:
-            return
         else:
             self.state = hash((self.state, self._result))
             self.step, self.lineage = plan.max_step + 1, plan.quorum_id

@@ -215,6 +215,19 @@ def test_absent_members_are_lost_when_the_grace_is_over_and_not_before() -> None
     assert members(announced(decisions)) == ["a", "b"]
 
 
+def test_stragglers_have_join_timeout_from_the_end_of_the_grace_so_that_strangers_do_not_take_the_job_over() -> None:
+    driver = taken_over("a", "b", "c", policy=Policy(1, join_timeout=4, heartbeat_timeout=5))
+    driver.opens("a", held=HeldAnswer(1, 1, 7))
+    driver.opens("b", held=HeldAnswer(1, 1, 7))
+    driver.open_all("x", "y", "z")
+    driver.all_ask("xyz")
+    decisions = driver.passes(5)
+    assert set(told(driver, decisions)) == {"a", "b"}, "c is lost"
+    assert not announces(decisions), "a and b have heard of it just now"
+    driver.asks("a", 7, 1, failures=1)
+    assert members(announced(driver.asks("b", 7, 1, failures=1))) == ["a", "b", "x", "y", "z"]
+
+
 def test_nobody_is_judged_in_the_takeover_grace_but_after_it() -> None:
     driver = taken_over("a", "b", "c")
     driver.open_all("a", "b")
