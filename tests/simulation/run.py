@@ -1,7 +1,7 @@
 """Runs simulations by their seeds: ``python tests/simulation/run.py --seeds 100000 [--start 0] [--jobs 2]``.
 
-Prints a line of progress, and for each seed that fails what was violated, the fewest faults that still do it, and the
-last events. Exit code 1 when one failed.
+Prints a line of progress, and for each seed that fails what was violated, the fewest faults that still do it, and what
+happened. Exit code 1 when one failed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from simulation.faults import Fault, faults_of
 from simulation.simulator import Simulation, Violation
 
 MAX_REPORTED = 5
+FIRST_LINES, LAST_LINES = 300, 50
 
 
 def violation(seed: int, faults: tuple[Fault, ...] | None = None, *, careful: bool = False) -> str | None:
@@ -51,10 +52,13 @@ def explain(seed: int) -> str:
     except Violation as error:
         what = str(error)
     told = "\n".join(f"    {fault}" for fault in faults) or "    none"
-    trace = "\n".join(f"    {line}" for line in simulation.trace)
+    lines = simulation.trace
+    if len(lines) > FIRST_LINES + LAST_LINES:
+        lines = [*lines[:FIRST_LINES], "...", *lines[-LAST_LINES:]]
+    trace = "\n".join(f"    {line}" for line in lines)
     policy = simulation.policy
     about = f"{len(simulation.names)} groups, min_replicas {policy.min_replicas}, max_replicas {policy.max_replicas}"
-    return f"seed {seed}: {what}\n  {about}; faults:\n{told}\n  the last events:\n{trace}"
+    return f"seed {seed}: {what}\n  {about}; faults:\n{told}\n  what happened:\n{trace}"
 
 
 def run(seeds: range, jobs: int) -> int:

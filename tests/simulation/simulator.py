@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from random import Random
 from typing import Any
 
 from keepstep.quorum_plan import QuorumPlan
 from keepstep_lighthouse.core import JobCore
-from keepstep_lighthouse.events import Announce, JobRecord, Policy
+from keepstep_lighthouse.events import Announce, JobRecord, Persist, Policy, Tick
 from keepstep_mesh.messages import Lineage
 from simulation.faults import FAULT_SECONDS, Fault, faults_of, inject
 from simulation.lighthouse import Lighthouse, Store
@@ -24,7 +23,6 @@ from simulation.worker import Collective, Worker
 RECOVERY_SECONDS = 120.0
 """Virtual; join, heal, collective and heartbeat timeouts one after another fit in it."""
 COMMITS_AFTER = 3
-TRACE_LINES = 60
 
 
 class Violation(Exception):
@@ -37,7 +35,7 @@ class Simulation:
     def __init__(self, seed: int, faults: tuple[Fault, ...] | None = None, *, careful: bool = False) -> None:
         self.random = Random(f"network {seed}")
         self.time = Timeline()
-        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
+        self.trace: list[str] = []
         self.tracing = False
         self._careful = careful
         self._events = 0
@@ -240,6 +238,13 @@ class Simulation:
             self.trace.append(f"{self.time.now:8.4f}  {text}")
 
     def trace_event(self, event: Any, decisions: list[Any]) -> None:
-        if self.tracing:
+        if self.tracing and (decisions or not isinstance(event, Tick)):
             self.note(f"{event}")
-            self.trace.extend(f"            {decision}" for decision in decisions)
+            for decision in decisions:
+                said: Any = decision
+                if isinstance(decision, Announce):
+                    members = " ".join(member.replica_id for member in decision.listed)
+                    said = f"Announce quorum {decision.quorum_id} of {members}, step {decision.step} to {decision.to}"
+                elif isinstance(decision, Persist):
+                    said = f"Persist quorum {decision.record.quorum_id} of {' '.join(decision.record.members)}"
+                self.trace.append(f"            {said}")
