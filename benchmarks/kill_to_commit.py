@@ -18,14 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from figures import Figure, Limit, p50, p95
-from sides import HERE, Lighthouse, Side, lighthouse
+from sides import HEARTBEAT_TIMEOUT_S, HERE, Lighthouse, Side, lighthouse
 
 GROUPS = 3
 KILLS = 20
 FREEZES = 5
 PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
-HEARTBEAT_TIMEOUT = 5.0
 GIVE_UP = 120.0
 POLL = 0.005
 
@@ -130,7 +129,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     figures = []
     scenes = (
         ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.5)),
-        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT + 0.5)),
+        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5)),
     )
     for name, how, times, limit in scenes:
         found: dict[str, list[float]] = {}

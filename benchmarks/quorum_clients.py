@@ -33,17 +33,20 @@ def name(client: int) -> str:
 class Clock:
     """When the last client of this process had its answer, round by round; and the processor time of it all."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, warm_up: int) -> None:
         self.last = array.array("d", bytes(8 * rounds))
+        self._warm_up = warm_up
         self._cpu = 0.0
 
     def await_go(self) -> None:
         print("connected", flush=True)
         sys.stdin.readline()
-        self._cpu = time.process_time()
 
-    def answered(self, number: int) -> None:
+    def answered(self, number: int, client: int) -> None:
         self.last[number] = time.monotonic()  # later ones overwrite: what stays is the last
+        if client == 0 and number == self._warm_up:
+            self._cpu = time.process_time()
+            print("warm", flush=True)
 
     def write(self, out: str) -> None:
         self.last.append(time.process_time() - self._cpu)
@@ -71,7 +74,7 @@ def run_torchft(options: argparse.Namespace, clock: Clock) -> None:
     def member(client: int) -> None:
         for step in range(options.rounds):
             ask(client, step)
-            clock.answered(step)
+            clock.answered(step, client)
             if client == 0 and (spare := spare_due(options, step)) is not None:
                 joins[spare].set()
 
@@ -123,7 +126,7 @@ async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
         lineage: int | str = ""
         for step in range(options.rounds):
             _, lineage = await ask(client, step, lineage)
-            clock.answered(step)
+            clock.answered(step, client)
             if client == 0 and (spare := spare_due(options, step)) is not None:
                 joins[spare].set()
 
@@ -148,12 +151,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True, help="rounds after which `warm` is said")
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--join-every", type=int, default=10)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
 
-    clock = Clock(options.rounds)
+    clock = Clock(options.rounds, options.warm_up)
     if options.side == "torchft":
         run_torchft(options, clock)
     else:

@@ -30,6 +30,8 @@ JOINS_FROM = 8
 """From this size on joins are measured, where both sides are: 256 clients of one process that each read a list of 1024
 take longer for it than the heartbeat timeout, which no trainer would."""
 REPEATS = 3
+HEARTBEAT_TIMEOUT_S = 60
+"""So that none of hundreds of clients in one process is given up while the others read their first member list."""
 LIMITS = {
     1: Limit(times_theirs=1),
     8: Limit(times_theirs=1),
@@ -52,7 +54,7 @@ def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:
     """One run with a fresh lighthouse."""
     total = rounds + WARM_UP
     with (
-        lighthouse(side, min_replicas=size, log=log) as server,
+        lighthouse(side, min_replicas=size, log=log, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S) as server,
         tempfile.TemporaryDirectory() as folder,
         contextlib.ExitStack() as stack,
     ):
@@ -67,6 +69,7 @@ def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:
                 first=number * 100_000,
                 count=size // processes,
                 rounds=total,
+                warm_up=WARM_UP - 1,
                 spares=spares if number == 0 else 0,
                 out=out,
             )
@@ -74,17 +77,19 @@ def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:
             clients.append(client)
         for client in clients:
             _expect(client, "connected", log)
-        cpu = server.cpu_seconds()
         for client in clients:
             client.stdin.write("go\n")
             client.stdin.flush()
+        for client in clients:
+            _expect(client, "warm", log)
+        cpu = server.cpu_seconds()
         for client in clients:
             _expect(client, "done", log)
         cpu = server.cpu_seconds() - cpu
         times = [_read(out) for out in outs]
     ends = [max(one[number] for one in times) for number in range(total)]
     round_ms = [(after - before) * 1e3 for before, after in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
-    return Run(round_ms, cpu / total * 1e3, sum(one[-1] for one in times) / total * 1e3)
+    return Run(round_ms, cpu / rounds * 1e3, sum(one[-1] for one in times) / rounds * 1e3)
 
 
 def _client(side: Side, log: Path, **flags: object) -> subprocess.Popen[str]:

@@ -21,6 +21,8 @@ WORK = ROOT / ".bench"
 TORCHFT = "torchft-nightly==2026.10.26"
 TORCH = "torch==2.13.0"
 START_TIMEOUT = 30.0
+HEARTBEAT_TIMEOUT_S = 5
+"""The default of both."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ class Lighthouse:
 
 
 @contextlib.contextmanager
-def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]:
-    """The service as its own command starts it, with its default times (join 60 s, heartbeat timeout 5 s).
+def lighthouse(
+    side: Side, min_replicas: int, log: Path, heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S
+) -> Iterator[Lighthouse]:
+    """The service as its own command starts it, with its default times.
 
     Ours keeps its quorums in a file, as ``keepstep up`` has it; torchft's keeps nothing.
     """
@@ -88,10 +92,12 @@ def lighthouse(side: Side, min_replicas: int, log: Path) -> Iterator[Lighthouse]
     if side.name == "torchft":
         command = [side.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--min_replicas", str(min_replicas)]
+        command += ["--heartbeat_timeout_ms", str(heartbeat_timeout_s * 1000)]
         log = Path(os.devnull)  # it has no quiet mode and writes each quorum whole
     else:
         command = [side.python, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{port}"]
-        command += ["--store", "memory://", "--min-replicas", str(min_replicas)]
+        command += ["--store", f"sqlite:///{folder}/store.sqlite", "--min-replicas", str(min_replicas)]
+        command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
     with log.open("ab") as out:
         process = subprocess.Popen(command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
