@@ -68,7 +68,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         sync_buffers: average float buffers with the gradients and take the others from the first of the cohort, so that
             BatchNorm models stay equal over the groups.
         **kwargs: of torch's class; ``find_unused_parameters``, ``process_group``, ``init_sync`` and
-            ``broadcast_buffers`` are set here.
+            ``broadcast_buffers`` are set here. ``gradient_as_bucket_view`` is True unless given: it saves a copy of all
+            gradients.
 
     A peer that dies in the backward pass rejects the step, it does not raise. ``no_sync()`` accumulates as with
     torch's.
@@ -78,6 +79,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
             if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
                 raise ValueError(f"{name} cannot be given: keepstep's DistributedDataParallel sets it")
+        kwargs.setdefault("gradient_as_bucket_view", True)
         _spend_torchs_warning()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor older torch lacks

@@ -34,7 +34,8 @@ class RankLink(Protocol):
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         """The group's decision. TimeoutError when not every rank voted in time."""
 
-    def finished_step(self) -> None: ...
+    def finished_step(self) -> None:
+        """The step of the last answer was committed or has failed. From any thread."""
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None: ...
 

@@ -181,6 +181,7 @@ class Manager:
         self._batches_committed = 0
         self._commit_failures = 0
         self._attempt: _Attempt | None = None
+        self._last_plan: QuorumPlan | None = None
         self._requests = 0
         self._leaving = ""
         self._fatal: BaseException | None = None
@@ -402,7 +403,7 @@ class Manager:
 
     async def _get_ready(self, attempt: _Attempt, ask: RankAsk) -> QuorumPlan:
         answer = await self._link.ask(ask)
-        attempt.answered = plan = make_plan(answer.quorum, self._link.replica_id)
+        attempt.answered = plan = self._last_plan = make_plan(answer.quorum, self._link.replica_id, self._last_plan)
         attempt.number = answer.attempt
         self._transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and attempt.allow_heal:
@@ -546,7 +547,7 @@ class Manager:
 
         def divide() -> None:
             if average and world > 1:
-                tensor.div_(world)
+                tensor.mul_(1 / world)  # as torch's DDP: three times as fast as a division
 
         managed = ManagedWork(work, tensor, divide, partial(self._report, attempt))
         attempt.works.append(managed)
@@ -614,7 +615,7 @@ class Manager:
 
     def _settle(self, attempt: _Attempt, plan: QuorumPlan | None, committed: bool) -> None:
         attempt.done = True
-        self._mesh.loop.call_soon_threadsafe(self._link.finished_step)
+        self._link.finished_step()
         if committed and plan is not None:
             participants = self._participation(attempt, plan)[1]
             self._step += 1
@@ -643,7 +644,7 @@ class Manager:
         for work in attempt.works:
             work.wait()
         attempt.done = True
-        self._mesh.loop.call_soon_threadsafe(self._link.finished_step)
+        self._link.finished_step()
 
     # ---- ends
 

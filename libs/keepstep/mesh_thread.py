@@ -11,6 +11,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from keepstep_mesh.event_loop import new_event_loop
+
 T = TypeVar("T")
 
 
@@ -22,7 +24,7 @@ class MeshThread:
     """
 
     def __init__(self, name: str = "keepstep-mesh") -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

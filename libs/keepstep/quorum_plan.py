@@ -9,7 +9,7 @@ Rules (SEMANTICS, section 2):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
@@ -61,9 +61,21 @@ class QuorumPlan:
         return self.members[self.cohort[0]].info.store_address
 
 
-def make_plan(quorum: Quorum, replica_id: str) -> QuorumPlan:
-    """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member."""
+def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = None) -> QuorumPlan:
+    """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member.
+
+    ``previous``: its plan of the step before; what has not changed is not worked out again.
+    """
     members = quorum.listed
+    if quorum.uniform and previous and members is previous.members and len(previous.cohort) == len(members):
+        return replace(
+            previous,
+            epoch=quorum.epoch,
+            quorum_id=quorum.quorum_id,
+            max_step=quorum.step,
+            lineage=quorum.lineage,
+            joiners=quorum.joiners,
+        )
     ids = [member.replica_id for member in members]
     if replica_id not in ids:
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import zlib
 from collections.abc import Callable
 from typing import IO
@@ -53,11 +54,21 @@ class PrefixedOutput:
         if self._colour:
             prefix = f"\x1b[{COLOURS[zlib.crc32(group.encode()) % len(COLOURS)]}m{prefix}\x1b[0m"
         try:
-            self._stream.write(f"{prefix} {line}\n")
-            self._stream.flush()
+            self._write(f"{prefix} {line}\n".encode(self._stream.encoding, "replace"))
         except BrokenPipeError:
             # What is still buffered must go somewhere, or Python complains when it exits.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             raise
+
+    def _write(self, data: bytes) -> None:
+        """Straight to the file. Python's buffered streams lose 8 KiB when a signal, for us the death of a rank, cuts a
+        write to a full pipe short (seen with 3.11).
+        """
+        descriptor = self._stream.fileno()
+        while data:
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:  # whoever started us shares its end, and made it so
+                select.select([], [descriptor], [])

@@ -23,6 +23,7 @@ from aiohttp.typedefs import Middleware
 
 from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.event_loop import new_event_loop
 from keepstep_mesh.http import MAX_BODY_BYTES, Handler, Problem, Route, application
 from keepstep_mesh.logging import get_logger
 
@@ -249,13 +250,5 @@ def run(
             number = await until_signal()
             log.info("stopping", signal=number.name)
 
-    with asyncio.Runner(loop_factory=_loop_factory() if uvloop else None) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         runner.run(main())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # noqa: PLC0415 - an extra of services, not of trainers
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

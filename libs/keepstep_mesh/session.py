@@ -127,6 +127,8 @@ class LighthouseSession:
         self._pinged = 0.0
         self._silent = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """Loop time of the timer."""
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
@@ -239,7 +241,7 @@ class LighthouseSession:
         self._deadline = now + timeout
         if self.lighthouse:
             self._send_request(timeout_ms)
-        if self._timer is None or self._deadline < self._timer.when():
+        if self._timer is None or self._deadline < self._due:
             self._set_timer(self._deadline)
         try:
             return await asker
@@ -253,7 +255,7 @@ class LighthouseSession:
                     self._send(CancelRequest(request))
 
     def finished_step(self) -> None:
-        """The step of the last answer was committed or has failed."""
+        """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
         self._core.finished_step()
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
@@ -358,12 +360,15 @@ class LighthouseSession:
     def _set_timer(self, when: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if when is None else self._loop.call_at(when, self._tick)
+        self._timer = None
+        if when is not None:
+            self._due = when  # uvloop's handles do not always know it
+            self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
         """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
         now = self._loop.time()
-        stalled = self._timer is not None and now - self._timer.when() > self.heartbeat_timeout / 4
+        stalled = self._timer is not None and now - self._due > self.heartbeat_timeout / 4
         due = []
         if self._asker is not None:
             deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)

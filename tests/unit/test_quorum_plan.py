@@ -82,6 +82,16 @@ def test_a_uniform_quorum_is_taken_at_its_word_whatever_the_old_list_says():
     assert (plan.max_step, plan.lineage, plan.heal, plan.max_replica_rank) == (12, 6, False, 1)
 
 
+def test_a_plan_made_from_the_one_before_is_the_one_made_anew():
+    listed = (member("a", 5, 3), member("b", 5, 3))
+    first = quorum(*listed)
+    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=first.listed)
+    assert make_plan(later, "b", make_plan(first, "b")) == make_plan(later, "b")
+    healing = quorum(member("a", 5, 3), member("b", 2, 3))
+    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=healing.listed)
+    assert make_plan(later, "b", make_plan(healing, "b")) == make_plan(later, "b")
+
+
 def test_who_is_not_in_the_quorum_gets_no_plan():
     with pytest.raises(ValueError, match="quorum 7 has no member x; its members are a"):
         make_plan(quorum(member("a", 0, "")), "x")

@@ -86,7 +86,9 @@ class CheckpointServer:
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._listener = listen(host)
         self._address, self.port = self._listener.getsockname()[:2]
+        self._to_serve: Snapshot | None = None
         self._served: Snapshot | None = None
+        """What ``_to_serve`` becomes once the server's thread has heard of it."""
         self._newest_step = -1
         self._changed = asyncio.Event()
         self._leases: dict[str, _Lease] = {}
@@ -102,7 +104,9 @@ class CheckpointServer:
 
     def serve(self, snapshot: Snapshot | None) -> None:
         """From now on new readers get ``snapshot`` (None: they wait). Readers of the one before go on."""
-        self._call(self._set_served, snapshot)
+        if snapshot is not None or self._to_serve is not None:  # each step ends with None; that wakes nobody
+            self._to_serve = snapshot
+            self._call(self._set_served, snapshot)
 
     def cut_off(self, snapshot: Snapshot) -> None:
         """Ends the transfers of all readers of ``snapshot``. Does not wait for that."""
