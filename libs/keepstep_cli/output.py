@@ -7,7 +7,7 @@ import os
 import select
 import zlib
 from collections.abc import Callable
-from typing import IO
+from typing import TextIO
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 LONGEST_LINE = 16 * 1024
@@ -44,7 +44,7 @@ async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> Non
 class PrefixedOutput:
     """Writes lines of many ranks to one stream as ``[r0/1] line``; coloured by group if it is a terminal."""
 
-    def __init__(self, stream: IO[str], *, colour: bool | None = None) -> None:
+    def __init__(self, stream: TextIO, *, colour: bool | None = None) -> None:
         self._stream = stream
         self._colour = stream.isatty() if colour is None else colour
 
