@@ -25,6 +25,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from etcd_server import EtcdCluster
+
 GRACE_SECONDS = 5.0
 """For what was told to end and is still about it."""
 
@@ -160,3 +162,20 @@ async def no_task_is_left_behind() -> AsyncIterator[None]:
 def repository() -> Path:
     """Root of the working tree."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
+    from keepstep_lighthouse.store import open_store
+
+    async def warm_up() -> None:
+        """What gRPC opens once in a process is no leak of the first test that uses it."""
+        store = await open_store(f"{cluster.address}/warm-up")
+        async with store.watch("") as _:
+            await store.put("a", b"")
+        await store.close()
+
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        asyncio.run(warm_up())
+        yield cluster
