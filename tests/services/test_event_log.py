@@ -69,7 +69,9 @@ async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Pat
     events.begin_epoch(1)
     made = fill(events, 100)
     await events.close()
-    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == made
+    term, *written = map(json.loads, path.read_text().splitlines())
+    assert [line["id"] for line in written] == made
+    assert (term["id"], term["job"], term["kind"]) == (made[0] - 1, "", "term")
 
     again = await FiledEventLog.open(path)
     again.begin_epoch(1)
