@@ -402,7 +402,14 @@ class JobCore:
             return
         record = bans.evict(self.record, incarnations, order, now_unix)
         self._persist(record)
-        self._log("evicted", order.target, reason=order.reason, by=order.by, ban_seconds=order.ban_seconds)
+        self._log(
+            *("evicted", order.target),
+            reason=order.reason,
+            by=order.by,
+            ban_seconds=order.ban_seconds,
+            incarnations=[*incarnations],
+            quorum_id=record.quorum_id,
+        )
         for group in matching:
             if group.session is not None:
                 self._tell(group.session, Evicted(order.reason, order.ban_seconds))
