@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,9 @@ class Link:
 
     def of_job(self, *path: str, **query: int) -> Any:
         return self.get("jobs", self.job, *path, **query)
+
+    def change(self, **fields: Any) -> Any:
+        return _run(self.lighthouse.patch("jobs", self.job, **fields))
 
     def order(self, replica: str, order: str, **body: Any) -> Any:
         return _run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
@@ -188,4 +191,40 @@ def readmit(link: Link, replica: str) -> None:
     _ordered(link, link.order(replica, "readmit"))
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, evict, drain, readmit)
+class SecondsOrNone(Seconds):
+    """Seconds, or ``none``: no time of its own."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "none" else super().convert(value, param, ctx)
+
+
+@click.command()
+@_linked
+@click.argument("name", metavar="[JOB]", required=False)
+@click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
+@click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
+@click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
+@click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
+@click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")
+@click.option("--reconnect-grace", type=Seconds(), help="A group whose connection broke may come back for so long.")
+@click.option(
+    "--takeover-grace",
+    type=SecondsOrNone(),
+    help="After a restart nobody is judged dead for so long; none: the heartbeat timeout.",
+)
+def policy(link: Link, name: str | None, **limits: Any) -> None:
+    """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
+    link = replace(link, job=name or link.job)
+    changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
+    answer = link.change(**changes) if changes else link.of_job()
+    if link.as_json:
+        _show_json(answer if changes else answer["policy"])
+        return
+    from keepstep_cli import tables
+
+    tables.show_policy(answer["policy"])
+    if changes and answer["event"] is not None:
+        tables.show_event(answer["event"])
+
+
+COMMANDS = (status, replicas, inspect, quorum, events, policy, evict, drain, readmit)

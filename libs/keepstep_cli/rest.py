@@ -56,6 +56,10 @@ class Lighthouse:
         async with self._answer("POST", path, TIMEOUT_SECONDS, json=body) as answer:
             return await answer.json()
 
+    async def patch(self, *path: str, **body: Any) -> Any:
+        async with self._answer("PATCH", path, TIMEOUT_SECONDS, json=body) as answer:
+            return await answer.json()
+
     async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
         """The data of server-sent events, until the lighthouse ends the stream."""
         async with self._answer("GET", path, None, params=query) as answer:

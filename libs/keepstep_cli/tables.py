@@ -95,6 +95,14 @@ def show_facts(facts: dict[str, Any]) -> None:
     _print(table)
 
 
+def show_policy(policy: dict[str, Any]) -> None:
+    table = _table("limit", "value")
+    for name, value in policy.items():
+        number = str(value) if name.endswith("replicas") else _seconds(value)
+        table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
+    _print(table)
+
+
 def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
     age = "" if quorum["age_seconds"] is None else f", {_seconds(quorum['age_seconds'])} old"
     _print(

@@ -11,17 +11,27 @@ import asyncio
 import time
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import hdrs, web
 
 from keepstep_lighthouse import openapi
 from keepstep_lighthouse.event_log import Happened
-from keepstep_lighthouse.events import Ban, DrainOrdered, Event, EvictOrdered, Policy, ReadmitOrdered
+from keepstep_lighthouse.events import (
+    Ban,
+    DrainOrdered,
+    Event,
+    EvictOrdered,
+    Policy,
+    PolicyOrdered,
+    ReadmitOrdered,
+)
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.openapi import Shape
+from keepstep_lighthouse.policies import policy_problem
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.auth import Access
@@ -82,6 +92,7 @@ class JobView:
     joiners: int
     sessions: int
     bans: tuple[Ban, ...]
+    """Those that hold now."""
     evicted: tuple[str, ...]
 
 
@@ -113,6 +124,15 @@ class EventsView:
     """Ask with this number for those that follow."""
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    job: str
+    policy: Policy
+    """As it is now, in force and written."""
+    event: Happened | None
+    """The change that led to it; None: it was so from the beginning, or before this lighthouse can remember."""
+
+
 # ---- what is ordered
 
 
@@ -138,16 +158,17 @@ QUERY_OF_EVENTS = {
     "follow": "1: server-sent events, first those that there are, then each as it happens",
 }
 SHAPES = {
-    "/v1/cluster": Shape(ClusterView),
-    "/v1/jobs": Shape(JobsView),
-    "/v1/jobs/{job}": Shape(JobView),
-    "/v1/jobs/{job}/quorum": Shape(QuorumStatus),
-    "/v1/jobs/{job}/replicas": Shape(ReplicasView),
-    "/v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
-    "/v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
-    "/v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
-    "/v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
-    "/v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
+    "GET /v1/cluster": Shape(ClusterView),
+    "GET /v1/jobs": Shape(JobsView),
+    "GET /v1/jobs/{job}": Shape(JobView),
+    "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
+    "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
+    "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
+    "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
+    "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
 }
 
 
@@ -159,6 +180,7 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, leader, epoch, services known"),
         Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs"),
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
+        Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
         Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
         Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
@@ -242,19 +264,33 @@ class _Admin:
         order = ReadmitOrdered(target, _who(request))
         return await self._ordered(job, order, "readmitted", (target,), f"nothing stands against {target}")
 
+    async def change_policy(self, request: web.Request) -> web.Response:
+        changes = _checked(await read_json(request), Policy)
+        if not changes:
+            raise _bad(f"nothing to change is given; {_those([one.name for one in fields(Policy)])}")
+        job = self._job(request)
+        policy = replace(job.core.record.policy, **changes)
+        if (problem := policy_problem(policy)) is not None:
+            raise _bad(problem)
+        found = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy", ("",))
+        return _json(PolicyChange(job.name, policy, found), HTTPStatus.ACCEPTED)
+
     async def _ordered(
         self, job: Job, order: Event | None, kind: str, targets: Iterable[str], otherwise: str
     ) -> web.Response:
+        found = await self._carried_out(job, order, kind, targets)
+        if found is None:
+            raise Problem(HTTPStatus.CONFLICT, otherwise)
+        return _json(found, HTTPStatus.ACCEPTED)
+
+    async def _carried_out(self, job: Job, order: Event | None, kind: str, targets: Iterable[str]) -> Happened | None:
         """Carries out ``order``; the entry that it made, else the last of its kind for one of ``targets``."""
         try:
             made = await job.order(order) if order is not None else []
         except TermOverError as error:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         before = (self._lighthouse.events.latest(job.name, kind, target) for target in targets)
-        found = next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
-        if found is None:
-            raise Problem(HTTPStatus.CONFLICT, otherwise)
-        return _json(found, HTTPStatus.ACCEPTED)
+        return next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
 
     # ---- events
 
@@ -326,7 +362,7 @@ def _job_view(job: Job) -> JobView:
         healthy=quorum.healthy,
         joiners=quorum.joiners,
         sessions=len(job.sessions),
-        bans=record.bans,
+        bans=tuple(ban for ban in record.bans if time.time() < ban.until),
         evicted=record.evicted,
     )
 
@@ -372,20 +408,34 @@ def _number(request: web.Request, name: str, default: int) -> int:
     return int(text)
 
 
+TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    float | None: ((int, float, NoneType), "a number or null"),
+}
+"""What of JSON is taken for a field of this type, and how that is called."""
+
+
 async def _body(request: web.Request, cls: type[T]) -> T:
     """The body as ``cls``; a field too many, too few or of the wrong type is a 400 that names it."""
-    plain = await read_json(request)
+    plain = _checked(await read_json(request), cls)
+    try:
+        return cls(**plain)
+    except TypeError:
+        raise _bad(f"a field is missing; {_those(sorted(typing.get_type_hints(cls)))}") from None
+
+
+def _checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
+    """``plain``, all of whose fields ``cls`` has, each of its type."""
     hints = typing.get_type_hints(cls)
     if unknown := sorted(set(plain) - set(hints)):
         raise _bad(f"unknown field {unknown[0]!r}; {_those(sorted(hints))}")
     for name, value in plain.items():
-        taken = (int, float) if hints[name] is float else hints[name]
-        if not isinstance(value, taken) or isinstance(value, bool):
-            raise _bad(f"{name} must be {'a number' if hints[name] is float else 'text'}, not {value!r:.40}")
-    try:
-        return cls(**plain)
-    except TypeError:
-        raise _bad(f"a field is missing; {_those(sorted(hints))}") from None
+        types, called = TAKEN[hints[name]]
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise _bad(f"{name} must be {called}, not {value!r:.40}")
+    return plain
 
 
 def _json(view: object, status: int = HTTPStatus.OK) -> web.Response:

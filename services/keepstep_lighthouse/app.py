@@ -18,8 +18,9 @@ from aiohttp import web
 
 from keepstep_lighthouse import admin, metrics, records
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
-from keepstep_lighthouse.events import JobRecord, Opened
+from keepstep_lighthouse.events import JobRecord, Opened, Policy
 from keepstep_lighthouse.jobs import Job
+from keepstep_lighthouse.policies import policy_changes
 from keepstep_lighthouse.sessions import Session
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import Store, StoreError, open_store
@@ -63,6 +64,8 @@ class Lighthouse:
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of those who have the epoch of this term from us."""
+        self._said_to_keep: set[str] = set()
+        """Jobs whose stored policy is not the one given here, which was logged."""
         self._writes: set[asyncio.Task[None]] = set()
         """Under way, and not to be left behind."""
         self._over = asyncio.Event()
@@ -165,8 +168,22 @@ class Lighthouse:
         self._over.clear()
         self.term, self.trouble = term, None
         for key, record in found.items():
-            self._add_job(key.removeprefix(records.JOB_PREFIX), term, stored[key], record)
+            name = key.removeprefix(records.JOB_PREFIX)
+            self._add_job(name, term, stored[key], record)
+            self._say_that_it_keeps_its_policy(name, record.policy)
         log.info("term began", epoch=term.epoch, jobs=len(found), store=self.settings.store.partition("://")[0])
+
+    def _say_that_it_keeps_its_policy(self, job: str, policy: Policy) -> None:
+        names = policy_changes(self.settings.policy, policy)
+        if names and job not in self._said_to_keep:
+            self._said_to_keep.add(job)
+            log.warning(
+                "a stored job keeps its policy",
+                job=job,
+                keeps={name: getattr(policy, name) for name in names},
+                for_new_jobs={name: getattr(self.settings.policy, name) for name in names},
+                to_change_it=f"keepstep policy {job} " + " ".join(f"--{name.replace('_', '-')} ..." for name in names),
+            )
 
     def _add_job(self, name: str, term: Term, stored: bytes | None, record: JobRecord) -> Job:
         job = self.jobs[name] = Job(name, stored, record, term, self.events, self._term_is_over)

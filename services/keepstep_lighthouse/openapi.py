@@ -49,6 +49,7 @@ def plain(value: object) -> Any:
 
 
 def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """``shapes`` by method and path: ``GET /v1/jobs``."""
     schemas: dict[str, Any] = {
         "Problem": {
             "type": "object",
@@ -62,7 +63,7 @@ def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, 
     }
     paths: dict[str, Any] = {path: {"get": _common(path, summary)} for path, summary in COMMON.items()}
     for route in routes:
-        operation = _operation(route, shapes.get(route.path), schemas)
+        operation = _operation(route, shapes.get(f"{route.method} {route.path}"), schemas)
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -101,7 +102,7 @@ def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> di
             content["text/event-stream"] = {"schema": {"type": "string"}}
         operation["responses"] = {str(shape.status): {"description": route.summary, "content": content}, **_problem()}
         if shape.body is not None:
-            needed = any(one.default is MISSING for one in fields(shape.body))
+            needed = route.method == "PATCH" or any(one.default is MISSING for one in fields(shape.body))
             schema = _schema(shape.body, schemas)
             operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": schema}}}
     if parameters:

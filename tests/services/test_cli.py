@@ -216,6 +216,36 @@ async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> Non
         assert bans == []
 
 
+async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("policy", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"min replicas +2 ", said.out)
+        assert re.search(r"takeover grace +the heartbeat timeout", said.out)
+        flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
+        flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+        changed = await keepstep("policy", "default", *flags, *job.at)
+        assert changed.code == 0, changed.err
+        assert re.search(r"join timeout +500 ms", changed.out)
+        assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
+        assert json.loads((await keepstep("policy", *job.at, "--json")).out) == {
+            "min_replicas": 1,
+            "max_replicas": 4,
+            "join_timeout": 0.5,
+            "heal_timeout": 120.0,
+            "heartbeat_timeout": 7.0,
+            "reconnect_grace": 1.0,
+            "takeover_grace": 3.0,
+        }
+        answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
+        assert answer["policy"]["takeover_grace"] is None
+        assert answer["event"]["kind"] == "policy"
+        refused = await keepstep("policy", "--min-replicas", "5", *job.at)
+        assert refused.code == 4
+        assert "max_replicas 4 is less than min_replicas 5" in refused.err
+        assert (await keepstep("policy", "night", *job.at)).code == 4
+
+
 async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{ADMIN}\n")
     async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
@@ -272,6 +302,7 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
         ("status", "--lighthouse", "ftp://host:1"),
         ("status", "--token-file", "/nowhere"),
         ("evict", "r0", "--ban", "soon"),
+        ("policy", "--takeover-grace", "never"),
         ("events", "--limit", "0"),
         ("demo", "--replicas", "1"),
         ("run", "--replicas", "0", "x.py"),

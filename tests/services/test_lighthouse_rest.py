@@ -16,8 +16,10 @@ import pytest
 from keepstep_lighthouse import admin
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.memory import MemoryStore
+from keepstep_lighthouse.store import WriteFailedError
 from keepstep_mesh.auth import Role, Tokens
-from keepstep_mesh.messages import Drain, Evicted, Heartbeat, MemberLost
+from keepstep_mesh.messages import Drain, Evicted, Heartbeat, MemberLost, QuorumAnswer
 from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of, workers
 
 JOB = "/v1/jobs/job"
@@ -33,6 +35,9 @@ class Rest:
 
     async def post(self, path: str, body: Any = None, status: int = 202) -> Any:
         return await self.call("POST", path, status, json=body)
+
+    async def patch(self, path: str, body: Any, status: int = 202) -> Any:
+        return await self.call("PATCH", path, status, json=body)
 
     async def call(self, method: str, path: str, status: int, **arguments: Any) -> Any:
         async with asyncio.timeout(DEADLINE), self.http.request(method, self.address + path, **arguments) as response:
@@ -197,6 +202,73 @@ async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
         assert await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"}) == event
 
 
+async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
+    async with scene(2, policy=Policy(min_replicas=2, reconnect_grace=DEADLINE)) as (_, rest, members):
+        before = (await rest.get(JOB))["policy"]
+        unchanged = {"job": "job", "policy": before, "event": None}
+        assert await rest.patch(JOB, {"min_replicas": 2}) == unchanged, "it was so from the beginning"
+        members[1].cut()
+        await members[0].ask(1, commit_failures=1)
+        changed = await rest.patch(JOB, {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3})
+        answer = await members[0].until(QuorumAnswer)
+        assert [member.replica_id for member in answer.members or ()] == ["r0:1"], "the one that waited is answered"
+        policy = {**before, "min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3}
+        assert (await rest.get(JOB))["policy"] == changed["policy"] == policy
+        event = changed["event"]
+        assert (event["kind"], event["replica_id"], event["detail"]) == (
+            "policy",
+            "",
+            {
+                "by": "admin at 127.0.0.1",
+                "changed": {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3},
+                "before": {"min_replicas": 2, "join_timeout": 60.0, "takeover_grace": None},
+            },
+        )
+        assert await rest.patch(JOB, {"min_replicas": 1}) == changed
+        assert [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "policy"] == [event]
+        again = await rest.patch(JOB, {"takeover_grace": None})
+        assert again["policy"]["takeover_grace"] is None
+        assert again["event"]["id"] > event["id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "nothing to change is given; there are min_replicas, max_replicas, join_timeout"),
+        (b'{"min_replica": 1}', "unknown field 'min_replica'; there are"),
+        (b'{"min_replicas": 1.5}', "min_replicas must be a whole number, not 1.5"),
+        (b'{"min_replicas": null}', "min_replicas must be a whole number, not None"),
+        (b'{"min_replicas": true}', "min_replicas must be a whole number, not True"),
+        (b'{"min_replicas": 0}', "min_replicas must be at least 1"),
+        (b'{"min_replicas": ' + b"9" * 400 + b"}", "min_replicas must be at least 1 (at most"),
+        (b'{"max_replicas": 1, "min_replicas": 2}', "max_replicas 1 is less than min_replicas 2"),
+        (b'{"join_timeout": "60s"}', "join_timeout must be a number, not '60s'"),
+        (b'{"join_timeout": NaN}', "join_timeout must be a time"),
+        (b'{"heal_timeout": 1e300}', "heal_timeout must be a time"),
+        (b'{"heartbeat_timeout": 0.001}', "groups that are alive would be lost"),
+        (b'{"takeover_grace": "none"}', "takeover_grace must be a number or null"),
+    ],
+)
+async def test_a_policy_that_will_not_do_is_a_problem_and_changes_nothing(body: bytes, said: str) -> None:
+    async with scene(1) as (one, rest, _members):
+        before = one.jobs["job"].core.record
+        assert said in (await rest.call("PATCH", JOB, 400, data=body))["detail"]
+        assert one.jobs["job"].core.record == before
+        await rest.patch("/v1/jobs/elsewhere", {"min_replicas": 1}, 404)
+
+
+async def test_a_policy_that_cannot_be_written_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> bool:
+        raise WriteFailedError("the disk is full")
+
+    async with scene(1) as (one, rest, _members):
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", full)
+            await rest.patch(JOB, {"min_replicas": 7}, 503)
+        await eventually(lambda: one.term is not None)
+        assert (await rest.get(JOB))["policy"]["min_replicas"] == 1
+
+
 async def test_an_order_that_can_do_nothing_says_why() -> None:
     async with scene() as (_, rest, members):
         await rest.post(f"{JOB}/replicas/r1:1/evict", {"reason": "x"})
@@ -338,6 +410,7 @@ ACCESS = {
     ("GET", "/v1/cluster"): "worker service admin",
     ("GET", "/v1/jobs"): "worker service admin",
     ("GET", "/v1/jobs/{job}"): "worker service admin",
+    ("PATCH", "/v1/jobs/{job}"): "admin",
     ("GET", "/v1/jobs/{job}/quorum"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
@@ -429,7 +502,7 @@ def check(value: Any, schema: dict[str, Any], schemas: dict[str, Any], where: st
         assert value in schema.get("enum", [value]), where
 
 
-BODIES = {"evict": {"reason": "x", "ban_seconds": 5}, "drain": {"reason": "x"}}
+BODIES = {"evict": {"reason": "x", "ban_seconds": 5}, "drain": {"reason": "x"}, "{job}": {"min_replicas": 2}}
 
 
 async def test_every_answer_is_as_described() -> None:
