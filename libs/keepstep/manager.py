@@ -42,7 +42,7 @@ from keepstep.mesh_thread import MeshThread
 from keepstep.quorum_plan import QuorumPlan, make_plan
 from keepstep.reconfigure import Reconfigurer
 from keepstep.step_log import StepLog
-from keepstep_mesh.errors import Drained, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import TORN
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Drain, Evicted, Lineage, MemberLost, RankAsk, RankVote, RoundBroken
@@ -119,6 +119,7 @@ class Manager:
     Raises:
         ValueError: an argument or variable makes no sense.
         TimeoutError: the lighthouse, or the group's rank 0, was not reached within ``connect_timeout``.
+        EvictedExit: the group is banned.
     """
 
     def __init__(
@@ -197,7 +198,10 @@ class Manager:
         with closing:
             self._link: RankLink
             # the store's server ends with its last reference, and other ranks may come to it late
-            self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            try:
+                self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            except Banned as error:
+                raise EvictedExit(str(error)) from error
             closing.callback(lambda: self._mesh.call(self._link.close(), SLACK))
             self._log = log.bind(replica_id=self._link.replica_id, rank=self._rank)
             self._lineage: Lineage = self._link.replica_id if init_sync else ""
@@ -446,6 +450,8 @@ class Manager:
                     first_layout_difference(error.peer_address, self._settings.token, self._layout), SLACK
                 )
                 self._end_for(LayoutMismatch(f"{error}. {difference}", error.peer_address))
+            except Banned as error:
+                self._end_for(EvictedExit(str(error)))
             except SessionClosed:
                 self._raise_fatal()
                 raise

@@ -17,7 +17,15 @@ from urllib.parse import quote
 import aiohttp
 
 from keepstep_mesh import codec
-from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, ProtocolError, SessionClosed, VersionError
+from keepstep_mesh.errors import (
+    AuthError,
+    Banned,
+    KeepstepError,
+    LayoutMismatch,
+    ProtocolError,
+    SessionClosed,
+    VersionError,
+)
 from keepstep_mesh.http import client_session
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -155,7 +163,7 @@ class LighthouseSession:
         """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
 
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``VersionError`` when either side is too old, ``SessionClosed`` when the group is banned.
+        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
         """
         if self._ended is not None:
             raise self._ended
@@ -514,6 +522,8 @@ class LighthouseSession:
             self._move(reason)
         elif code.startswith("version_"):
             self._end(VersionError(reason))
+        elif code == "banned":
+            self._end(Banned(reason))
         else:
             self._end(SessionClosed(f"refused ({code}): {reason}"))
 
