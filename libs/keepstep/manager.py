@@ -45,7 +45,16 @@ from keepstep.step_log import StepLog
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import TORN
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import Drain, Evicted, Lineage, MemberLost, RankAsk, RankVote, RoundBroken
+from keepstep_mesh.messages import (
+    Drain,
+    Evicted,
+    Lineage,
+    MemberLost,
+    RankAsk,
+    RankVote,
+    RoundBroken,
+    ServiceAddress,
+)
 from keepstep_mesh.session import Push
 
 T = TypeVar("T")
@@ -291,6 +300,11 @@ class Manager:
     def replica_id(self) -> str:
         """This incarnation of the group: ``name:uuid``."""
         return self._link.replica_id
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        """Where relays and the metrics service are: what registered with the lighthouse and is there now."""
+        return self._link.services
 
     def participating_rank(self) -> int | None:
         """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.

@@ -47,8 +47,11 @@ def show_cluster(cluster: dict[str, Any]) -> None:
     for node in cluster["nodes"]:
         role = f"leads, epoch {node['epoch']}" if node["leads"] else node["trouble"] or "stands by"
         _print(escape(f"lighthouse {node['address']}: {role}"))
+    store = cluster["store"]
+    _print(escape(f"store {store['kind']}: {store['trouble'] or 'works'}"))
     for service in cluster["services"]:
-        _print(escape(f"{service['kind']} {service['address']}"))
+        details = " ".join(f"{name}={value}" for name, value in service["details"].items())
+        _print(escape(f"{service['kind']} {service['name']} {service['address']} {details}".rstrip()))
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:

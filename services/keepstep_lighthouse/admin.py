@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from http import HTTPStatus
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import hdrs, web
 
-from keepstep_lighthouse import openapi
+from keepstep_lighthouse import cluster, openapi, service_records
+from keepstep_lighthouse.cluster import ClusterView
 from keepstep_lighthouse.event_log import Happened
 from keepstep_lighthouse.events import (
     Ban,
@@ -32,6 +33,9 @@ from keepstep_lighthouse.events import (
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.openapi import Shape
 from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.registry import new_record
+from keepstep_lighthouse.service_records import Detail, ServiceRecord
+from keepstep_lighthouse.store import StoreError
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.auth import Access
@@ -55,30 +59,6 @@ MAX_REASON = 1000
 MAX_BAN_SECONDS = 10 * 365 * 86400.0
 
 # ---- what is answered
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    address: str
-    leads: bool
-    epoch: int
-    trouble: str | None
-    """Why it decides nothing now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceView:
-    kind: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    leader: str | None
-    epoch: int
-    nodes: tuple[NodeView, ...]
-    services: tuple[ServiceView, ...]
-    """Relays and others that registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +132,13 @@ class ReadmitBody:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceBody:
+    address: str
+    ttl_seconds: float = 15.0
+    details: dict[str, Detail] = field(default_factory=dict)
+
+
 QUERY_OF_EVENTS = {
     "after": "number of the last event that is known; only newer ones are answered",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
@@ -159,6 +146,8 @@ QUERY_OF_EVENTS = {
 }
 SHAPES = {
     "GET /v1/cluster": Shape(ClusterView),
+    "PUT /v1/services/{kind}/{name}": Shape(ServiceRecord, body=ServiceBody),
+    "DELETE /v1/services/{kind}/{name}": Shape(None, status=204),
     "GET /v1/jobs": Shape(JobsView),
     "GET /v1/jobs/{job}": Shape(JobView),
     "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
@@ -175,9 +164,12 @@ SHAPES = {
 def routes(lighthouse: Lighthouse) -> list[Route]:
     here = _Admin(lighthouse)
     job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
+    service = "/v1/services/{kind}/{name}"
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, leader, epoch, services known"),
+        Route("PUT", service, here.put_service, Access.SERVICE, "register a service, or renew that"),
+        Route("DELETE", service, here.delete_service, Access.SERVICE, "a service goes"),
         Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs"),
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
         Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
@@ -202,11 +194,8 @@ class _Admin:
         return web.json_response(openapi.describe(self._lighthouse.routes(), SHAPES))
 
     async def cluster(self, request: web.Request) -> web.Response:
-        one = self._lighthouse
         # The address under which it was reached: the one that it listens on may be every interface.
-        here, epoch = str(request.url.origin()), one.term.epoch if one.term else 0
-        node = NodeView(here, one.term is not None, epoch, one.trouble)
-        return _json(ClusterView(here if one.term else None, epoch, (node,), ()))
+        return _json(await cluster.view(self._lighthouse, str(request.url.origin())))
 
     async def jobs(self, _request: web.Request) -> web.Response:
         self._lighthouse.leading()
@@ -291,6 +280,23 @@ class _Admin:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         before = (self._lighthouse.events.latest(job.name, kind, target) for target in targets)
         return next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
+
+    # ---- services
+
+    async def put_service(self, request: web.Request) -> web.Response:
+        body, term = await _body(request, ServiceBody), self._lighthouse.leading()
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        record = new_record(kind, name, body.address, body.ttl_seconds, body.details)
+        if (problem := service_records.record_problem(record)) is not None:
+            raise _bad(problem)
+        return _json(await _written(self._lighthouse.registry.put(term.epoch, record)))
+
+    async def delete_service(self, request: web.Request) -> web.Response:
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        if (problem := service_records.name_problem(kind, name)) is not None:
+            raise _bad(problem)
+        await _written(self._lighthouse.registry.delete(self._lighthouse.leading().epoch, kind, name))
+        return web.Response(status=HTTPStatus.NO_CONTENT)
 
     # ---- events
 
@@ -413,6 +419,7 @@ TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     float | None: ((int, float, NoneType), "a number or null"),
+    dict[str, Detail]: ((dict,), "an object"),
 }
 """What of JSON is taken for a field of this type, and how that is called."""
 
@@ -436,6 +443,15 @@ def _checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
         if not isinstance(value, types) or isinstance(value, bool):
             raise _bad(f"{name} must be {called}, not {value!r:.40}")
     return plain
+
+
+async def _written(writing: Awaitable[T]) -> T:
+    try:
+        return await writing
+    except (StoreError, TermOverError) as error:
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+    except TimeoutError:
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the store does not answer; ask again") from None
 
 
 def _json(view: object, status: int = HTTPStatus.OK) -> web.Response:

@@ -21,15 +21,16 @@ from keepstep_lighthouse.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.events import JobRecord, Opened, Policy
 from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.policies import policy_changes
+from keepstep_lighthouse.registry import Registry
 from keepstep_lighthouse.sessions import Session
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
-from keepstep_mesh import websocket
+from keepstep_mesh import codec, websocket
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Problem, Route
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import Hello
+from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address
 
@@ -60,7 +61,8 @@ class Lighthouse:
         self.bad_messages = metrics.BadMessages()
         self.serving = False
         """False once it stops: who waits for something has to go."""
-        self._store: Store
+        self.registry = Registry(self._tell_services)
+        self.store: Store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of those who have the epoch of this term from us."""
@@ -127,8 +129,9 @@ class Lighthouse:
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            self._store = await open_store(self.settings.store)
-            stack.push_async_callback(self._store.close)
+            self.store = await open_store(self.settings.store)
+            stack.push_async_callback(self.store.close)
+            await stack.enter_async_context(self.registry.following(self.store))
             if self.settings.event_log is not None:
                 self.events = await FiledEventLog.open(self.settings.event_log)
             stack.push_async_callback(self.events.close)
@@ -160,8 +163,8 @@ class Lighthouse:
 
     async def _begin_term(self) -> None:
         async with asyncio.timeout(STORE_TIMEOUT):
-            term = await Term.begin(self._store)
-            stored = await self._store.get_prefix(records.JOB_PREFIX)
+            term = await Term.begin(self.store)
+            stored = await self.store.get_prefix(records.JOB_PREFIX)
         found = {key: records.decode(key, value) for key, value in stored.items()}
         self.events.begin_epoch(term.epoch)
         self._welcomed.clear()
@@ -227,7 +230,14 @@ class Lighthouse:
         self.leading()
         if len(self.sessions) >= MAX_SESSIONS:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
-        session = Session(next(self._numbers), name, on_hello=self._greeted, on_bad=self._bad, on_end=self._ended)
+        session = Session(
+            next(self._numbers),
+            name,
+            on_hello=self._greeted,
+            on_bad=self._bad,
+            on_end=self._ended,
+            services=self.registry.addresses,
+        )
         response = await session.accept(request)
         self.sessions[session.number] = session
         await session.ended()
@@ -273,6 +283,11 @@ class Lighthouse:
         self._welcomed.add((session.job, session.replica_id))
         job.open(session, Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held))
         session.begin(job)
+
+    def _tell_services(self) -> None:
+        frame = codec.encode(Services(self.registry.addresses()))
+        for session in self.sessions.values():
+            session.tell_services(frame)
 
     def _bad(self, session: Session, reason: str) -> None:
         self.bad_messages.add(session.job, session.replica_id, reason)

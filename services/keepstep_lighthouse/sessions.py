@@ -39,7 +39,6 @@ from keepstep_mesh.messages import (
     QuorumRequest,
     Refused,
     ServiceAddress,
-    Services,
     Timing,
     Welcome,
 )
@@ -197,15 +196,15 @@ class Session:
 
     def tell_timing(self, policy: Policy) -> None:
         """The policy changed. Whoever is not welcomed yet hears of it then."""
-        self._tell_if_understood(Timing(*self._timing(policy)))
+        self._tell_if_understood(codec.encode(Timing(*self._timing(policy))))
 
-    def tell_services(self) -> None:
-        """Services came or went."""
-        self._tell_if_understood(Services(self._services()))
+    def tell_services(self, frame: bytes) -> None:
+        """Services came or went; ``frame`` is the same for all sessions."""
+        self._tell_if_understood(frame)
 
-    def _tell_if_understood(self, message: Timing | Services) -> None:
+    def _tell_if_understood(self, frame: bytes) -> None:
         if self._welcomed and self._hello is not None and self._hello.version >= 2:
-            self.send(codec.encode(message))
+            self.send(frame)
 
     def _timing(self, policy: Policy) -> tuple[int, int, int]:
         """Heartbeat interval and timeout, reconnect grace; milliseconds."""

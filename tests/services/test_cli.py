@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from keepstep_lighthouse.app import Lighthouse
@@ -113,6 +114,18 @@ async def test_status_shows_the_lighthouse_and_its_jobs() -> None:
         answer = json.loads((await keepstep("status", *job.at, "--json")).out)
         assert answer["epoch"] == 1
         assert [one["job"] for one in answer["jobs"]] == ["default"]
+
+
+async def test_status_shows_the_services_and_the_store() -> None:
+    async with running() as job, aiohttp.ClientSession() as http:
+        body = {"address": "http://10.0.0.7:29520", "details": {"gib": 64}}
+        async with http.put(f"{job.lighthouse.address}/v1/services/relay/relay-1", json=body) as answer:
+            assert answer.status == 200
+        said = await keepstep("status", *job.at)
+        assert "store memory: works" in said.out
+        assert "relay relay-1 http://10.0.0.7:29520 gib=64" in said.out
+        (service,) = json.loads((await keepstep("status", "--json", *job.at)).out)["services"]
+        assert (service["kind"], service["details"]) == ("relay", {"gib": 64})
 
 
 async def test_status_of_an_idle_lighthouse_says_how_to_start_a_job() -> None:
