@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from keepstep_cli.completion import job_names, refused_names, replica_names
 from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, token_option
 from keepstep_cli.rest import Lighthouse, read_token
 
@@ -92,7 +93,7 @@ def replicas(link: Link) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 def inspect(link: Link, replica: str) -> None:
     """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
     answer = link.of_job("replicas", replica)
@@ -164,7 +165,7 @@ def _ordered(link: Link, answer: Any) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 @_reason_option("evict")
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
@@ -176,7 +177,7 @@ def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 @_reason_option("drain")
 def drain(link: Link, replica: str, *, reason: str) -> None:
     """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
@@ -185,7 +186,7 @@ def drain(link: Link, replica: str, *, reason: str) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=refused_names)
 def readmit(link: Link, replica: str) -> None:
     """Lift the ban or eviction of a replica group."""
     _ordered(link, link.order(replica, "readmit"))
@@ -200,7 +201,7 @@ class SecondsOrNone(Seconds):
 
 @click.command()
 @_linked
-@click.argument("name", metavar="[JOB]", required=False)
+@click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
 @click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
 @click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
 @click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")

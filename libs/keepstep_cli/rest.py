@@ -37,9 +37,9 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 class Lighthouse:
-    """Whichever of ``addresses`` (comma separated) answers. Paths are below /v1."""
+    """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
-    def __init__(self, addresses: str | None, token: str | None) -> None:
+    def __init__(self, addresses: str | None, token: str | None, timeout: float = TIMEOUT_SECONDS) -> None:
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -47,17 +47,18 @@ class Lighthouse:
         except ValueError as error:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
+        self._timeout = timeout
 
     async def get(self, *path: str, **query: int) -> Any:
-        async with self._answer("GET", path, TIMEOUT_SECONDS, params=query) as answer:
+        async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await answer.json()
 
     async def post(self, *path: str, **body: Any) -> Any:
-        async with self._answer("POST", path, TIMEOUT_SECONDS, json=body) as answer:
+        async with self._answer("POST", path, self._timeout, json=body) as answer:
             return await answer.json()
 
     async def patch(self, *path: str, **body: Any) -> Any:
-        async with self._answer("PATCH", path, TIMEOUT_SECONDS, json=body) as answer:
+        async with self._answer("PATCH", path, self._timeout, json=body) as answer:
             return await answer.json()
 
     async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
@@ -83,7 +84,7 @@ class Lighthouse:
                 try:
                     answer = await session.request(method, url, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    tried.append(f"{address}: {error or type(error).__name__}")
+                    tried.append(f"{address}: {str(error) or type(error).__name__}")
                     continue
                 async with answer:
                     try:
@@ -96,7 +97,7 @@ class Lighthouse:
                     except Problem as problem:
                         raise Refused(f"{address} says no ({problem.status}): {problem}") from problem
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                        raise Unreachable(f"{address} broke off: {error or type(error).__name__}") from error
+                        raise Unreachable(f"{address} broke off: {str(error) or type(error).__name__}") from error
                 return
         raise Unreachable(
             "no lighthouse answers; tried\n  "
