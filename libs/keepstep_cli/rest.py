@@ -75,19 +75,27 @@ class Lighthouse:
         import aiohttp
 
         from keepstep_mesh.errors import AuthError
-        from keepstep_mesh.http import Problem, client_session, raise_for_problem
+        from keepstep_mesh.http import Problem, client_session, leader_of, raise_for_problem
 
         tried = []
+        left = list(self._addresses)
+        asked = set()
         async with client_session(self._token, timeout=timeout) as session:
-            for address in self._addresses:
+            while left:
+                address = left.pop(0)
+                asked.add(address)
                 url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
                 try:
-                    answer = await session.request(method, url, **how)
+                    answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     tried.append(f"{address}: {str(error) or type(error).__name__}")
                     continue
                 async with answer:
                     try:
+                        if (leader := leader_of(answer)) is not None:
+                            tried.append(f"{address}: does not lead; {leader} does")
+                            left = [] if leader in asked else [leader]
+                            continue
                         await raise_for_problem(answer)
                         yield answer
                     except AuthError as error:

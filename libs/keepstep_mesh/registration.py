@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import aiohttp
-from aiohttp import hdrs
-from yarl import URL
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import client_session, raise_for_problem
+from keepstep_mesh.http import client_session, leader_of, raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session_core import Addresses
 
@@ -75,7 +73,7 @@ class Registrar:
                         await self._put(http, lighthouse)
                         self._taken_by(lighthouse)
                         await asyncio.sleep(self._interval)
-                except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError, ValueError) as error:
+                except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
                     self._failed(f"{lighthouse}: {str(error) or type(error).__name__}")
                     self._addresses.lost(lighthouse, loop.time() - began, silent=isinstance(error, TimeoutError))
 
@@ -83,9 +81,7 @@ class Registrar:
         what = self._registration
         body = {"address": what.address, "ttl_seconds": what.ttl, "details": dict(what.details)}
         async with http.put(self._url(lighthouse), json=body, allow_redirects=False) as answer:
-            if answer.status in (307, 308):
-                # By hand: aiohttp leaves the token behind when it goes to another address.
-                leader = str(answer.url.join(URL(answer.headers.get(hdrs.LOCATION, ""))).origin())
+            if (leader := leader_of(answer)) is not None:
                 self._addresses.follow(leader)
                 raise ConnectionRefusedError(f"it does not lead; {leader} does")
             await raise_for_problem(answer)

@@ -107,7 +107,7 @@ class JobCore:
         self._announcer = Announcer()
         self._takeover = Takeover()
         if restarted and record.members:
-            self._takeover.wait(record.members, now, self._takeover_grace)
+            self._takeover.wait(record.members, now + self._takeover_grace)
         self._members = frozenset(record.members)
         self._round = Round()
         self._layout = ""
@@ -218,7 +218,7 @@ class JobCore:
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
         self._log("quorum_id_raised", "", quorum_id=seen)
         if self._announcer.last is None:
-            self._takeover.wait((), now, self._takeover_grace)
+            self._takeover.wait((), now + self._takeover_grace)
 
     def _came_back(self, replica_id: str, now: float) -> None:
         self._takeover.absent.discard(replica_id)
@@ -411,7 +411,7 @@ class JobCore:
             self._log("drain", group.replica_id, reason=order.reason, by=order.by)
 
     def _change_policy(self, policy: Policy, by: str, now: float) -> None:
-        old = self.record.policy
+        old, grace_before = self.record.policy, self._takeover_grace
         if policy == old or policy_problem(policy) is not None:
             return
         self._persist(replace(self.record, policy=policy))
@@ -420,7 +420,8 @@ class JobCore:
         self._log("policy", "", by=by, changed=changed, before=before)
         if policy.heartbeat_timeout < old.heartbeat_timeout:
             self._beats_counted_from = now
-        self._takeover.change_grace(self._takeover_grace)
+        if self._takeover.until is not None:
+            self._takeover.until += self._takeover_grace - grace_before
 
     # ---- time
 

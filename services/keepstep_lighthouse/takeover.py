@@ -17,7 +17,6 @@ class Takeover:
 
     def __init__(self) -> None:
         self.until: float | None = None
-        self._began = 0.0
         self.absent: set[str] = set()
         """Members that are not back; empty during a grace means that it is not known who was there."""
         self._holding: dict[str, Group] = {}
@@ -25,13 +24,9 @@ class Takeover:
         """The highest step whose answer by the lighthouse before is held."""
         self._lowest_asked: int | None = None
 
-    def wait(self, members: Iterable[str], now: float, grace: float) -> None:
+    def wait(self, members: Iterable[str], until: float) -> None:
         self.absent = set(members)
-        self._began, self.until = now, now + grace
-
-    def change_grace(self, grace: float) -> None:
-        if self.until is not None:
-            self.until = self._began + grace
+        self.until = until
 
     def end_grace(self) -> None:
         self.absent.clear()

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_mesh.auth import Tokens
+from keepstep_mesh.auth import Access, Tokens
+from keepstep_mesh.http import Route
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo
+from keepstep_mesh.service import Service, serving
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 
 DEADLINE = 60.0
@@ -287,6 +290,24 @@ async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
 async def test_the_first_lighthouse_that_answers_is_asked() -> None:
     async with running("r0") as job:
         assert (await keepstep("status", "--lighthouse", f"127.0.0.1:1,{job.lighthouse.address}")).code == 0
+
+
+async def test_an_order_follows_to_the_lighthouse_that_leads_and_takes_its_token_along() -> None:
+    tokens = Tokens(worker=WORKER, admin=ADMIN)
+    async with running("r0", tokens=tokens) as job:
+        places = [job.lighthouse.address]
+
+        async def elsewhere(request: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"Location": f"{places[-1]}{request.path}"})
+
+        route = Route("POST", "/v1/{all:.*}", elsewhere, Access.ADMIN)
+        async with serving(Service("follower", [route]), "127.0.0.1", 0, tokens=tokens) as follower:
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 0, said.err
+            places.append(follower.url)
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 3
+            assert f"{follower.url}: does not lead; {follower.url} does" in said.err
 
 
 @pytest.mark.parametrize("variable", ["KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from etcd_server import EtcdCluster
 from keepstep_lighthouse import registry, service_records
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.memory import MemoryStore
@@ -266,8 +268,25 @@ async def test_a_service_is_registered_anew_with_a_lighthouse_that_forgot_it() -
                 await known(registrar)
 
 
-async def test_a_record_outlives_the_lighthouse_on_disk(tmp_path: Path) -> None:
-    url = f"sqlite://{tmp_path}/x.db"
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> str:
+    """Address of an empty store."""
+    kinds = {"memory": "memory://", "sqlite": f"sqlite://{tmp_path}/x.db", "etcd": f"{etcd.address}/{uuid.uuid4()}"}
+    return kinds[request.param]
+
+
+async def test_a_record_ends_with_its_lease_whichever_store_keeps_it(store: str) -> None:
+    async with lighthouse(store=store) as one, worker(one.address) as member:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 2})
+        assert len((await member.next(Services)).services) == 1
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 2})
+        assert (await member.next(Services)).services == ()
+        assert (await rest(one.address, "GET", "/v1/cluster", 200))["store"]["trouble"] is None
+
+
+@pytest.mark.parametrize("store", ["sqlite", "etcd"], indirect=True)
+async def test_a_record_outlives_the_lighthouse(store: str) -> None:
+    url = store
     async with lighthouse(store=url) as one:
         await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 20})
     async with lighthouse(store=url) as one:
