@@ -66,6 +66,19 @@ async def test_a_planned_replacement_costs_no_step_and_nobody_waits(how: str) ->
         assert job.assert_identical() > 20
 
 
+async def test_leaving_costs_nothing_those_who_are_still_at_the_step_when_the_grace_is_over() -> None:
+    async with Job("--reconnect-grace", "0.1") as job:
+        a = await job.start("a")
+        b = await job.start("b", TRAINER_PACE="0.5")
+        await job.advance(a, b, steps=3)
+        failed_before = len(discarded(a, b))
+        await tell_to_leave(job, a, "drain")
+        assert await a.exit_codes() == [0]
+        await job.advance(b, steps=3)
+        assert len(discarded(a, b)) == failed_before, job.report()
+        assert job.assert_identical() >= 3
+
+
 async def test_all_ranks_of_a_drained_group_exit_0() -> None:
     async with Job(*PATIENT) as job:
         a, b = [await job.start(name, ranks=2) for name in ("a", "b")]
@@ -75,6 +88,15 @@ async def test_all_ranks_of_a_drained_group_exit_0() -> None:
         assert await b.exit_codes() == [0, 0]
         await job.advance(a)
         assert len(discarded(a, b)) == failed_before, job.report()
+
+
+async def test_all_ranks_of_an_evicted_group_exit_77() -> None:
+    async with Job() as job:
+        a, b = [await job.start(name, ranks=2) for name in ("a", "b")]
+        await job.advance(a, b)
+        await job.order("POST", "/replicas/b/evict", reason="bad GPU", ban_seconds=1000)
+        assert await b.exit_codes() == [77, 77]
+        await job.advance(a)
 
 
 async def test_an_evicted_group_exits_77_and_is_not_let_in_before_its_ban_is_lifted() -> None:
