@@ -37,9 +37,9 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 class Lighthouse:
-    """Whichever of ``addresses`` (comma separated) answers. Paths are below /v1."""
+    """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
-    def __init__(self, addresses: str | None, token: str | None) -> None:
+    def __init__(self, addresses: str | None, token: str | None, timeout: float = TIMEOUT_SECONDS) -> None:
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -47,13 +47,18 @@ class Lighthouse:
         except ValueError as error:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
+        self._timeout = timeout
 
     async def get(self, *path: str, **query: int) -> Any:
-        async with self._answer("GET", path, TIMEOUT_SECONDS, params=query) as answer:
+        async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await answer.json()
 
     async def post(self, *path: str, **body: Any) -> Any:
-        async with self._answer("POST", path, TIMEOUT_SECONDS, json=body) as answer:
+        async with self._answer("POST", path, self._timeout, json=body) as answer:
+            return await answer.json()
+
+    async def patch(self, *path: str, **body: Any) -> Any:
+        async with self._answer("PATCH", path, self._timeout, json=body) as answer:
             return await answer.json()
 
     async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
@@ -70,19 +75,27 @@ class Lighthouse:
         import aiohttp
 
         from keepstep_mesh.errors import AuthError
-        from keepstep_mesh.http import Problem, client_session, raise_for_problem
+        from keepstep_mesh.http import Problem, client_session, leader_of, raise_for_problem
 
         tried = []
+        left = list(self._addresses)
+        asked = set()
         async with client_session(self._token, timeout=timeout) as session:
-            for address in self._addresses:
+            while left:
+                address = left.pop(0)
+                asked.add(address)
                 url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
                 try:
-                    answer = await session.request(method, url, **how)
+                    answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    tried.append(f"{address}: {error or type(error).__name__}")
+                    tried.append(f"{address}: {str(error) or type(error).__name__}")
                     continue
                 async with answer:
                     try:
+                        if (leader := leader_of(answer)) is not None:
+                            tried.append(f"{address}: does not lead; {leader} does")
+                            left = [] if leader in asked else [leader]
+                            continue
                         await raise_for_problem(answer)
                         yield answer
                     except AuthError as error:
@@ -92,7 +105,7 @@ class Lighthouse:
                     except Problem as problem:
                         raise Refused(f"{address} says no ({problem.status}): {problem}") from problem
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                        raise Unreachable(f"{address} broke off: {error or type(error).__name__}") from error
+                        raise Unreachable(f"{address} broke off: {str(error) or type(error).__name__}") from error
                 return
         raise Unreachable(
             "no lighthouse answers; tried\n  "

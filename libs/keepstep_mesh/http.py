@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import hdrs, web
+from yarl import URL
 
 from keepstep_mesh.auth import Access, ForbiddenError, Role, Tokens
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
@@ -74,6 +75,19 @@ async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     for known in ("type", "status"):
         body.pop(known, None)
     raise Problem(response.status, detail, title=title, **{str(name): value for name, value in body.items()})
+
+
+def leader_of(answer: aiohttp.ClientResponse) -> str | None:
+    """Base URL of the lighthouse to which one that does not lead sends an order (307); None for any other answer.
+
+    To be followed by hand (``allow_redirects=False``): aiohttp leaves the token behind when it goes to another address.
+    """
+    if answer.status not in (HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT):
+        return None
+    try:
+        return str(answer.url.join(URL(answer.headers.get(hdrs.LOCATION, ""))).origin())
+    except ValueError as error:
+        raise ProtocolError(f"{answer.url.origin()} sends us to no address: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ from urllib.parse import quote
 import aiohttp
 
 from keepstep_mesh import codec
-from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, ProtocolError, SessionClosed, VersionError
+from keepstep_mesh.errors import (
+    AuthError,
+    Banned,
+    KeepstepError,
+    LayoutMismatch,
+    ProtocolError,
+    SessionClosed,
+    VersionError,
+)
 from keepstep_mesh.http import client_session
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -39,6 +47,9 @@ from keepstep_mesh.messages import (
     QuorumAnswer,
     Refused,
     RoundBroken,
+    ServiceAddress,
+    Services,
+    Timing,
     ToLighthouse,
     Welcome,
 )
@@ -90,7 +101,7 @@ class Disconnected:
     reason: str
 
 
-Push = MemberLost | RoundBroken | Drain | Evicted | Disconnected | Connected
+Push = MemberLost | RoundBroken | Drain | Evicted | Services | Disconnected | Connected
 """What the session tells on its own account, through ``on_push``."""
 
 
@@ -113,6 +124,8 @@ class LighthouseSession:
         self.heartbeat_interval = settings.heartbeat_interval
         self.heartbeat_timeout = 5.0
         """Seconds, both as told by the lighthouse."""
+        self.services: tuple[ServiceAddress, ...] = ()
+        """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
 
         self._link: Link | None = None
         self._trying = ""
@@ -150,7 +163,7 @@ class LighthouseSession:
         """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
 
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``VersionError`` when either side is too old, ``SessionClosed`` when the group is banned.
+        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
         """
         if self._ended is not None:
             raise self._ended
@@ -441,6 +454,12 @@ class LighthouseSession:
                 self._on_push(message)
             case Welcome():
                 self._let_in(message)
+            case Timing():
+                self._set_timing(message)
+                if self._ended is None:
+                    self._tick()
+            case Services(services):
+                self._set_services(services)
             case Denied():
                 self._denied(message)
             case Goodbye():
@@ -460,8 +479,7 @@ class LighthouseSession:
         if self._welcomed.done():
             raise ProtocolError("welcomed twice")
         self._core.welcomed(welcome)
-        self.heartbeat_interval = welcome.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
-        self.heartbeat_timeout = welcome.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+        self._set_timing(welcome)
         self.lighthouse = self._trying
         self._problem_logged = float("-inf")
         self._pinged, self._silent = 0.0, False
@@ -474,8 +492,18 @@ class LighthouseSession:
         self._tick()
         self._log.info("in session with a lighthouse", lighthouse=self.lighthouse, epoch=self.epoch)
         self._on_push(Connected(self.lighthouse, self.epoch))
+        self._set_services(welcome.services)
         if not self._started.done():
             self._started.set_result(None)
+
+    def _set_timing(self, told: Welcome | Timing) -> None:
+        self.heartbeat_interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.heartbeat_timeout = told.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+
+    def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
+        if services != self.services:
+            self.services = services
+            self._on_push(Services(services))
 
     def _denied(self, denied: Denied) -> None:
         if not self._core.withdraw(denied.request):
@@ -494,6 +522,8 @@ class LighthouseSession:
             self._move(reason)
         elif code.startswith("version_"):
             self._end(VersionError(reason))
+        elif code == "banned":
+            self._end(Banned(reason))
         else:
             self._end(SessionClosed(f"refused ({code}): {reason}"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.quorum_rules import policy_problem
+from keepstep_lighthouse.policies import policy_problem
 from keepstep_mesh.auth import Tokens, tokens_of_service
 from keepstep_mesh.settings import Settings, base_url, boolean, duration, whole
 
