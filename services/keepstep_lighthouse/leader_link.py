@@ -18,7 +18,7 @@ from keepstep_mesh.http import client_session
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.websocket import Link
 
-PATH = "/v1/lighthouses/link"
+PATH = "/v1/lighthouses/session"
 CONNECT_SECONDS = 2.0
 SECOND_TRY_SECONDS = 0.2
 AGAIN_SECONDS = 0.5
