@@ -12,6 +12,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -55,7 +56,7 @@ class RankClient:
         group_rank: int,
         world_size: int,
         restart: int,
-        token: str | None,
+        token: str | ClientToken | None,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
         quorum_retries: int = 0,
@@ -66,7 +67,7 @@ class RankClient:
         self.layout_lines: list[str] = []
         self.key_values: KeyValueServer | None = None
         self._hello = RankHello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = ClientToken.of(token)
         self._on_failed = on_failed
         self._on_push = on_push
         self._client: ClientSession | None = None
@@ -78,7 +79,7 @@ class RankClient:
 
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
-        self._client = ClientSession(headers=self._headers, timeout=ClientTimeout(total=None, connect=connect_timeout))
+        self._client = ClientSession(timeout=ClientTimeout(total=None, connect=connect_timeout))
         pause, reason = 0.02, "not tried"
         try:
             async with asyncio.timeout(connect_timeout):
@@ -104,6 +105,7 @@ class RankClient:
         assert self._client is not None
         socket = await self._client.ws_connect(
             urllib.parse.urljoin(self.address, "/v1/ranks"),
+            headers=self._token.headers(),
             max_msg_size=codec.MAX_SERVER_FRAME_BYTES,
             timeout=ClientWSTimeout(ws_close=CLOSE_SECONDS),
         )

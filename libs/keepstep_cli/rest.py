@@ -18,28 +18,27 @@ from keepstep_cli.options import DEFAULT_LIGHTHOUSE
 if TYPE_CHECKING:
     import aiohttp
 
+    from keepstep_mesh.tls import TlsFiles
+
 TIMEOUT_SECONDS = 10.0
 
 
 def read_token(token_file: Path | None) -> str | None:
     """The token in the file of the flag, else that of the environment, else None."""
-    from keepstep_mesh.auth import token_of_client
+    from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.errors import AuthError
 
     environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
     try:
-        token = token_of_client(environment)
+        return ClientToken(environment).shown
     except AuthError as error:
         raise click.UsageError(str(error)) from error
-    if token_file is not None and not token:
-        raise click.UsageError(f"{token_file} is empty; it must hold the token")
-    return token
 
 
 class Lighthouse:
     """Whichever of ``addresses`` (comma separated) answers. Paths are below /v1."""
 
-    def __init__(self, addresses: str | None, token: str | None) -> None:
+    def __init__(self, addresses: str | None, token: str | None, tls: TlsFiles | None = None) -> None:
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -47,6 +46,7 @@ class Lighthouse:
         except ValueError as error:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
+        self._tls = tls
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, TIMEOUT_SECONDS, params=query) as answer:
@@ -71,15 +71,20 @@ class Lighthouse:
 
         from keepstep_mesh.errors import AuthError
         from keepstep_mesh.http import Problem, client_session, raise_for_problem
+        from keepstep_mesh.tls import TlsError, explained
 
         tried = []
-        async with client_session(self._token, timeout=timeout) as session:
+        try:
+            tls = self._tls.client_context() if self._tls else None
+        except TlsError as error:
+            raise click.UsageError(str(error)) from error
+        async with client_session(self._token, timeout=timeout, tls=tls) as session:
             for address in self._addresses:
                 url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
                 try:
                     answer = await session.request(method, url, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    tried.append(f"{address}: {error or type(error).__name__}")
+                    tried.append(f"{address}: {explained(error, address)}")
                     continue
                 async with answer:
                     try:

@@ -87,7 +87,8 @@ class Lighthouse:
         tokens, insecure = self.settings.tokens, self.settings.insecure
         try:
             host, port = bind_address(self.settings.bind)
-            async with serving(self.service(), host, port, tokens=tokens, insecure=insecure) as endpoint:
+            tls = self.settings.tls
+            async with serving(self.service(), host, port, tokens=tokens, tls=tls, insecure=insecure) as endpoint:
                 listens.set_result(endpoint)
                 await self._stopped.wait()
         except Exception as error:
@@ -103,7 +104,7 @@ class Lighthouse:
 
     @property
     def address(self) -> str:
-        """``http://host:port``, with the real port."""
+        """``http://host:port``, with the real port; ``https`` with TLS."""
         if self._endpoint is None:
             raise RuntimeError("the lighthouse is not started; await start() first")
         return self._endpoint.url

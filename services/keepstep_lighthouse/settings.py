@@ -10,21 +10,25 @@ from typing import Any
 
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.quorum_rules import policy_problem
-from keepstep_mesh.auth import Tokens, tokens_of_service
+from keepstep_mesh.auth import Tokens, watched_tokens
+from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.settings import Settings, boolean, duration, whole
+from keepstep_mesh.tls import TlsFiles, tls_of_service
 
 
 @dataclass(frozen=True)
 class LighthouseSettings:
     """``bind``: host:port, port 0 for any free one. ``policy``: of each job that is new; a known one keeps its own.
 
-    ``event_log``: a file of JSON lines, if any. ``insecure``: listen beyond this machine without a token.
+    ``event_log``: a file of JSON lines, if any. ``tls``: files of its certificate; without, it speaks plain HTTP.
+    ``insecure``: listen beyond this machine without a token.
     """
 
     bind: str = "127.0.0.1:29510"
     store: str = "memory://"
     policy: Policy = field(default_factory=Policy)
-    tokens: Tokens = field(default_factory=Tokens)
+    tokens: Tokens | FromFiles[Tokens] = field(default_factory=Tokens)
+    tls: TlsFiles = field(default_factory=TlsFiles)
     event_log: Path | None = None
     insecure: bool = False
 
@@ -32,7 +36,8 @@ class LighthouseSettings:
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
-    """``flags``: ``bind``, ``store``, ``event_log``, ``insecure``, ``token_file``, the fields of ``Policy`` (seconds).
+    """``flags``: ``bind``, ``store``, ``event_log``, ``insecure``, ``token_file``, ``tls_cert``, ``tls_key``,
+    ``tls_ca``, the fields of ``Policy`` (seconds).
 
     In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
     that names the source of what is wrong, ``AuthError`` for tokens.
@@ -55,7 +60,8 @@ def read_settings(
         bind=settings.get("lighthouse_bind", str, default.bind),
         store=settings.get("lighthouse_store", str, default.store),
         policy=policy,
-        tokens=tokens_of_service(environ, path("token_file")),
+        tokens=watched_tokens(environ, path("token_file")),
+        tls=tls_of_service(settings, "lighthouse"),
         event_log=path("event_log"),
         insecure=settings.get("lighthouse_insecure", boolean, default=False),
     )
