@@ -126,6 +126,7 @@ _VERIFY_ADVICE = {
 }
 _UNKNOWN_CA = "its certificate is not from a CA that is trusted here; give that CA with KEEPSTEP_TLS_CA (--tls-ca)"
 _SHOW_ONE = "give one that its CA signed: KEEPSTEP_TLS_CERT and KEEPSTEP_TLS_KEY (--tls-cert, --tls-key)"
+_BROKEN_OFF = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"}
 
 
@@ -143,8 +144,7 @@ def explained(error: BaseException, address: str) -> str:
         if "ALERT" in reason:
             return f"it does not take our certificate, or wants one; {_SHOW_ONE} ({_reason(fault)})"
         return f"TLS failed: {_reason(fault)}"
-    broke = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError | aiohttp.ClientOSError)
-    if broke and not isinstance(error, aiohttp.ClientConnectorError):
+    if isinstance(error, _BROKEN_OFF) and not isinstance(error, aiohttp.ClientConnectorError):
         if address.startswith("https:"):
             return f"{said}; if it wants certificates of its clients, {_SHOW_ONE}"
         return f"{said}; if it speaks TLS, write https://"

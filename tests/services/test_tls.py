@@ -265,6 +265,15 @@ async def test_an_alert_of_another_implementation_is_explained(version: str, aut
     assert "give one that its CA signed" in said
 
 
+def test_what_has_nothing_to_do_with_tls_is_said_as_it_is() -> None:
+    for error, says in (
+        (ConnectionResetError("closed by the peer: evicted"), "closed by the peer: evicted"),
+        (TimeoutError(), "TimeoutError"),
+        (TimeoutError("no answer within 5 s"), "no answer within 5 s"),
+    ):
+        assert explained(error, "http://x:1") == explained(error, "https://x:1") == says
+
+
 def test_nothing_older_than_tls_1_2_is_spoken(authority: Authority) -> None:
     for context in (authority.service().server_context(), authority.client().client_context()):
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
