@@ -176,10 +176,14 @@ class _Door:
             ssl=context,
             ssl_handshake_timeout=self._handshake_seconds if context else None,
             ssl_shutdown_timeout=LINGER_SECONDS if context else None,
+            start_serving=False,
         )
-        if self._server is not None:
-            self._server.close()
-        self._server = server
+        before, self._server = self._server, server
+        try:
+            await server.start_serving()
+        finally:
+            if before is not None:
+                before.close()
 
     def close(self) -> None:
         self._listener.close()
@@ -202,14 +206,13 @@ async def _kept_fresh(
             force = reread.is_set()
             reread.clear()
             await loop.run_in_executor(thread, partial(tokens.refresh, force=force))
-            if certificates is None or not await loop.run_in_executor(
-                thread, partial(certificates.refresh, force=force)
-            ):
+            if certificates is None:
                 continue
-            try:
-                await door.open(certificates.value)
-            except OSError as error:
-                log.error("new certificates are not used yet", reason=str(error))
+            if await loop.run_in_executor(thread, partial(certificates.refresh, force=force)):
+                try:
+                    await door.open(certificates.value)
+                except OSError as error:
+                    log.error("new certificates are not used yet", reason=str(error))
 
     if not tokens.files and certificates is None:
         yield
