@@ -14,7 +14,7 @@ from keepstep_mesh.errors import KeepstepError
 async def _get_json(url: str, token: str | ClientToken | None, timeout: float) -> dict[str, object]:
     limit = aiohttp.ClientTimeout(total=timeout)
     async with (
-        aiohttp.ClientSession(headers=ClientToken.of(token).headers(), timeout=limit) as client,
+        aiohttp.ClientSession(headers=ClientToken.of(token).peer_headers(), timeout=limit) as client,
         client.get(url) as answer,
     ):
         if answer.status != 200:

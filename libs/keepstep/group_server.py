@@ -428,7 +428,7 @@ class GroupServer:
     async def _authorize(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path != "/healthz" and not self._token.accepts(request.headers.get("Authorization", "")):
+        if request.path != "/healthz" and not self._token.accepts_peer(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(
                 text=json.dumps({"title": "wrong or missing token", "status": 401}),
                 content_type="application/problem+json",

@@ -105,7 +105,7 @@ class RankClient:
         assert self._client is not None
         socket = await self._client.ws_connect(
             urllib.parse.urljoin(self.address, "/v1/ranks"),
-            headers=self._token.headers(),
+            headers=self._token.peer_headers(),
             max_msg_size=codec.MAX_SERVER_FRAME_BYTES,
             timeout=ClientWSTimeout(ws_close=CLOSE_SECONDS),
         )

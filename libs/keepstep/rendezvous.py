@@ -241,7 +241,7 @@ class _There:
         sock.settimeout(max(deadline - time.monotonic(), 0.0) + 1.0)
         keep = False
         try:
-            headers = {"Content-Type": "application/msgpack", **self._token.headers()}
+            headers = {"Content-Type": "application/msgpack", **self._token.peer_headers()}
             connection.request("POST", PATH, body, headers)
             response = connection.getresponse()
             answer = response.read()

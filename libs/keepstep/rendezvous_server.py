@@ -95,7 +95,7 @@ class _Contents:
 class KeyValueServer:
     """The tables of one host, in memory. Every method may be called from any thread; none blocks.
 
-    ``token``: what callers over HTTP must send as ``Authorization: Bearer``; None asks for nothing.
+    ``token``: of the job; callers over HTTP must show what is derived from it (``ClientToken``). None asks for nothing.
     """
 
     def __init__(self, token: str | ClientToken | None = None) -> None:
@@ -193,7 +193,7 @@ class KeyValueServer:
         return contents
 
     async def _handle(self, request: web.Request) -> web.Response:
-        if not self._token.accepts(request.headers.get("Authorization", "")):
+        if not self._token.accepts_peer(request.headers.get("Authorization", "")):
             return _problem(401, "a bearer token of this job is needed")
         try:
             result = await self._execute(*_unpack(await _body(request)))

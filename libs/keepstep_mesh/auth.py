@@ -182,11 +182,12 @@ def _read(file: Path, what: str) -> str:
 
 
 class ClientToken:
-    """What a client shows, and what the processes of its job take from each other.
+    """What a client shows to services, and what the processes of its job show to each other.
 
     ``KEEPSTEP_TOKEN``, else the file ``KEEPSTEP_TOKEN_FILE``, which is read again when it changes: its first line is
     shown, each of its lines is taken from peers, so that those that have a new token and those that have the old one
-    still meet. ``AuthError`` when the file cannot be read. Any thread may use it.
+    still meet. Peers talk in plain HTTP; so that nobody learns the token from that, they show what is derived from it.
+    ``AuthError`` when the file cannot be read. Any thread may use it.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -203,17 +204,18 @@ class ClientToken:
 
     @property
     def shown(self) -> str | None:
+        """To services."""
         return next(iter(self._current()), None)
 
-    def headers(self) -> dict[str, str]:
-        """What goes with a request."""
+    def peer_headers(self) -> dict[str, str]:
+        """What goes with a request to a peer."""
         shown = self.shown
-        return {"Authorization": f"Bearer {shown}"} if shown else {}
+        return {"Authorization": f"Bearer {_for_peers(shown)}"} if shown else {}
 
-    def accepts(self, authorization: str) -> bool:
+    def accepts_peer(self, authorization: str) -> bool:
         """Whether a peer that sends this header is one of us; everybody is where there is no token."""
         tokens = self._current()
-        return not tokens or any(_equal(f"Bearer {token}", authorization) for token in tokens)
+        return not tokens or any(_equal(f"Bearer {_for_peers(token)}", authorization) for token in tokens)
 
     def refresh(self) -> None:
         """Looks now whether the file has changed."""
@@ -238,7 +240,12 @@ def _client_tokens(fixed: str | None, file: Path | None) -> tuple[str, ...]:
             raise AuthError(f"KEEPSTEP_TOKEN_FILE={file} is empty; it must hold the token")
     for token in found:
         hide(token)
+        hide(_for_peers(token))
     return tuple(found)
+
+
+def _for_peers(token: str) -> str:
+    return hmac.digest(token.encode(), b"keepstep peers", "sha256").hex()
 
 
 def is_loopback(host: str) -> bool:

@@ -136,16 +136,30 @@ def test_a_token_file_without_any_token_does_not_open_the_door_to_all(tmp_path) 
         assert watched.value == Tokens(worker=WORKER)
 
 
+def shown_by(token: str) -> str:
+    """The header that a peer with this token sends."""
+    return ClientToken.of(token).peer_headers()["Authorization"]
+
+
+def test_what_peers_show_each_other_is_neither_the_token_nor_good_for_a_service() -> None:
+    # It travels in plain HTTP.
+    header = shown_by(WORKER)
+    assert WORKER not in header
+    assert not ClientToken.of(WORKER).accepts_peer(f"Bearer {WORKER}")
+    with pytest.raises(AuthError, match="the token is wrong"):
+        TOKENS.check(header, Access.READ)
+
+
 def test_a_client_shows_the_first_line_and_takes_every_line_from_its_peers(tmp_path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{ADMIN}\n\n{WORKER}\n")
     token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
-    assert token.headers() == {"Authorization": f"Bearer {ADMIN}"}
-    assert [token.accepts(f"Bearer {one}") for one in (ADMIN, WORKER, SERVICE)] == [True, True, False]
+    assert token.shown == ADMIN
+    assert [token.accepts_peer(shown_by(one)) for one in (ADMIN, WORKER, SERVICE)] == [True, True, False]
     file.write_text(f"{WORKER}\n")
     token.refresh()
     assert token.shown == WORKER
-    assert not token.accepts(f"Bearer {ADMIN}")
+    assert not token.accepts_peer(shown_by(ADMIN))
     file.write_text("")
     token.refresh()
     assert token.shown == WORKER
@@ -164,7 +178,7 @@ def test_a_client_looks_at_its_file_again_after_a_while(tmp_path, monkeypatch) -
 
 
 def test_peers_without_a_token_take_everybody() -> None:
-    assert ClientToken({}).accepts("")
+    assert ClientToken({}).accepts_peer("")
     assert not ClientToken.of(None)
     assert ClientToken.of(WORKER).shown == WORKER
     assert ClientToken.of(token := ClientToken.of(WORKER)) is token

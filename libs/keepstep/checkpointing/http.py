@@ -28,7 +28,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: longest that a reader waits here for a step to be staged, and that it may take for one chunk of 8 MiB.
         num_chunks: parallel streams of ``recv_checkpoint``, at most 32; 0 and 1: one, on the calling thread.
         hostname: address to serve on and to advertise; default: that of the interface with the default route.
-        token: bearer token that readers must show, and that this transport shows when it reads.
+        token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class _Connection:
         self._deadline = deadline
         self._patience = patience
         self._received = b""
-        fields = {"Host": f"{host}:{port}", **token.headers()}
+        fields = {"Host": f"{host}:{port}", **token.peer_headers()}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         timeout = min(patience, deadline.remaining())
         try:

@@ -211,7 +211,7 @@ class CheckpointServer:
         if matched is None:
             raise _Refused(400, f"this server has /checkpoint/<step> and /lease/<name>, not {first[:80]!r}")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if not self._token.accepts(fields.get("authorization", "")):
+        if not self._token.accepts_peer(fields.get("authorization", "")):
             raise _Refused(401, "the bearer token is missing or wrong")
         if fields.get("content-length", "0") != "0" or "transfer-encoding" in fields:
             raise _Refused(400, "a request has no body here")
