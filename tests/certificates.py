@@ -35,6 +35,13 @@ class Authority:
         path.chmod(0o600)
         return path
 
+    def self_signed(self) -> Path:
+        """The CA's own certificate with its key."""
+        path = self._folder / f"{self.name}-itself.pem"
+        self._ca.private_key_pem.write_to_path(path)
+        self._ca.cert_pem.write_to_path(path, append=True)
+        return path
+
     def service(self, *, mutual: bool = False) -> TlsFiles:
         """For a service on loopback."""
         cert = self.certificate("localhost", "127.0.0.1", common_name="service")

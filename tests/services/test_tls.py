@@ -211,6 +211,7 @@ def test_who_trusts_the_ca_is_served_and_who_does_not_is_told_why(loop: str, tmp
         (mutual, ours.client(), "ok"),
         (ours.service(), other.trusted(), "not from a CA that is trusted here; give that CA with KEEPSTEP_TLS_CA"),
         (ours.service(), TlsFiles(), "not from a CA that is trusted here; give that CA with KEEPSTEP_TLS_CA"),
+        (TlsFiles(other.self_signed()), ours.trusted(), "signed by itself; put that one into KEEPSTEP_TLS_CA"),
         (TlsFiles(ours.certificate("127.0.0.1", days=(-2, -1))), ours.trusted(), "has expired"),
         (TlsFiles(ours.certificate("127.0.0.1", days=(1, 2))), ours.trusted(), "not valid yet; compare the clocks"),
         (TlsFiles(ours.certificate("node7.example")), ours.trusted(), "not for this address; use the name in"),
@@ -289,6 +290,25 @@ async def test_a_connection_that_begins_no_handshake_is_cut(authority: Authority
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         writer.close()
+
+
+@both_loops
+def test_rubbish_and_broken_handshakes_disturb_nobody(loop: str, authority: Authority, caplog) -> None:
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the beginning of a ClientHello
+
+    async def scenario() -> None:
+        async with running(authority.service()) as (endpoint, _):
+            for sent in (b"", b"\0", b"\xff" * 100_000, hello, hello + b"\0" * 600, b"GET / HTTP/1.1\r\n\r\n") * 10:
+                reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+                writer.write(sent)
+                with contextlib.suppress(ConnectionError):
+                    writer.write_eof()
+                    await reader.read()
+                writer.transport.abort()
+            assert await healthz(endpoint.url, authority.trusted()) == "ok"
+
+    on(loop, scenario())
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 # ---- files that cannot be used
