@@ -19,11 +19,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
+
+if TYPE_CHECKING:
+    from etcd_server import EtcdCluster
+
 
 GRACE_SECONDS = 5.0
 """For what was told to end and is still about it."""
@@ -160,3 +165,21 @@ async def no_task_is_left_behind() -> AsyncIterator[None]:
 def repository() -> Path:
     """Root of the working tree."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
+    from etcd_server import EtcdCluster
+    from keepstep_lighthouse.store import open_store
+
+    async def warm_up() -> None:
+        """What gRPC opens once in a process is no leak of the first test that uses it."""
+        store = await open_store(f"{cluster.address}/warm-up")
+        async with store.watch("") as _:
+            await store.put("a", b"")
+        await store.close()
+
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        asyncio.run(warm_up())
+        yield cluster

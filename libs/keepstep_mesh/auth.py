@@ -120,6 +120,11 @@ class Tokens:
             raise AuthError("the token is wrong; compare KEEPSTEP_TOKEN with the tokens of this service")
         return found
 
+    def for_services(self) -> str | None:
+        """What a service shows to another of the same tokens: the first service token, else the first admin one."""
+        found = {token.role: token.value for token in reversed(self.all)}
+        return found.get(Role.SERVICE) or found.get(Role.ADMIN)
+
     def check(self, authorization: str | None, access: Access) -> Token | None:
         """Who asks; None for an open route. ``AuthError``, or ``ForbiddenError`` for a role that may not."""
         roles = access.value

@@ -65,6 +65,8 @@ class Service:
     """Entered before the port opens, left after it closed; leaving ends sessions and tasks."""
     not_ready: Callable[[], str | None] = lambda: None
     """Why ``/readyz`` says no; None when it says yes."""
+    listening: Callable[[Endpoint], None] = lambda _: None
+    """Told once where the service listens."""
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -127,6 +129,7 @@ async def serving(
                 door = _Door(_accepting(runner, silent, first_request_seconds), listener, first_request_seconds)
                 await door.open(certificates.value if certificates is not None else None)
                 endpoint = Endpoint(host, listener.getsockname()[1], "http" if certificates is None else "https")
+                service.listening(endpoint)
                 log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(known.value))
                 if not known.value:
                     reach = "this machine only" if is_loopback(host) else "everybody who reaches the port"

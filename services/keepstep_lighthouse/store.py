@@ -111,6 +111,9 @@ class Watch:
 class Store(ABC):
     """Used from one event loop. Every method may raise ``StoreError`` with the reason."""
 
+    exclusive = True
+    """Whether nobody else uses what this store keeps: then its user leads without an election."""
+
     @abstractmethod
     async def get(self, key: str) -> bytes | None: ...
 
@@ -149,7 +152,8 @@ class Store(ABC):
 
 
 async def open_store(url: str) -> Store:
-    """``memory://`` or ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``).
+    """``memory://``; ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``);
+    ``etcd://host:port[,host:port]/prefix``, see ``etcd.EtcdAddress``. etcd is not connected to before the first call.
 
     Raises ``StoreError`` that says what to do instead.
     """
@@ -164,5 +168,7 @@ async def open_store(url: str) -> Store:
 
         return await SqliteStore.open(Path(rest))
     if scheme == "etcd" and separator:
-        raise StoreError(f"{url}: etcd is not in this build yet; use sqlite:///path or memory://")
-    raise StoreError(f"{url!r} is no store; use memory:// or sqlite:///path/to/file")
+        from keepstep_lighthouse.etcd import EtcdAddress, EtcdStore  # noqa: PLC0415
+
+        return EtcdStore(EtcdAddress.parse(url))
+    raise StoreError(f"{url!r} is no store; use memory://, sqlite:///path/to/file or etcd://host:port/prefix")

@@ -164,7 +164,8 @@ async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -
     async with scene() as (_, rest, members):
         event = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
         assert (event["kind"], event["replica_id"]) == ("evicted", "r1")
-        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0}
+        facts = {"incarnations": ["r1:1"], "quorum_id": 1}
+        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0, **facts}
         assert await members[1].next(Evicted) == Evicted("bad GPU", 0.0)
         await members[1].ended()
         assert "evicted by admin" in (await members[0].next(MemberLost)).reason

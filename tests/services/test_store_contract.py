@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from etcd_server import EtcdCluster
 from keepstep_lighthouse.sqlite import SqliteStore
 from keepstep_lighthouse.store import (
     Change,
@@ -28,9 +30,13 @@ SHORT, LONG = 1.5, 60.0
 """Seconds of a lease; a busy machine takes a while between two calls."""
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {"memory": "memory://", "sqlite": f"sqlite://{tmp_path}/state/lighthouse.db"}[request.param]
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> str:
+    return {
+        "memory": "memory://",
+        "sqlite": f"sqlite://{tmp_path}/state/lighthouse.db",
+        "etcd": f"{etcd.address}/{uuid.uuid4()}",
+    }[request.param]
 
 
 @pytest.fixture
@@ -150,7 +156,8 @@ async def test_a_watch_tells_what_is_there_then_what_changes(store: Store):
         await store.put("jobs/b", b"2")
         await store.put("other", b"2")
         await store.transact((), (Write("jobs/a", None),))
-        assert await until(watch, "jobs/a", None) == [Change("jobs/b", b"2"), Change("jobs/a", None)]
+        seen = await until(watch, "jobs/a", None)
+        assert {change.key: change.value for change in seen} == {"jobs/b": b"2", "jobs/a": None}
 
 
 async def test_a_slow_watcher_gets_the_last_state_of_each_key_and_no_backlog(store: Store):
@@ -186,7 +193,12 @@ async def test_a_closed_store_says_so(store: Store):
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("etcd://a:2379/jobs", "etcd is not in this build yet; use sqlite"),
+        ("etcd://", "an etcd address is etcd://host:port"),
+        ("etcd://a:x/jobs", "'a:x' is no host:port"),
+        ("etcd://user:secret@a:2379/jobs", "KEEPSTEP_ETCD_PASSWORD"),
+        ("etcd://a:2379/jobs?user=me", "an etcd user needs KEEPSTEP_ETCD_PASSWORD"),
+        ("etcd://a:2379/jobs?cert=c&key=k", "TLS takes ca"),
+        ("etcd://a:2379/jobs?ttl=3", "unknown ttl"),
         ("memory", "use memory://"),
         ("memory://x", "is no store"),
         ("sqlite:x.db", "is no store"),

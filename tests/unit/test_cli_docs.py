@@ -11,7 +11,7 @@ from keepstep_cli import errors
 from keepstep_cli.main import main
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
-SECTIONS = dict(re.findall(r"^## keepstep (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(re.findall(r"^## keepstep ([\w-]+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 SHARED = re.search(r"^## Which lighthouse.*?(?=^## )", TEXT, re.MULTILINE | re.DOTALL)
 OF_ANOTHER = {"up": "lighthouse"}
 """A section that says that it takes the flags of another."""

@@ -6,8 +6,8 @@ tensors, so that a late result never lands in a gradient.
 
 One thing Gloo does not do: wake an operation whose peer went away in the middle of a message (only those are woken that
 wait for a message not begun). It sleeps until its own timeout and touches nothing. So a wait looks whether the peers
-are all connected still, and what sleeps on a broken communicator is given up after ``PATIENCE``, which is much longer
-than whatever still runs can take.
+are all connected still (for futures, on which nobody may wait, a thread does), and what sleeps on a broken communicator
+is given up after ``PATIENCE``, which is much longer than whatever still runs can take.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ INSTANT = timedelta(milliseconds=1)
 PATIENCE = 6
 """With a failed communicator, in slices; as many more as an operation's tensors have times ``PATIENCE_BYTES``."""
 PATIENCE_BYTES = 10_000_000
+PEER_IS_GONE = "a peer closed its connection"
 LOOK = 40
 """Slices between two looks whether all peers are still connected."""
 EXIT_SECONDS = 2.0
@@ -53,6 +54,8 @@ class Communicator(ABC):
     """One configuration of a process group, from its rendezvous to its end."""
 
     backend: Backend | None = None
+    can_lose_a_peer = False
+    """Whether ``has_lost_a_peer`` is worth asking."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -63,6 +66,8 @@ class Communicator(ABC):
         """Slices that somebody has waited since the failure: what sleeps is waited for once, not one after another."""
         self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._looking: threading.Thread | None = None
 
     @abstractmethod
     def connect(self) -> None:
@@ -80,12 +85,38 @@ class Communicator(ABC):
         with self._lock:
             self._in_flight.add(work)
 
+    def look_after_futures(self) -> None:
+        """Somebody has the future of an operation."""
+        if self.can_lose_a_peer and self._looking is None:
+            with self._lock:
+                if self._looking is None and self.error is None:
+                    self._looking = threading.Thread(target=self._look, name="keepstep-look", daemon=True)
+                    self._looking.start()
+
+    def _look(self) -> None:
+        """Fails the communicator when a peer is gone and an operation has not noticed from one look to the next.
+
+        Ends when nothing is in flight.
+        """
+        before: weakref.WeakSet[BackendWork] = weakref.WeakSet()
+        while not self._failed.wait(LOOK * SLICE.total_seconds()):
+            with self._lock:
+                promised = [work for work in self._in_flight if work.promised and not work.is_completed()]
+                if not promised:
+                    self._looking = None
+                    return
+            if any(work in before for work in promised) and self.has_lost_a_peer():
+                self.fail(ProcessGroupError(PEER_IS_GONE))
+            before = weakref.WeakSet(promised)
+            del promised
+
     def fail(self, error: Exception) -> Exception:
         """Notes the first error and cuts the connections. Returns the error that counts."""
         with self._lock:
             if self.error is not None:
                 return self.error
             self.error = error
+            self._failed.set()
             promised = [work for work in self._in_flight if work.promised]
         self.interrupt()
         if promised:
@@ -97,6 +128,9 @@ class Communicator(ABC):
         with self._lock:
             in_flight = list(self._in_flight)
         _finish(in_flight)
+        looking = self._looking
+        if looking is not None:
+            looking.join()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:
             _dispose(backend)
@@ -175,6 +209,7 @@ class BackendWork(Work):
         """Completes with the tensors, or the error, when the operation is over."""
         if self._future is None:
             raw = self._raw
+            self._communicator.look_after_futures()
             self._future = Future(devices=list({one.device for one in _flat(self._tensors) if not one.is_cpu}))
             if raw is not None:
                 self._watch(raw)
@@ -250,7 +285,7 @@ class BackendWork(Work):
                 if spent > patience:
                     raise _AsleepError
             elif waited % LOOK == 0 and communicator.has_lost_a_peer():
-                communicator.fail(ProcessGroupError("a peer closed its connection"))
+                communicator.fail(ProcessGroupError(PEER_IS_GONE))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
         """Whether it is over."""

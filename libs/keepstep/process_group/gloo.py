@@ -48,6 +48,8 @@ class ProcessGroupGloo(BackendProcessGroup):
 
 
 class GlooCommunicator(Communicator):
+    can_lose_a_peer = True
+
     def __init__(
         self,
         store: Store,
