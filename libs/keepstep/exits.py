@@ -12,11 +12,11 @@ from types import FrameType
 EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
-"""An operator evicted the group (EX_NOPERM)."""
+"""An operator evicted the group, or it is banned (EX_NOPERM); start it again when the ban is over."""
 
 
 class EvictedExit(SystemExit):
-    """The lighthouse evicted this group. Exit code ``EXIT_EVICTED``."""
+    """The lighthouse evicted this group, or does not let it in. Exit code ``EXIT_EVICTED``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(EXIT_EVICTED)

@@ -9,7 +9,7 @@ from keepstep.group_core import DisagreeError
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote
+from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote, ServiceAddress
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
@@ -28,6 +28,10 @@ class RankLink(Protocol):
     layout_lines: list[str]
     key_values: KeyValueServer | None
     """The rendezvous table, when this process serves it."""
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        """Relays and metrics services, as the lighthouse told of them last."""
 
     async def ask(self, ask: RankAsk) -> RankQuorum:
         """The quorum for the group's next step. TimeoutError, Leaving, LayoutMismatch, SessionClosed, KeepstepError."""

@@ -39,6 +39,8 @@ from keepstep_mesh.messages import (
     RankReady,
     RankVote,
     Refused,
+    ServiceAddress,
+    Services,
 )
 from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
 
@@ -161,6 +163,10 @@ class GroupServer:
         task.add_done_callback(self._tasks.discard)
 
     # ---- what rank 0 does itself (RankLink)
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        return self._session.services
 
     async def ask(self, ask: RankAsk) -> RankQuorum:
         return await self._ask(0, ask)
@@ -330,6 +336,7 @@ class GroupServer:
         peer = _Rank(hello.group_rank, socket, loop.time())
         self._ranks[peer.rank] = peer
         await peer.send(RankReady(PROTOCOL_VERSION, self.replica_id))
+        await peer.send(Services(self.services))
         try:
             await self._read_rank(peer)
         finally:

@@ -42,10 +42,19 @@ from keepstep.mesh_thread import MeshThread
 from keepstep.quorum_plan import QuorumPlan, make_plan
 from keepstep.reconfigure import Reconfigurer
 from keepstep.step_log import StepLog
-from keepstep_mesh.errors import Drained, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import TORN
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import Drain, Evicted, Lineage, MemberLost, RankAsk, RankVote, RoundBroken
+from keepstep_mesh.messages import (
+    Drain,
+    Evicted,
+    Lineage,
+    MemberLost,
+    RankAsk,
+    RankVote,
+    RoundBroken,
+    ServiceAddress,
+)
 from keepstep_mesh.session import Push
 
 T = TypeVar("T")
@@ -119,6 +128,7 @@ class Manager:
     Raises:
         ValueError: an argument or variable makes no sense.
         TimeoutError: the lighthouse, or the group's rank 0, was not reached within ``connect_timeout``.
+        EvictedExit: the group is banned.
     """
 
     def __init__(
@@ -197,7 +207,10 @@ class Manager:
         with closing:
             self._link: RankLink
             # the store's server ends with its last reference, and other ranks may come to it late
-            self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            try:
+                self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+            except Banned as error:
+                raise EvictedExit(str(error)) from error
             closing.callback(lambda: self._mesh.call(self._link.close(), SLACK))
             self._log = log.bind(replica_id=self._link.replica_id, rank=self._rank)
             self._lineage: Lineage = self._link.replica_id if init_sync else ""
@@ -293,6 +306,11 @@ class Manager:
     def replica_id(self) -> str:
         """This incarnation of the group: ``name:uuid``."""
         return self._link.replica_id
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        """Where relays and the metrics service are: what registered with the lighthouse and is there now."""
+        return self._link.services
 
     def participating_rank(self) -> int | None:
         """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
@@ -452,6 +470,8 @@ class Manager:
                     first_layout_difference(error.peer_address, self._settings.token, self._layout), SLACK
                 )
                 self._end_for(LayoutMismatch(f"{error}. {difference}", error.peer_address))
+            except Banned as error:
+                self._end_for(EvictedExit(str(error)))
             except SessionClosed:
                 self._raise_fatal()
                 raise

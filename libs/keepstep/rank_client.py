@@ -31,6 +31,8 @@ from keepstep_mesh.messages import (
     RankReady,
     RankVote,
     Refused,
+    ServiceAddress,
+    Services,
 )
 from keepstep_mesh.session import Push
 
@@ -66,6 +68,7 @@ class RankClient:
         self.address = address
         self.layout_lines: list[str] = []
         self.key_values: KeyValueServer | None = None
+        self.services: tuple[ServiceAddress, ...] = ()
         self._hello = RankHello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart)
         self._token = ClientToken.of(token)
         self._on_failed = on_failed
@@ -146,6 +149,8 @@ class RankClient:
                         reason = message.reason
                     case Heartbeat():
                         pass
+                    case Services(services):
+                        self.services = services
                     case _:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:

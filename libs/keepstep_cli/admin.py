@@ -6,12 +6,13 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from keepstep_cli.completion import job_names, refused_names, replica_names
 from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
 from keepstep_cli.rest import Lighthouse, read_token
 
@@ -31,6 +32,9 @@ class Link:
 
     def of_job(self, *path: str, **query: int) -> Any:
         return self.get("jobs", self.job, *path, **query)
+
+    def change(self, **fields: Any) -> Any:
+        return _run(self.lighthouse.patch("jobs", self.job, **fields))
 
     def order(self, replica: str, order: str, **body: Any) -> Any:
         return _run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
@@ -103,7 +107,7 @@ def replicas(link: Link) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 def inspect(link: Link, replica: str) -> None:
     """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
     answer = link.of_job("replicas", replica)
@@ -175,7 +179,7 @@ def _ordered(link: Link, answer: Any) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 @_reason_option("evict")
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
@@ -187,7 +191,7 @@ def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=replica_names)
 @_reason_option("drain")
 def drain(link: Link, replica: str, *, reason: str) -> None:
     """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
@@ -196,10 +200,46 @@ def drain(link: Link, replica: str, *, reason: str) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica")
+@click.argument("replica", shell_complete=refused_names)
 def readmit(link: Link, replica: str) -> None:
     """Lift the ban or eviction of a replica group."""
     _ordered(link, link.order(replica, "readmit"))
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, evict, drain, readmit)
+class SecondsOrNone(Seconds):
+    """Seconds, or ``none``: no time of its own."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "none" else super().convert(value, param, ctx)
+
+
+@click.command()
+@_linked
+@click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
+@click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
+@click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
+@click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
+@click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
+@click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")
+@click.option("--reconnect-grace", type=Seconds(), help="A group whose connection broke may come back for so long.")
+@click.option(
+    "--takeover-grace",
+    type=SecondsOrNone(),
+    help="After a restart nobody is judged dead for so long; none: the heartbeat timeout.",
+)
+def policy(link: Link, name: str | None, **limits: Any) -> None:
+    """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
+    link = replace(link, job=name or link.job)
+    changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
+    answer = link.change(**changes) if changes else link.of_job()
+    if link.as_json:
+        _show_json(answer if changes else answer["policy"])
+        return
+    from keepstep_cli import tables
+
+    tables.show_policy(answer["policy"])
+    if changes and answer["event"] is not None:
+        tables.show_event(answer["event"])
+
+
+COMMANDS = (status, replicas, inspect, quorum, events, policy, evict, drain, readmit)

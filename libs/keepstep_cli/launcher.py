@@ -10,7 +10,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,8 @@ from typing import Protocol
 from keepstep_cli import ranks
 from keepstep_cli.output import read_lines
 from keepstep_cli.supervisor import (
+    AskBan,
+    BanLearned,
     Begin,
     Event,
     GroupSpec,
@@ -60,12 +62,23 @@ class Audience(Protocol):
 
 
 class Launcher:
-    """Runs one job. ``run`` once; ``stop`` and ``kill`` from the same loop at any time."""
+    """Runs one job. ``run`` once; ``stop`` and ``kill`` from the same loop at any time.
 
-    def __init__(self, programs: Sequence[Program], restarts: Restarts, audience: Audience) -> None:
+    ``ban_left``: seconds for which the name of a group is banned, None when that is not known; by default nobody is.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        restarts: Restarts,
+        audience: Audience,
+        ban_left: Callable[[str], Awaitable[float | None]] | None = None,
+    ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
+        self._ban_left = ban_left
+        self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._watchers: asyncio.TaskGroup
@@ -93,6 +106,8 @@ class Launcher:
                 finally:
                     for name in self._processes:
                         self.kill(name)
+                    for question in self._questions:
+                        question.cancel()
         finally:
             loop.remove_signal_handler(signal.SIGCHLD)
 
@@ -111,8 +126,16 @@ class Launcher:
                     self._start(self._programs[action.group], action.restart)
                 case SignalGroup():
                     self.kill(action.group, action.signum)
+                case AskBan():
+                    question = self._watchers.create_task(self._ask_ban(action.group), name=f"ban of {action.group}")
+                    self._questions.add(question)
+                    question.add_done_callback(self._questions.discard)
                 case Note():
                     self._note(action.group, action.sentence)
+
+    async def _ask_ban(self, name: str) -> None:
+        left = 0.0 if self._ban_left is None else await self._ban_left(name)
+        self._events.put_nowait(BanLearned(name, left))
 
     def _start(self, program: Program, restart: int) -> None:
         name = program.spec.name

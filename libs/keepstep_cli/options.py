@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from keepstep_cli.completion import job_names
+
 DEFAULT_PORT = 29510
 DEFAULT_LIGHTHOUSE = f"http://127.0.0.1:{DEFAULT_PORT}"
 
@@ -30,6 +32,7 @@ def job_option(command: Command) -> Command:
         envvar=["KEEPSTEP_JOB", "TORCHFT_JOB"],
         default="default",
         show_default=True,
+        shell_complete=job_names,
         help="Name of the job.  [env: KEEPSTEP_JOB]",
     )(command)
 

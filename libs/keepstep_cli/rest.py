@@ -18,27 +18,34 @@ from keepstep_cli.options import DEFAULT_LIGHTHOUSE
 if TYPE_CHECKING:
     import aiohttp
 
+    from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.tls import TlsFiles
 
 TIMEOUT_SECONDS = 10.0
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """The token in the file of the flag, else that of the environment, else None."""
+def read_token(token_file: Path | None) -> ClientToken:
+    """The token in the file of the flag, else that of the environment, if there is one."""
     from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.errors import AuthError
 
     environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
     try:
-        return ClientToken(environment).shown
+        return ClientToken(environment)
     except AuthError as error:
         raise click.UsageError(str(error)) from error
 
 
 class Lighthouse:
-    """Whichever of ``addresses`` (comma separated) answers. Paths are below /v1."""
+    """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
-    def __init__(self, addresses: str | None, token: str | None, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        addresses: str | None,
+        token: ClientToken | None,
+        tls: TlsFiles | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -47,13 +54,18 @@ class Lighthouse:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
         self._tls = tls
+        self._timeout = timeout
 
     async def get(self, *path: str, **query: int) -> Any:
-        async with self._answer("GET", path, TIMEOUT_SECONDS, params=query) as answer:
+        async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await answer.json()
 
     async def post(self, *path: str, **body: Any) -> Any:
-        async with self._answer("POST", path, TIMEOUT_SECONDS, json=body) as answer:
+        async with self._answer("POST", path, self._timeout, json=body) as answer:
+            return await answer.json()
+
+    async def patch(self, *path: str, **body: Any) -> Any:
+        async with self._answer("PATCH", path, self._timeout, json=body) as answer:
             return await answer.json()
 
     async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
@@ -70,24 +82,32 @@ class Lighthouse:
         import aiohttp
 
         from keepstep_mesh.errors import AuthError
-        from keepstep_mesh.http import Problem, client_session, raise_for_problem
+        from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
         from keepstep_mesh.tls import TlsError, explained
 
         tried = []
+        left = list(self._addresses)
+        asked = set()
         try:
-            tls = self._tls.client_context() if self._tls else None
+            identity = Identity(self._token, self._tls)
         except TlsError as error:
             raise click.UsageError(str(error)) from error
-        async with client_session(self._token, timeout=timeout, tls=tls) as session:
-            for address in self._addresses:
+        async with identity.session(timeout=timeout) as session:
+            while left:
+                address = left.pop(0)
+                asked.add(address)
                 url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
                 try:
-                    answer = await session.request(method, url, **how)
+                    answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     tried.append(f"{address}: {explained(error, address)}")
                     continue
                 async with answer:
                     try:
+                        if (leader := leader_of(answer)) is not None:
+                            tried.append(f"{address}: does not lead; {leader} does")
+                            left = [] if leader in asked else [leader]
+                            continue
                         await raise_for_problem(answer)
                         yield answer
                     except AuthError as error:
@@ -97,7 +117,7 @@ class Lighthouse:
                     except Problem as problem:
                         raise Refused(f"{address} says no ({problem.status}): {problem}") from problem
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                        raise Unreachable(f"{address} broke off: {error or type(error).__name__}") from error
+                        raise Unreachable(f"{address} broke off: {str(error) or type(error).__name__}") from error
                 return
         raise Unreachable(
             "no lighthouse answers; tried\n  "

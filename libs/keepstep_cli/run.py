@@ -91,8 +91,9 @@ def run(
     keepstep run --replicas 3 -- train.py --epochs 10
 
     Each rank gets torchrun's environment, and its output is printed as "[r0/1] line": group, rank. A rank that dies
-    ends its group, which is started again after a short wait; a group whose ranks all exit with 0 is finished. Ctrl-C
-    ends all groups cleanly, a second one at once. Without --lighthouse one is started for the job.
+    ends its group, which is started again after a short wait, one that was evicted when it is not banned any more; a
+    group whose ranks all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without
+    --lighthouse one is started for the job.
 
     \b
     Exit code: 0 all groups finished, 1 a group was given up, 128 + n ended by signal n.
@@ -100,11 +101,13 @@ def run(
     import asyncio
     import os
     import tempfile
+    from functools import partial
 
     from keepstep_cli import embedded
+    from keepstep_cli.bans import ban_left
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line
-    from keepstep_cli.rest import read_token
+    from keepstep_cli.rest import Lighthouse, read_token
     from keepstep_mesh.tls import TlsError, tls_of_client
 
     if program.endswith(".py") and not Path(program).is_file():
@@ -114,7 +117,7 @@ def run(
             f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
-    read_token(token_file)  # it has to be there before the ranks want it
+    token = read_token(token_file)
     tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
     try:
         tls.client_context()
@@ -145,9 +148,10 @@ def run(
             replicas_in_job=replicas_in_job,
         )
         programs += replica_programs(spec, os.environ)
+        asked = partial(ban_left, Lighthouse(addresses, token, tls), job)
 
         async def launch() -> int:
-            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience)
+            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, asked)
             with stop_on_signals(launcher):
                 return await launcher.run()
 

@@ -11,7 +11,10 @@ A *group* is some ranks that live and die together. The rules:
 4.  After ``max_restarts`` restarts a group is given up. The others go on: they may well finish without it.
 5.  A *service* (the embedded lighthouse) is restarted whatever its exit code and however often, is not waited for, and
     is ended when every group is finished or given up.
-6.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and starts nothing any more; services end
+6.  A group one of whose ranks ended with ``EXIT_EVICTED`` is not started again while its name is banned. The core asks
+    when the last rank is gone (``AskBan``), when the ban should be over, and in between every ``ban_check`` seconds,
+    because a ban may be lifted. While nobody can say, it counts as banned.
+7.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and starts nothing any more; services end
     last, so that groups can still say that they leave. The second sends SIGKILL to everything at once.
 
 ``handle`` takes an event, the monotonic time in seconds and a number drawn from [0, 1), and answers with what to do, in
@@ -26,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_RESTARTS = 100
+EXIT_EVICTED = 77
+"""As ``keepstep.exits`` has it, which `keepstep --help` has no time to import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Restarts:
     ran_well: float = 30.0
     grace: float = 10.0
     """From SIGTERM to SIGKILL."""
+    ban_check: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,19 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class BanLearned:
+    """Answers ``AskBan``. Seconds that the ban goes on; 0: there is none; None: nobody could say."""
+
+    group: str
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline has passed. Harmless at any other time."""
 
 
-Event = Begin | RankExited | Stop | Tick
+Event = Begin | RankExited | BanLearned | Stop | Tick
 
 # ---- actions
 
@@ -98,6 +112,13 @@ class SignalGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class AskBan:
+    """Ask the lighthouse whether the name of this group is banned."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One sentence for people."""
 
@@ -105,13 +126,15 @@ class Note:
     sentence: str
 
 
-Action = StartGroup | SignalGroup | Note
+Action = StartGroup | SignalGroup | AskBan | Note
 
 
 class Phase(enum.Enum):
     RUNNING = "running"
     ENDING = "ending"
     """Told to end; some ranks are still there."""
+    BANNED = "banned"
+    """Evicted, and banned as far as is known."""
     WAITING = "waiting"
     """For its restart."""
     FINISHED = "finished"
@@ -128,13 +151,16 @@ class _Group:
     phase: Phase = Phase.WAITING
     alive: set[int] = field(default_factory=set)
     failed: bool = False
+    evicted: bool = False
+    ban_noted: str = ""
+    """What was last said about its ban."""
     restarts: int = 0
     """How often it was started again."""
     short_lives: int = 0
     """How many in a row ended before ``ran_well``."""
     started_at: float = 0.0
     deadline: float | None = None
-    """ENDING: of SIGKILL; WAITING: of the restart."""
+    """ENDING: of SIGKILL; WAITING: of the restart; BANNED: of the next question."""
 
 
 def describe_exit(code: int) -> str:
@@ -187,6 +213,8 @@ class Supervisor:
                     self._start(group, now, actions)
             case RankExited():
                 self._exited(self._groups[event.group], event, now, chance, actions)
+            case BanLearned(name, seconds_left):
+                self._learn_ban(self._groups[name], seconds_left, now, chance, actions)
             case Stop():
                 self._stop(event, now, actions)
             case Tick():
@@ -203,21 +231,24 @@ class Supervisor:
         for group in self._groups.values():
             name = group.spec.name
             assert bool(group.alive) == (group.phase in {Phase.RUNNING, Phase.ENDING}), f"{name}: phase against ranks"
-            timed = group.phase in {Phase.ENDING, Phase.WAITING}
+            timed = group.phase in {Phase.ENDING, Phase.WAITING, Phase.BANNED}
             assert timed or group.deadline is None, f"{name}: a deadline and nothing to wait for"
             assert group.spec.service or group.restarts <= self._restarts.max_restarts, f"{name}: too many restarts"
-            assert not (self._stops and group.phase is Phase.WAITING), f"{name}: would be started after a stop"
+            waits = group.phase in {Phase.WAITING, Phase.BANNED}
+            assert not (self._stops and waits), f"{name}: would be started after a stop"
 
     # ---- one group
 
     def _start(self, group: _Group, now: float, actions: list[Action]) -> None:
         group.phase, group.failed, group.deadline = Phase.RUNNING, False, None
+        group.evicted, group.ban_noted = False, ""
         group.alive = set(range(group.spec.ranks))
         group.started_at = now
         actions.append(StartGroup(group.spec.name, group.restarts))
 
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
+        group.evicted |= event.code == EXIT_EVICTED
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True
@@ -232,8 +263,29 @@ class Supervisor:
         elif not group.failed:
             group.phase = Phase.FINISHED
             actions.append(Note(group.spec.name, "finished"))
+        elif group.evicted and not group.spec.service:
+            group.phase = Phase.BANNED
+            actions.append(AskBan(group.spec.name))
         else:
             self._plan_restart(group, now, chance, actions)
+
+    def _learn_ban(
+        self, group: _Group, seconds_left: float | None, now: float, chance: float, actions: list[Action]
+    ) -> None:
+        if group.phase is not Phase.BANNED:
+            return
+        if seconds_left == 0:
+            self._plan_restart(group, now, chance, actions)
+            return
+        name, check = group.spec.name, self._restarts.ban_check
+        group.deadline = now + (check if seconds_left is None else min(seconds_left, check))
+        known = "unknown" if seconds_left is None else "banned"
+        if group.ban_noted != known:
+            group.ban_noted = known
+            until = "no lighthouse says whether it is banned; asking on"
+            if seconds_left is not None:
+                until = f"banned for {seconds_left:.0f} s more; `keepstep readmit {name}` ends that"
+            actions.append(Note(name, f"evicted, not started again: {until}"))
 
     def _plan_restart(self, group: _Group, now: float, chance: float, actions: list[Action]) -> None:
         limits = self._restarts
@@ -259,6 +311,9 @@ class Supervisor:
             return
         if group.phase is Phase.WAITING:
             self._start(group, now, actions)
+        elif group.phase is Phase.BANNED:
+            group.deadline = None
+            actions.append(AskBan(group.spec.name))
         else:
             group.deadline = None
             actions.append(Note(group.spec.name, f"still there {self._restarts.grace:g} s after SIGTERM: killed"))
@@ -280,7 +335,7 @@ class Supervisor:
                 actions.append(SignalGroup(group.spec.name, signal.SIGKILL))
 
     def _end(self, group: _Group, now: float, actions: list[Action]) -> None:
-        if group.phase is Phase.WAITING:
+        if group.phase in {Phase.WAITING, Phase.BANNED}:
             group.phase, group.deadline = Phase.STOPPED, None
         elif group.phase is Phase.RUNNING:
             self._signal_end(group, now, actions)

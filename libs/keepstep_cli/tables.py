@@ -47,8 +47,11 @@ def show_cluster(cluster: dict[str, Any]) -> None:
     for node in cluster["nodes"]:
         role = f"leads, epoch {node['epoch']}" if node["leads"] else node["trouble"] or "stands by"
         _print(escape(f"lighthouse {node['address']}: {role}"))
+    store = cluster["store"]
+    _print(escape(f"store {store['kind']}: {store['trouble'] or 'works'}"))
     for service in cluster["services"]:
-        _print(escape(f"{service['kind']} {service['address']}"))
+        details = " ".join(f"{name}={value}" for name, value in service["details"].items())
+        _print(escape(f"{service['kind']} {service['name']} {service['address']} {details}".rstrip()))
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
@@ -92,6 +95,14 @@ def show_facts(facts: dict[str, Any]) -> None:
         else:
             text = str(value)
         table.add_row(name.replace("_", " "), escape(text))
+    _print(table)
+
+
+def show_policy(policy: dict[str, Any]) -> None:
+    table = _table("limit", "value")
+    for name, value in policy.items():
+        number = str(value) if name.endswith("replicas") else _seconds(value)
+        table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
     _print(table)
 
 

@@ -23,6 +23,10 @@ class SessionClosed(KeepstepError):
     """The lighthouse session was ended for good (evicted, refused, or closed by us)."""
 
 
+class Banned(SessionClosed):
+    """The lighthouse does not let the group in: its name is banned, or this incarnation was evicted."""
+
+
 class LayoutMismatch(KeepstepError):
     """The parameters of this group do not fit those of the job.
 

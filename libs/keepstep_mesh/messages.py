@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-PROTOCOL_VERSION = 1
-"""What this build speaks."""
+PROTOCOL_VERSION = 2
+"""What this build speaks. 2: ``Timing`` and ``Services``, sent to workers that speak it."""
 OLDEST_PROTOCOL_VERSION = 1
 """The oldest version that this build still understands."""
 
@@ -151,6 +151,17 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """Where a service listens that registered with the lighthouse."""
+
+    service: str
+    """``relay`` or ``metrics``."""
+    name: str
+    address: str
+    """``http://host:port``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     kind: ClassVar[str] = "welcome"
     version: int
@@ -161,6 +172,26 @@ class Welcome:
     reconnect_grace_ms: int
     lighthouse: str = ""
     """Who answers, for people."""
+    services: tuple[ServiceAddress, ...] = ()
+    """Sorted by service and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The job's policy changed: from now on these hold instead of the welcome's."""
+
+    kind: ClassVar[str] = "timing"
+    heartbeat_interval_ms: int
+    heartbeat_timeout_ms: int
+    reconnect_grace_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """All services that are known now, instead of those told before. Travels within a group too."""
+
+    kind: ClassVar[str] = "services"
+    services: tuple[ServiceAddress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,4 +406,17 @@ class RankDecision:
 
 WithinGroup = RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision
 ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
-ToWorker = Welcome | QuorumAnswer | Denied | MemberLost | RoundBroken | Drain | Evicted | NotLeader | Refused | Goodbye
+ToWorker = (
+    Welcome
+    | Timing
+    | Services
+    | QuorumAnswer
+    | Denied
+    | MemberLost
+    | RoundBroken
+    | Drain
+    | Evicted
+    | NotLeader
+    | Refused
+    | Goodbye
+)

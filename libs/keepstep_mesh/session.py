@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
@@ -19,8 +18,16 @@ import aiohttp
 
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, ProtocolError, SessionClosed, VersionError
-from keepstep_mesh.http import client_session
+from keepstep_mesh.errors import (
+    AuthError,
+    Banned,
+    KeepstepError,
+    LayoutMismatch,
+    ProtocolError,
+    SessionClosed,
+    VersionError,
+)
+from keepstep_mesh.http import Identity
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     CancelRequest,
@@ -41,13 +48,15 @@ from keepstep_mesh.messages import (
     QuorumAnswer,
     Refused,
     RoundBroken,
+    ServiceAddress,
+    Services,
+    Timing,
     ToLighthouse,
     Welcome,
 )
-from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
 from keepstep_mesh.settings import base_url
-from keepstep_mesh.tls import TlsFiles, explained, watched_client_context
+from keepstep_mesh.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
@@ -99,7 +108,7 @@ class Disconnected:
     reason: str
 
 
-Push = MemberLost | RoundBroken | Drain | Evicted | Disconnected | Connected
+Push = MemberLost | RoundBroken | Drain | Evicted | Services | Disconnected | Connected
 """What the session tells on its own account, through ``on_push``."""
 
 
@@ -122,6 +131,8 @@ class LighthouseSession:
         self.heartbeat_interval = settings.heartbeat_interval
         self.heartbeat_timeout = 5.0
         """Seconds, both as told by the lighthouse."""
+        self.services: tuple[ServiceAddress, ...] = ()
+        """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
 
         self._link: Link | None = None
         self._trying = ""
@@ -138,7 +149,7 @@ class LighthouseSession:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
-        self._certificates: FromFiles[ssl.SSLContext] | None = None
+        self._identity: Identity
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
@@ -160,12 +171,12 @@ class LighthouseSession:
         """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
 
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``TlsError`` for files that cannot be used, ``VersionError`` when either side is too old, ``SessionClosed`` when
-        the group is banned.
+        ``TlsError`` for files that cannot be used, ``VersionError`` when either side is too old, ``Banned`` when the
+        group may not come in.
         """
         if self._ended is not None:
             raise self._ended
-        self._certificates = watched_client_context(self._settings.tls)
+        self._identity = Identity(self._settings.token, self._settings.tls)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
@@ -277,18 +288,12 @@ class LighthouseSession:
     # ---- the connection
 
     async def _run(self) -> None:
-        token = ClientToken.of(self._settings.token)
         while self._ended is None:
             delay, address = self._addresses.next(random.random())  # noqa: S311
             if delay:
                 await asyncio.sleep(delay)
-            token.refresh()
-            tls = None
-            if self._certificates is not None:
-                self._certificates.refresh()
-                tls = self._certificates.value
             try:
-                async with client_session(token.shown, timeout=None, tls=tls) as http:
+                async with self._identity.session(timeout=None) as http:
                     await self._connect_once(http, address)
             except (aiohttp.ClientError, OSError, ProtocolError) as error:
                 self._problem(address, error)
@@ -460,12 +465,18 @@ class LighthouseSession:
                 self._on_push(message)
             case Welcome():
                 self._let_in(message)
+            case Timing():
+                self._set_timing(message)
+                if self._ended is None:
+                    self._tick()
+            case Services(services):
+                self._set_services(services)
             case Denied():
                 self._denied(message)
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._addresses.follow(self._as_safe(base_url(leader)) if leader else "")
+                self._addresses.follow(as_safe(base_url(leader), self._trying) if leader else "")
                 self._move(f"it does not lead; {leader or 'nobody'} does")
             case Evicted(reason=reason):
                 self._on_push(message)
@@ -479,8 +490,7 @@ class LighthouseSession:
         if self._welcomed.done():
             raise ProtocolError("welcomed twice")
         self._core.welcomed(welcome)
-        self.heartbeat_interval = welcome.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
-        self.heartbeat_timeout = welcome.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+        self._set_timing(welcome)
         self.lighthouse = self._trying
         self._problem_logged = float("-inf")
         self._pinged, self._silent = 0.0, False
@@ -493,8 +503,18 @@ class LighthouseSession:
         self._tick()
         self._log.info("in session with a lighthouse", lighthouse=self.lighthouse, epoch=self.epoch)
         self._on_push(Connected(self.lighthouse, self.epoch))
+        self._set_services(welcome.services)
         if not self._started.done():
             self._started.set_result(None)
+
+    def _set_timing(self, told: Welcome | Timing) -> None:
+        self.heartbeat_interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.heartbeat_timeout = told.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+
+    def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
+        if services != self.services:
+            self.services = services
+            self._on_push(Services(services))
 
     def _denied(self, denied: Denied) -> None:
         if not self._core.withdraw(denied.request):
@@ -513,12 +533,10 @@ class LighthouseSession:
             self._move(reason)
         elif code.startswith("version_"):
             self._end(VersionError(reason))
+        elif code == "banned":
+            self._end(Banned(reason))
         else:
             self._end(SessionClosed(f"refused ({code}): {reason}"))
-
-    def _as_safe(self, address: str) -> str:
-        """What we said over TLS, the token too, we say over TLS elsewhere."""
-        return address.replace("http://", "https://", 1) if self._trying.startswith("https://") else address
 
     def _move(self, reason: str) -> None:
         """Goes to another lighthouse."""

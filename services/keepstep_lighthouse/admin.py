@@ -10,18 +10,32 @@ from __future__ import annotations
 import asyncio
 import time
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import hdrs, web
 
-from keepstep_lighthouse import openapi
+from keepstep_lighthouse import cluster, openapi, service_records
+from keepstep_lighthouse.cluster import ClusterView
 from keepstep_lighthouse.event_log import Happened
-from keepstep_lighthouse.events import Ban, DrainOrdered, Event, EvictOrdered, Policy, ReadmitOrdered
+from keepstep_lighthouse.events import (
+    Ban,
+    DrainOrdered,
+    Event,
+    EvictOrdered,
+    Policy,
+    PolicyOrdered,
+    ReadmitOrdered,
+)
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.openapi import Shape
+from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.registry import new_record
+from keepstep_lighthouse.service_records import Detail, ServiceRecord
+from keepstep_lighthouse.store import StoreError
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.auth import Access
@@ -48,30 +62,6 @@ MAX_BAN_SECONDS = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class NodeView:
-    address: str
-    leads: bool
-    epoch: int
-    trouble: str | None
-    """Why it decides nothing now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceView:
-    kind: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    leader: str | None
-    epoch: int
-    nodes: tuple[NodeView, ...]
-    services: tuple[ServiceView, ...]
-    """Relays and others that registered."""
-
-
-@dataclass(frozen=True, slots=True)
 class JobView:
     job: str
     policy: Policy
@@ -82,6 +72,7 @@ class JobView:
     joiners: int
     sessions: int
     bans: tuple[Ban, ...]
+    """Those that hold now."""
     evicted: tuple[str, ...]
 
 
@@ -113,6 +104,15 @@ class EventsView:
     """Ask with this number for those that follow."""
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    job: str
+    policy: Policy
+    """As it is now, in force and written."""
+    event: Happened | None
+    """The change that led to it; None: it was so from the beginning, or before this lighthouse can remember."""
+
+
 # ---- what is ordered
 
 
@@ -132,33 +132,47 @@ class ReadmitBody:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceBody:
+    address: str
+    ttl_seconds: float = 15.0
+    details: dict[str, Detail] = field(default_factory=dict)
+
+
 QUERY_OF_EVENTS = {
     "after": "number of the last event that is known; only newer ones are answered",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
     "follow": "1: server-sent events, first those that there are, then each as it happens",
 }
 SHAPES = {
-    "/v1/cluster": Shape(ClusterView),
-    "/v1/jobs": Shape(JobsView),
-    "/v1/jobs/{job}": Shape(JobView),
-    "/v1/jobs/{job}/quorum": Shape(QuorumStatus),
-    "/v1/jobs/{job}/replicas": Shape(ReplicasView),
-    "/v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
-    "/v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
-    "/v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
-    "/v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
-    "/v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
+    "GET /v1/cluster": Shape(ClusterView),
+    "PUT /v1/services/{kind}/{name}": Shape(ServiceRecord, body=ServiceBody),
+    "DELETE /v1/services/{kind}/{name}": Shape(None, status=204),
+    "GET /v1/jobs": Shape(JobsView),
+    "GET /v1/jobs/{job}": Shape(JobView),
+    "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
+    "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
+    "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
+    "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
+    "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
 }
 
 
 def routes(lighthouse: Lighthouse) -> list[Route]:
     here = _Admin(lighthouse)
     job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
+    service = "/v1/services/{kind}/{name}"
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, leader, epoch, services known"),
+        Route("PUT", service, here.put_service, Access.SERVICE, "register a service, or renew that"),
+        Route("DELETE", service, here.delete_service, Access.SERVICE, "a service goes"),
         Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs"),
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
+        Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
         Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
         Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
@@ -180,11 +194,8 @@ class _Admin:
         return web.json_response(openapi.describe(self._lighthouse.routes(), SHAPES))
 
     async def cluster(self, request: web.Request) -> web.Response:
-        one = self._lighthouse
         # The address under which it was reached: the one that it listens on may be every interface.
-        here, epoch = str(request.url.origin()), one.term.epoch if one.term else 0
-        node = NodeView(here, one.term is not None, epoch, one.trouble)
-        return _json(ClusterView(here if one.term else None, epoch, (node,), ()))
+        return _json(await cluster.view(self._lighthouse, str(request.url.origin())))
 
     async def jobs(self, _request: web.Request) -> web.Response:
         self._lighthouse.leading()
@@ -242,19 +253,50 @@ class _Admin:
         order = ReadmitOrdered(target, _who(request))
         return await self._ordered(job, order, "readmitted", (target,), f"nothing stands against {target}")
 
+    async def change_policy(self, request: web.Request) -> web.Response:
+        changes = _checked(await read_json(request), Policy)
+        if not changes:
+            raise _bad(f"nothing to change is given; {_those([one.name for one in fields(Policy)])}")
+        job = self._job(request)
+        policy = replace(job.core.record.policy, **changes)
+        if (problem := policy_problem(policy)) is not None:
+            raise _bad(problem)
+        found = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy", ("",))
+        return _json(PolicyChange(job.name, policy, found), HTTPStatus.ACCEPTED)
+
     async def _ordered(
         self, job: Job, order: Event | None, kind: str, targets: Iterable[str], otherwise: str
     ) -> web.Response:
+        found = await self._carried_out(job, order, kind, targets)
+        if found is None:
+            raise Problem(HTTPStatus.CONFLICT, otherwise)
+        return _json(found, HTTPStatus.ACCEPTED)
+
+    async def _carried_out(self, job: Job, order: Event | None, kind: str, targets: Iterable[str]) -> Happened | None:
         """Carries out ``order``; the entry that it made, else the last of its kind for one of ``targets``."""
         try:
             made = await job.order(order) if order is not None else []
         except TermOverError as error:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         before = (self._lighthouse.events.latest(job.name, kind, target) for target in targets)
-        found = next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
-        if found is None:
-            raise Problem(HTTPStatus.CONFLICT, otherwise)
-        return _json(found, HTTPStatus.ACCEPTED)
+        return next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
+
+    # ---- services
+
+    async def put_service(self, request: web.Request) -> web.Response:
+        body, term = await _body(request, ServiceBody), self._lighthouse.leading()
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        record = new_record(kind, name, body.address, body.ttl_seconds, body.details)
+        if (problem := service_records.record_problem(record)) is not None:
+            raise _bad(problem)
+        return _json(await _written(self._lighthouse.registry.put(term.epoch, record)))
+
+    async def delete_service(self, request: web.Request) -> web.Response:
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        if (problem := service_records.name_problem(kind, name)) is not None:
+            raise _bad(problem)
+        await _written(self._lighthouse.registry.delete(self._lighthouse.leading().epoch, kind, name))
+        return web.Response(status=HTTPStatus.NO_CONTENT)
 
     # ---- events
 
@@ -326,7 +368,7 @@ def _job_view(job: Job) -> JobView:
         healthy=quorum.healthy,
         joiners=quorum.joiners,
         sessions=len(job.sessions),
-        bans=record.bans,
+        bans=tuple(ban for ban in record.bans if time.time() < ban.until),
         evicted=record.evicted,
     )
 
@@ -371,20 +413,44 @@ def _number(request: web.Request, name: str, default: int) -> int:
     return int(text)
 
 
+TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    float | None: ((int, float, NoneType), "a number or null"),
+    dict[str, Detail]: ((dict,), "an object"),
+}
+"""What of JSON is taken for a field of this type, and how that is called."""
+
+
 async def _body(request: web.Request, cls: type[T]) -> T:
     """The body as ``cls``; a field too many, too few or of the wrong type is a 400 that names it."""
-    plain = await read_json(request)
+    plain = _checked(await read_json(request), cls)
+    try:
+        return cls(**plain)
+    except TypeError:
+        raise _bad(f"a field is missing; {_those(sorted(typing.get_type_hints(cls)))}") from None
+
+
+def _checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
+    """``plain``, all of whose fields ``cls`` has, each of its type."""
     hints = typing.get_type_hints(cls)
     if unknown := sorted(set(plain) - set(hints)):
         raise _bad(f"unknown field {unknown[0]!r}; {_those(sorted(hints))}")
     for name, value in plain.items():
-        taken = (int, float) if hints[name] is float else hints[name]
-        if not isinstance(value, taken) or isinstance(value, bool):
-            raise _bad(f"{name} must be {'a number' if hints[name] is float else 'text'}, not {value!r:.40}")
+        types, called = TAKEN[hints[name]]
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise _bad(f"{name} must be {called}, not {value!r:.40}")
+    return plain
+
+
+async def _written(writing: Awaitable[T]) -> T:
     try:
-        return cls(**plain)
-    except TypeError:
-        raise _bad(f"a field is missing; {_those(sorted(hints))}") from None
+        return await writing
+    except (StoreError, TermOverError) as error:
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+    except TimeoutError:
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the store does not answer; ask again") from None
 
 
 def _json(view: object, status: int = HTTPStatus.OK) -> web.Response:

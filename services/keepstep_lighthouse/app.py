@@ -25,20 +25,22 @@ from aiohttp import web
 from keepstep_lighthouse import admin, metrics, records
 from keepstep_lighthouse.election import Leader
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
-from keepstep_lighthouse.events import JobRecord, Opened
+from keepstep_lighthouse.events import JobRecord, Opened, Policy
 from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership import Leadership
+from keepstep_lighthouse.policies import policy_changes
+from keepstep_lighthouse.registry import Registry
 from keepstep_lighthouse.sessions import Session
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
-from keepstep_mesh import websocket
+from keepstep_mesh import codec, websocket
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Problem, Route
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import Hello
+from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address, outward_address
@@ -76,10 +78,13 @@ class Lighthouse:
         """False once it stops: who waits for something has to go."""
         self.leadership: Leadership | None = None
         """None where this lighthouse is the only one."""
+        self.registry = Registry(self._tell_services)
         self.store: Store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of those who have the epoch of this term from us."""
+        self._said_to_keep: set[str] = set()
+        """Jobs whose stored policy is not the one given here, which was logged."""
         self._writes: set[asyncio.Task[None]] = set()
         """Under way, and not to be left behind."""
         self._over = asyncio.Event()
@@ -153,6 +158,7 @@ class Lighthouse:
         async with contextlib.AsyncExitStack() as stack:
             self.store = await open_store(self.settings.store)
             stack.push_async_callback(self.store.close)
+            await stack.enter_async_context(self.registry.following(self.store))
             if self.settings.event_log is not None:
                 self.events = await FiledEventLog.open(self.settings.event_log)
             stack.push_async_callback(self.events.close)
@@ -262,9 +268,23 @@ class Lighthouse:
         self._welcomed.clear()
         self.term, self.trouble, self._led_since = term, None, time.monotonic()
         for key, record in found.items():
-            self._add_job(key.removeprefix(records.JOB_PREFIX), term, stored[key], record)
+            name = key.removeprefix(records.JOB_PREFIX)
+            self._add_job(name, term, stored[key], record)
+            self._say_that_it_keeps_its_policy(name, record.policy)
         self._settled.set()
         log.info("term began", epoch=term.epoch, jobs=len(found), store=self.settings.store.partition("://")[0])
+
+    def _say_that_it_keeps_its_policy(self, job: str, policy: Policy) -> None:
+        names = policy_changes(self.settings.policy, policy)
+        if names and job not in self._said_to_keep:
+            self._said_to_keep.add(job)
+            log.warning(
+                "a stored job keeps its policy",
+                job=job,
+                keeps={name: getattr(policy, name) for name in names},
+                for_new_jobs={name: getattr(self.settings.policy, name) for name in names},
+                to_change_it=f"keepstep policy {job} " + " ".join(f"--{name.replace('_', '-')} ..." for name in names),
+            )
 
     def _add_job(self, name: str, term: Term, stored: bytes | None, record: JobRecord) -> Job:
         job = self.jobs[name] = Job(name, stored, record, term, self.events, self._term_is_over)
@@ -344,7 +364,14 @@ class Lighthouse:
             self.leading()
         if len(self.sessions) >= MAX_SESSIONS:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
-        session = Session(next(self._numbers), name, on_hello=self._greeted, on_bad=self._bad, on_end=self._ended)
+        session = Session(
+            next(self._numbers),
+            name,
+            on_hello=self._greeted,
+            on_bad=self._bad,
+            on_end=self._ended,
+            services=self.registry.addresses,
+        )
         response = await session.accept(request)
         self.sessions[session.number] = session
         await session.ended()
@@ -392,6 +419,11 @@ class Lighthouse:
         self._welcomed.add((session.job, session.replica_id))
         job.open(session, Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held))
         session.begin(job)
+
+    def _tell_services(self) -> None:
+        frame = codec.encode(Services(self.registry.addresses()))
+        for session in self.sessions.values():
+            session.tell_services(frame)
 
     def _bad(self, session: Session, reason: str) -> None:
         self.bad_messages.add(session.job, session.replica_id, reason)

@@ -60,6 +60,7 @@ from keepstep_lighthouse.events import (
     MovedAway,
     Opened,
     Persist,
+    Policy,
     PolicyOrdered,
     ReadmitOrdered,
     Reason,
@@ -68,7 +69,8 @@ from keepstep_lighthouse.events import (
 )
 from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, name_of
 from keepstep_lighthouse.layouts import differing
-from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge, policy_problem
+from keepstep_lighthouse.policies import policy_changes, policy_problem
+from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
 from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, replica_view
@@ -117,6 +119,8 @@ class JobCore:
         self._layout = ""
         """The layout that was last found to be the job's."""
         self._awake_since = now
+        self._beats_counted_from = now
+        """Since the heartbeat timeout last became shorter: until then workers were told to beat more rarely."""
         self._verdict = Verdict("nobody")
         self._formed: Reason | None = None
         self._gone: deque[tuple[float, ReplicaView]] = deque(maxlen=MAX_GONE)
@@ -166,9 +170,7 @@ class JobCore:
                     self._persist(record)
                     self._log("readmitted", target, by=by)
             case PolicyOrdered(policy, by):
-                if policy_problem(policy) is None and policy != self.record.policy:
-                    self._persist(replace(self.record, policy=policy))
-                    self._log("policy", "", by=by)
+                self._change_policy(policy, by, now)
             case Tick():
                 self._tick(now)
         self._settle(now, now_unix)
@@ -426,6 +428,19 @@ class JobCore:
                 self._tell(group.session, Drain(order.reason))
             self._log("drain", group.replica_id, reason=order.reason, by=order.by)
 
+    def _change_policy(self, policy: Policy, by: str, now: float) -> None:
+        old, grace_before = self.record.policy, self._takeover_grace
+        if policy == old or policy_problem(policy) is not None:
+            return
+        self._persist(replace(self.record, policy=policy))
+        names = policy_changes(old, policy)
+        changed, before = ({name: getattr(one, name) for name in names} for one in (policy, old))
+        self._log("policy", "", by=by, changed=changed, before=before)
+        if policy.heartbeat_timeout < old.heartbeat_timeout:
+            self._beats_counted_from = now
+        if self._takeover.until is not None:
+            self._takeover.until += self._takeover_grace - grace_before
+
     # ---- time
 
     def deadline(self) -> float | None:
@@ -441,7 +456,7 @@ class JobCore:
             return max(self._takeover.until, self._awake_since)
         policy, groups, due = self.record.policy, self._groups, NEVER
         for silent in groups.by_session.values():
-            due = silent.heard_at + policy.heartbeat_timeout
+            due = self._heard_at(silent) + policy.heartbeat_timeout
             break
         for away in groups.suspects.values():
             due = min(due, away.closed_at + policy.reconnect_grace)
@@ -449,6 +464,9 @@ class JobCore:
         if self._round.left is not None:
             due = min(due, self._round.left[0] + policy.reconnect_grace)
         return max(due, self._awake_since)
+
+    def _heard_at(self, group: Group) -> float:
+        return max(group.heard_at, self._beats_counted_from)
 
     def _tick(self, now: float) -> None:
         self._deny_overdue(now)
@@ -481,7 +499,7 @@ class JobCore:
                 break
             self._lose(group, f"its connection ended and it did not come back in {policy.reconnect_grace:g} s", now)
         for group in list(self._groups.by_session.values()):
-            if now < group.heard_at + policy.heartbeat_timeout:
+            if now < self._heard_at(group) + policy.heartbeat_timeout:
                 break
             if group.session is not None:
                 self._out.append(EndSession(group.session))

@@ -172,7 +172,10 @@ class Job:
     async def _write(self, record: JobRecord) -> None:
         value = records.encode(record)
         await self.term.replace(records.JOB_PREFIX + self.name, self._stored, value)
-        self._stored, self._written = value, record
+        before, self._stored, self._written = self._written, value, record
+        if record.policy != before.policy:
+            for session in self.sessions.values():
+                session.tell_timing(record.policy)
 
     def _do(self, decision: Step) -> None:
         match decision:

@@ -56,6 +56,10 @@ class _Lighthouse(Collector):
         yield CounterMetricFamily(
             "keepstep_lighthouse_bad_messages", "sessions that broke the protocol", one.bad_messages.total
         )
+        services = GaugeMetricFamily("keepstep_services", "services that are registered", labels=["kind"])
+        for kind, count in Counter(record.kind for record in one.registry.records).items():
+            services.add_metric([kind], count)
+        yield services
         quorum_id = GaugeMetricFamily("keepstep_quorum_id", "number of the current quorum", labels=["job"])
         members = GaugeMetricFamily("keepstep_quorum_members", "groups in the current quorum", labels=["job"])
         step = GaugeMetricFamily("keepstep_quorum_step", "step of the last announced quorum", labels=["job"])

@@ -21,7 +21,8 @@ SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", types
 class Shape:
     """What a route takes and answers: dataclasses, and query parameters with what they mean."""
 
-    answer: type
+    answer: type | None
+    """None: nothing."""
     status: int = 200
     body: type | None = None
     query: Mapping[str, str] = field(default_factory=dict)
@@ -49,6 +50,7 @@ def plain(value: object) -> Any:
 
 
 def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """``shapes`` by method and path: ``GET /v1/jobs``."""
     schemas: dict[str, Any] = {
         "Problem": {
             "type": "object",
@@ -58,11 +60,13 @@ def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, 
                 "status": {"type": "integer"},
                 "detail": {"type": "string"},
             },
+            "required": ["type", "title", "status", "detail"],
+            "additionalProperties": True,
         }
     }
     paths: dict[str, Any] = {path: {"get": _common(path, summary)} for path, summary in COMMON.items()}
     for route in routes:
-        operation = _operation(route, shapes.get(route.path), schemas)
+        operation = _operation(route, shapes.get(f"{route.method} {route.path}"), schemas)
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -96,12 +100,14 @@ def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> di
             {"name": name, "in": "query", "description": meaning, "schema": {"type": "integer"}}
             for name, meaning in shape.query.items()
         ]
-        content: dict[str, Any] = {"application/json": {"schema": _schema(shape.answer, schemas)}}
+        answer: dict[str, Any] = {"description": route.summary}
+        if shape.answer is not None:
+            answer["content"] = {"application/json": {"schema": _schema(shape.answer, schemas)}}
         if "follow" in shape.query:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
-        operation["responses"] = {str(shape.status): {"description": route.summary, "content": content}, **_problem()}
+            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"] = {str(shape.status): answer, **_problem()}
         if shape.body is not None:
-            needed = any(one.default is MISSING for one in fields(shape.body))
+            needed = route.method == "PATCH" or any(one.default is MISSING for one in fields(shape.body))
             schema = _schema(shape.body, schemas)
             operation["requestBody"] = {"required": needed, "content": {"application/json": {"schema": schema}}}
     if parameters:

@@ -15,8 +15,6 @@ which doubles with every try of that name that took too long.
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
 from typing import Literal, NamedTuple
 
 from keepstep_lighthouse.events import Policy
@@ -89,24 +87,3 @@ def choose(groups: Groups, quorum_size: int, policy: Policy) -> list[Group]:
         chosen.sort(key=lambda group: (not group.member, group.replica_id))
         chosen = sorted(chosen[: policy.max_replicas], key=lambda group: group.replica_id)
     return chosen
-
-
-def policy_problem(policy: Policy) -> str | None:
-    """What is wrong with a policy, as a sentence; None if it can be used."""
-    if policy.min_replicas < 1:
-        return f"min_replicas must be at least 1, not {policy.min_replicas}"
-    if policy.max_replicas < 0:
-        return f"max_replicas must be 0 (no limit) or more, not {policy.max_replicas}"
-    if 0 < policy.max_replicas < policy.min_replicas:
-        return f"max_replicas {policy.max_replicas} is less than min_replicas {policy.min_replicas}"
-    for one in fields(policy):
-        value = getattr(policy, one.name)
-        if (
-            one.name.endswith(("_timeout", "_grace"))
-            and value is not None
-            and not (value >= 0 and math.isfinite(value))
-        ):
-            return f"{one.name} must be a time of 0 s or more, not {value}"
-    if policy.heartbeat_timeout <= 0:
-        return "heartbeat_timeout must be more than 0 s"
-    return None

@@ -39,6 +39,8 @@ from keepstep_mesh.messages import (
     NotLeader,
     QuorumRequest,
     Refused,
+    ServiceAddress,
+    Timing,
     Welcome,
 )
 
@@ -66,7 +68,7 @@ class Session:
     """``on_hello`` is called once, with a hello that is in order; the callee calls ``begin`` or ``refuse``.
 
     ``on_bad`` is called with the reason when the peer broke the protocol; the callee calls ``refuse``. ``on_end`` is
-    called exactly once, when the connection is gone.
+    called exactly once, when the connection is gone. ``services``: those that the peer is told of.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Session:
         on_hello: Callable[[Session, Hello], None],
         on_bad: Callable[[Session, str], None],
         on_end: Callable[[Session], None],
+        services: Callable[[], tuple[ServiceAddress, ...]] = tuple,
     ) -> None:
         self.number = number
         self.job = job
@@ -90,6 +93,8 @@ class Session:
         self._on_hello = on_hello
         self._on_bad = on_bad
         self._on_end = on_end
+        self._services = services
+        self._welcomed = False
         self._shell: JobShell | None = None
         """Set when the hello was accepted."""
         self._hello: Hello | None = None
@@ -177,18 +182,38 @@ class Session:
     # ---- out
 
     def welcome(self, epoch: int, quorum_id: int, policy: Policy) -> None:
-        asked = self._hello.heartbeat_interval_ms if self._hello is not None else 0
-        timeout_ms = int(policy.heartbeat_timeout * 1000)
+        interval_ms, timeout_ms, grace_ms = self._timing(policy)
         message = Welcome(
             version=PROTOCOL_VERSION,
             epoch=epoch,
             quorum_id=quorum_id,
-            # Ten signs of life within the timeout are enough: a thousand groups at ten a second each are a load.
-            heartbeat_interval_ms=min(max(asked, timeout_ms // 10), max(1, timeout_ms // 3)),
+            heartbeat_interval_ms=interval_ms,
             heartbeat_timeout_ms=timeout_ms,
-            reconnect_grace_ms=int(policy.reconnect_grace * 1000),
+            reconnect_grace_ms=grace_ms,
+            services=self._services(),
         )
+        self._welcomed = True
         self.send(codec.encode(message))
+
+    def tell_timing(self, policy: Policy) -> None:
+        """The policy changed. Whoever is not welcomed yet hears of it then."""
+        self._tell_if_understood(codec.encode(Timing(*self._timing(policy))))
+
+    def tell_services(self, frame: bytes) -> None:
+        """Services came or went; ``frame`` is the same for all sessions."""
+        self._tell_if_understood(frame)
+
+    def _tell_if_understood(self, frame: bytes) -> None:
+        if self._welcomed and self._hello is not None and self._hello.version >= 2:
+            self.send(frame)
+
+    def _timing(self, policy: Policy) -> tuple[int, int, int]:
+        """Heartbeat interval and timeout, reconnect grace; milliseconds."""
+        asked = self._hello.heartbeat_interval_ms if self._hello is not None else 0
+        timeout_ms = int(policy.heartbeat_timeout * 1000)
+        # Ten signs of life within the timeout are enough: a thousand groups at ten a second each are a load.
+        interval_ms = min(max(asked, timeout_ms // 10), max(1, timeout_ms // 3))
+        return interval_ms, timeout_ms, int(policy.reconnect_grace * 1000)
 
     def refuse(self, code: str, reason: str) -> None:
         """Says why, then ends the session."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.quorum_rules import policy_problem
+from keepstep_lighthouse.policies import policy_problem
 from keepstep_mesh.auth import Tokens, watched_tokens
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.settings import Settings, base_url, boolean, duration, whole

@@ -10,13 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_mesh.auth import Tokens
+from keepstep_mesh.auth import Access, Tokens
+from keepstep_mesh.http import Route
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo
+from keepstep_mesh.service import Service, serving
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 
 DEADLINE = 60.0
@@ -113,6 +117,18 @@ async def test_status_shows_the_lighthouse_and_its_jobs() -> None:
         answer = json.loads((await keepstep("status", *job.at, "--json")).out)
         assert answer["epoch"] == 1
         assert [one["job"] for one in answer["jobs"]] == ["default"]
+
+
+async def test_status_shows_the_services_and_the_store() -> None:
+    async with running() as job, aiohttp.ClientSession() as http:
+        body = {"address": "http://10.0.0.7:29520", "details": {"gib": 64}}
+        async with http.put(f"{job.lighthouse.address}/v1/services/relay/relay-1", json=body) as answer:
+            assert answer.status == 200
+        said = await keepstep("status", *job.at)
+        assert "store memory: works" in said.out
+        assert "relay relay-1 http://10.0.0.7:29520 gib=64" in said.out
+        (service,) = json.loads((await keepstep("status", "--json", *job.at)).out)["services"]
+        assert (service["kind"], service["details"]) == ("relay", {"gib": 64})
 
 
 async def test_status_of_an_idle_lighthouse_says_how_to_start_a_job() -> None:
@@ -216,6 +232,36 @@ async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> Non
         assert bans == []
 
 
+async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("policy", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"min replicas +2 ", said.out)
+        assert re.search(r"takeover grace +the heartbeat timeout", said.out)
+        flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
+        flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+        changed = await keepstep("policy", "default", *flags, *job.at)
+        assert changed.code == 0, changed.err
+        assert re.search(r"join timeout +500 ms", changed.out)
+        assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
+        assert json.loads((await keepstep("policy", *job.at, "--json")).out) == {
+            "min_replicas": 1,
+            "max_replicas": 4,
+            "join_timeout": 0.5,
+            "heal_timeout": 120.0,
+            "heartbeat_timeout": 7.0,
+            "reconnect_grace": 1.0,
+            "takeover_grace": 3.0,
+        }
+        answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
+        assert answer["policy"]["takeover_grace"] is None
+        assert answer["event"]["kind"] == "policy"
+        refused = await keepstep("policy", "--min-replicas", "5", *job.at)
+        assert refused.code == 4
+        assert "max_replicas 4 is less than min_replicas 5" in refused.err
+        assert (await keepstep("policy", "night", *job.at)).code == 4
+
+
 async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{ADMIN}\n")
     async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
@@ -246,6 +292,24 @@ async def test_the_first_lighthouse_that_answers_is_asked() -> None:
         assert (await keepstep("status", "--lighthouse", f"127.0.0.1:1,{job.lighthouse.address}")).code == 0
 
 
+async def test_an_order_follows_to_the_lighthouse_that_leads_and_takes_its_token_along() -> None:
+    tokens = Tokens(worker=WORKER, admin=ADMIN)
+    async with running("r0", tokens=tokens) as job:
+        places = [job.lighthouse.address]
+
+        async def elsewhere(request: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"Location": f"{places[-1]}{request.path}"})
+
+        route = Route("POST", "/v1/{all:.*}", elsewhere, Access.ADMIN)
+        async with serving(Service("follower", [route]), "127.0.0.1", 0, tokens=tokens) as follower:
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 0, said.err
+            places.append(follower.url)
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 3
+            assert f"{follower.url}: does not lead; {follower.url} does" in said.err
+
+
 @pytest.mark.parametrize("variable", ["KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"])
 async def test_the_lighthouse_comes_from_the_environment(variable: str) -> None:
     async with running("r0") as job:
@@ -272,6 +336,7 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
         ("status", "--lighthouse", "ftp://host:1"),
         ("status", "--token-file", "/nowhere"),
         ("evict", "r0", "--ban", "soon"),
+        ("policy", "--takeover-grace", "never"),
         ("events", "--limit", "0"),
         ("demo", "--replicas", "1"),
         ("run", "--replicas", "0", "x.py"),

@@ -14,12 +14,14 @@ from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group_server import GroupServer
 from keepstep.rank_client import RankClient
 from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
-from keepstep_mesh.messages import MemberLost, RankAsk, RankHello, RankVote, Refused
+from keepstep_mesh.messages import MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from lighthouse_driver import eventually
 
 DEADLINE = 20.0
 
@@ -239,3 +241,17 @@ async def test_the_first_difference_of_two_layouts_is_named(pair):
     assert "here 'b (4,)', in a:1 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
     assert "only in a:1: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
     assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
+
+
+async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
+    relay = ServiceAddress("relay", "a", "http://a:1")
+    epoch = lighthouse.term.epoch
+    await lighthouse.registry.put(epoch, new_record("relay", "a", "http://a:1", 60.0, {}))
+    group = Group(lighthouse, 2)
+    await group.start()
+    try:
+        await eventually(lambda: [link.services for link in group.links] == [(relay,)] * 2)
+        await lighthouse.registry.delete(epoch, "relay", "a")
+        await eventually(lambda: [link.services for link in group.links] == [()] * 2)
+    finally:
+        await group.close()

@@ -11,13 +11,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import openapi_spec_validator
 import pytest
+from aiohttp import web
+from jsonschema import Draft202012Validator
 
 from keepstep_lighthouse import admin
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.memory import MemoryStore
+from keepstep_lighthouse.store import WriteFailedError
+from keepstep_mesh import service
 from keepstep_mesh.auth import Role, Tokens
-from keepstep_mesh.messages import Drain, Evicted, Heartbeat, MemberLost
+from keepstep_mesh.http import application
+from keepstep_mesh.messages import Drain, Evicted, Heartbeat, MemberLost, QuorumAnswer
 from keepstep_mesh.service import all_routes
 from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of, workers
 
@@ -34,6 +41,9 @@ class Rest:
 
     async def post(self, path: str, body: Any = None, status: int = 202) -> Any:
         return await self.call("POST", path, status, json=body)
+
+    async def patch(self, path: str, body: Any, status: int = 202) -> Any:
+        return await self.call("PATCH", path, status, json=body)
 
     async def call(self, method: str, path: str, status: int, **arguments: Any) -> Any:
         async with asyncio.timeout(DEADLINE), self.http.request(method, self.address + path, **arguments) as response:
@@ -88,6 +98,7 @@ async def test_the_cluster_is_told_under_the_address_that_was_asked() -> None:
             "epoch": 1,
             "nodes": [{"address": rest.address, "leads": True, "epoch": 1, "trouble": None}],
             "services": [],
+            "store": {"kind": "memory", "trouble": None},
         }
         assert one.address != rest.address
 
@@ -197,6 +208,73 @@ async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
         assert await members[0].next(Drain) == Drain("maintenance")
         assert (await rest.get(f"{JOB}/replicas/r0"))["draining"] is True
         assert await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"}) == event
+
+
+async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
+    async with scene(2, policy=Policy(min_replicas=2, reconnect_grace=DEADLINE)) as (_, rest, members):
+        before = (await rest.get(JOB))["policy"]
+        unchanged = {"job": "job", "policy": before, "event": None}
+        assert await rest.patch(JOB, {"min_replicas": 2}) == unchanged, "it was so from the beginning"
+        members[1].cut()
+        await members[0].ask(1, commit_failures=1)
+        changed = await rest.patch(JOB, {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3})
+        answer = await members[0].until(QuorumAnswer)
+        assert [member.replica_id for member in answer.members or ()] == ["r0:1"], "the one that waited is answered"
+        policy = {**before, "min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3}
+        assert (await rest.get(JOB))["policy"] == changed["policy"] == policy
+        event = changed["event"]
+        assert (event["kind"], event["replica_id"], event["detail"]) == (
+            "policy",
+            "",
+            {
+                "by": "admin at 127.0.0.1",
+                "changed": {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3},
+                "before": {"min_replicas": 2, "join_timeout": 60.0, "takeover_grace": None},
+            },
+        )
+        assert await rest.patch(JOB, {"min_replicas": 1}) == changed
+        assert [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "policy"] == [event]
+        again = await rest.patch(JOB, {"takeover_grace": None})
+        assert again["policy"]["takeover_grace"] is None
+        assert again["event"]["id"] > event["id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "nothing to change is given; there are min_replicas, max_replicas, join_timeout"),
+        (b'{"min_replica": 1}', "unknown field 'min_replica'; there are"),
+        (b'{"min_replicas": 1.5}', "min_replicas must be a whole number, not 1.5"),
+        (b'{"min_replicas": null}', "min_replicas must be a whole number, not None"),
+        (b'{"min_replicas": true}', "min_replicas must be a whole number, not True"),
+        (b'{"min_replicas": 0}', "min_replicas must be at least 1"),
+        (b'{"min_replicas": ' + b"9" * 400 + b"}", "min_replicas must be at least 1 (at most"),
+        (b'{"max_replicas": 1, "min_replicas": 2}', "max_replicas 1 is less than min_replicas 2"),
+        (b'{"join_timeout": "60s"}', "join_timeout must be a number, not '60s'"),
+        (b'{"join_timeout": NaN}', "join_timeout must be a time"),
+        (b'{"heal_timeout": 1e300}', "heal_timeout must be a time"),
+        (b'{"heartbeat_timeout": 0.001}', "groups that are alive would be lost"),
+        (b'{"takeover_grace": "none"}', "takeover_grace must be a number or null"),
+    ],
+)
+async def test_a_policy_that_will_not_do_is_a_problem_and_changes_nothing(body: bytes, said: str) -> None:
+    async with scene(1) as (one, rest, _members):
+        before = one.jobs["job"].core.record
+        assert said in (await rest.call("PATCH", JOB, 400, data=body))["detail"]
+        assert one.jobs["job"].core.record == before
+        await rest.patch("/v1/jobs/elsewhere", {"min_replicas": 1}, 404)
+
+
+async def test_a_policy_that_cannot_be_written_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> bool:
+        raise WriteFailedError("the disk is full")
+
+    async with scene(1) as (one, rest, _members):
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", full)
+            await rest.patch(JOB, {"min_replicas": 7}, 503)
+        await eventually(lambda: one.term is not None)
+        assert (await rest.get(JOB))["policy"]["min_replicas"] == 1
 
 
 async def test_an_order_that_can_do_nothing_says_why() -> None:
@@ -338,8 +416,11 @@ ACCESS = {
     ("GET", "/openapi.json"): "anybody",
     ("GET", "/metrics"): "worker service admin",
     ("GET", "/v1/cluster"): "worker service admin",
+    ("PUT", "/v1/services/{kind}/{name}"): "service admin",
+    ("DELETE", "/v1/services/{kind}/{name}"): "service admin",
     ("GET", "/v1/jobs"): "worker service admin",
     ("GET", "/v1/jobs/{job}"): "worker service admin",
+    ("PATCH", "/v1/jobs/{job}"): "admin",
     ("GET", "/v1/jobs/{job}/quorum"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
@@ -363,7 +444,7 @@ async def test_each_route_lets_in_whom_the_table_says_and_nobody_else(asker: str
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with lighthouse(tokens=TOKENS) as one, aiohttp.ClientSession(headers=headers) as http:
         for (method, path), roles in ACCESS.items():
-            url = one.address + path.format(job="job", replica_id="r0")
+            url = one.address + url_of(path)
             async with http.request(method, url) as response:
                 allowed = roles == "anybody" or asker in roles.split()
                 if allowed:
@@ -388,64 +469,109 @@ async def test_a_session_needs_the_token_before_it_is_upgraded() -> None:
 # ---- the description
 
 
-async def test_the_description_has_every_route_and_no_other() -> None:
-    async with scene(1) as (_, rest, _members):
-        paths = (await rest.get("/openapi.json"))["paths"]
-    assert {(method.upper(), path) for path, one in paths.items() for method in one} == set(ACCESS)
+ONE = "/v1/jobs/{job}/replicas/{replica_id}"
+SERVICE = "/v1/services/{kind}/{name}"
+BODIES: dict[tuple[str, str], Any] = {
+    ("PUT", SERVICE): {"address": "http://a:1", "details": {"gib": 64, "full": None}},
+    ("PATCH", "/v1/jobs/{job}"): {"min_replicas": 2},
+    ("POST", f"{ONE}/evict"): {"reason": "x", "ban_seconds": 5},
+    ("POST", f"{ONE}/drain"): {"reason": "x"},
+    ("POST", f"{ONE}/readmit"): None,
+    ("DELETE", SERVICE): None,
+}
+"""Of every order, in an order in which they can be carried out."""
+SESSION = ("GET", "/v1/jobs/{job}/session")
+
+
+def url_of(path: str, job: str = "job", replica_id: str = "r1") -> str:
+    return path.format(job=job, replica_id=replica_id, kind="relay", name="relay-1")
+
+
+async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[web.Application] = []
+
+    def kept(*arguments: Any, **how: Any) -> web.Application:
+        served.append(application(*arguments, **how))
+        return served[-1]
+
+    monkeypatch.setattr(service, "application", kept)
+    async with scene(0) as (_, rest, _members):
+        document = await rest.get("/openapi.json")
+    openapi_spec_validator.validate(document)
+    described = {(method.upper(), path) for path, one in document["paths"].items() for method in one}
+    routed = {(route.method, route.resource.canonical) for route in served[0].router.routes() if route.resource}
+    assert described == routed == set(ACCESS)
     for (method, path), roles in ACCESS.items():
-        operation = paths[path][method.lower()]
+        operation = document["paths"][path][method.lower()]
         named = [one["name"] for one in operation.get("parameters", []) if one["in"] == "path"]
         assert named == re.findall(r"\{(\w+)\}", path)
         if roles != "anybody" and path != "/metrics":
             assert operation["x-roles"] == sorted(roles.split())
         assert ("security" in operation) == (roles != "anybody")
+        taken = BODIES.get((method, path))
+        assert ("requestBody" in operation) == (taken is not None or path.endswith("/readmit"))
+        if taken is not None:
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            Draft202012Validator({**schema, "components": document["components"]}).validate(taken)
 
 
-def check(value: Any, schema: dict[str, Any], schemas: dict[str, Any], where: str) -> None:
-    """The part of JSON Schema that the description uses."""
-    if "$ref" in schema:
-        check(value, schemas[schema["$ref"].rpartition("/")[2]], schemas, where)
-    elif "anyOf" in schema:
-        errors = []
-        for one in schema["anyOf"]:
-            try:
-                check(value, one, schemas, where)
-            except AssertionError as error:
-                errors.append(str(error))
-        assert len(errors) < len(schema["anyOf"]), errors
-    elif schema.get("type") == "object":
-        assert isinstance(value, dict), where
-        properties = schema.get("properties")
-        if properties is not None:
-            assert set(schema.get("required", ())) <= set(value) <= set(properties), where
-        for name, one in value.items():
-            inner = properties[name] if properties is not None else schema["additionalProperties"]
-            check(one, inner, schemas, f"{where}.{name}")
-    elif schema.get("type") == "array":
-        assert isinstance(value, list), where
-        for one in value:
-            check(one, schema["items"], schemas, f"{where}[]")
-    elif "type" in schema:
-        kind = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "null": type(None)}
-        assert isinstance(value, kind[schema["type"]]), f"{where}: {value!r} is no {schema['type']}"
-        assert value in schema.get("enum", [value]), where
+class Described:
+    """Checks answers against the description. A field that it does not name is an error, bar those of a problem."""
 
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+        for schema in document["components"]["schemas"].values():
+            schema.setdefault("additionalProperties", False)
 
-BODIES = {"evict": {"reason": "x", "ban_seconds": 5}, "drain": {"reason": "x"}}
+    def check(self, method: str, path: str, status: int, content_type: str, body: Any) -> None:
+        responses = self._document["paths"][path][method.lower()]["responses"]
+        assert status >= 400 or str(status) in responses, (method, path, status)
+        content = responses.get(str(status), responses["default"]).get("content", {})
+        if status >= 400 or "application/json" in content:
+            schema = content[content_type]["schema"]
+            Draft202012Validator({**schema, "components": self._document["components"]}).validate(body)
 
 
 async def test_every_answer_is_as_described() -> None:
     async with scene(2) as (_, rest, members):
-        document = await rest.get("/openapi.json")
-        schemas = document["components"]["schemas"]
+        described = Described(await rest.get("/openapi.json"))
         await members[0].ask(1)
-        for path, operations in document["paths"].items():
-            order = path.rpartition("/")[2]
-            url = path.format(job="job", replica_id="r0" if order == "drain" else "r1")
-            for method, operation in operations.items():
-                for status, response in operation["responses"].items():
-                    if "application/json" in response.get("content", {}):
-                        answer = await rest.call(method.upper(), url, int(status), json=BODIES.get(order))
-                        check(answer, response["content"]["application/json"]["schema"], schemas, path)
-        problem = await rest.get("/v1/jobs/job/events?after=x", 400)
-        check(problem, schemas["Problem"], schemas, "problem")
+        reads = [one for one in ACCESS if one[0] == "GET" and one != SESSION]
+        assert {*reads, *BODIES, SESSION} == set(ACCESS)
+        for method, path in (*reads, *BODIES, *reads):
+            url = rest.address + url_of(path, replica_id="r0" if path.endswith("/drain") else "r1")
+            async with rest.http.request(method, url, json=BODIES.get((method, path))) as answer:
+                assert answer.status < 300, (method, path, await answer.text())
+                body = await answer.json() if answer.content_type == "application/json" else None
+                described.check(method, path, answer.status, answer.content_type, body)
+
+
+@pytest.mark.parametrize(
+    ("token", "job", "data", "statuses"),
+    [
+        (None, "job", None, {401}),
+        (TOKENS.worker, "job", None, {400, 403, 404}),
+        (TOKENS.admin, "elsewhere", b"{}", {400, 404}),
+        (TOKENS.admin, "job", b"{", {400, 404}),
+        (TOKENS.admin, "job", b" " * 2_000_000, {400, 404, 413}),
+    ],
+)
+async def test_every_problem_is_as_described(
+    token: str | None, job: str, data: bytes | None, statuses: set[int]
+) -> None:
+    async with lighthouse(tokens=TOKENS) as one, aiohttp.ClientSession() as http:
+        async with http.get(f"{one.address}/openapi.json") as answer:
+            described = Described(await answer.json())
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        met = set()
+        for method, path in ACCESS:
+            url = one.address + url_of(path, job)
+            body = io.BytesIO(data) if data is not None and method != "GET" else None
+            async with http.request(method, url, headers=headers, data=body) as answer:
+                if answer.status >= 400:
+                    assert answer.content_type == "application/problem+json", (method, path)
+                    problem = await answer.json(content_type=None)
+                    assert problem["status"] == answer.status
+                    described.check(method, path, answer.status, answer.content_type, problem)
+                    met.add(answer.status)
+        assert met == statuses

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
 from keepstep_lighthouse import sessions
-from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.events import Policy, PolicyOrdered
 from keepstep_mesh import codec
 from keepstep_mesh.messages import (
+    PROTOCOL_VERSION,
     CancelRequest,
     Denied,
     Failed,
@@ -26,6 +28,7 @@ from keepstep_mesh.messages import (
     QuorumAnswer,
     Refused,
     RoundBroken,
+    Timing,
     Welcome,
 )
 from lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
@@ -140,13 +143,29 @@ async def test_data_of_a_member_reaches_the_others_as_it_is() -> None:
 async def test_the_welcome_tells_what_the_worker_has_to_know() -> None:
     policy = Policy(heartbeat_timeout=4.0, reconnect_grace=0.3)
     async with lighthouse(policy=policy) as one, worker(one.address, heartbeat_interval_ms=100) as polite:
-        assert polite.welcome == Welcome(1, 1, 0, 400, 4000, 300, polite.welcome.lighthouse)
+        assert polite.welcome == Welcome(PROTOCOL_VERSION, 1, 0, 400, 4000, 300, polite.welcome.lighthouse)
 
 
 @pytest.mark.parametrize(("asked", "told"), [(0, 500), (100, 500), (1200, 1200), (60_000, 1666)])
 async def test_the_heartbeat_interval_leaves_room_for_lost_ones(asked: int, told: int) -> None:
     async with lighthouse() as one, worker(one.address, heartbeat_interval_ms=asked) as someone:
         assert someone.welcome.heartbeat_interval_ms == told
+
+
+async def test_a_change_of_the_heartbeats_reaches_the_workers_that_are_there() -> None:
+    async with (
+        lighthouse(policy=Policy(heartbeat_timeout=60.0)) as one,
+        worker(one.address, "r0:1", heartbeat_interval_ms=100) as member,
+        worker(one.address, "r1:1", version=1, oldest_version=1) as older,
+    ):
+        job = one.jobs["job"]
+        assert member.welcome.heartbeat_interval_ms == 6000
+        await job.order(PolicyOrdered(replace(job.core.record.policy, heartbeat_timeout=2.0, min_replicas=2), "ann"))
+        assert await member.next(Timing) == Timing(200, 2000, 200)
+        await member.ask(0)
+        await older.ask(0)
+        await member.next(QuorumAnswer)
+        await older.next(QuorumAnswer)  # nothing that it could not read came before
 
 
 async def test_a_connection_that_ends_without_a_word_is_a_loss_after_the_grace() -> None:
@@ -305,7 +324,7 @@ async def test_a_hello_that_will_not_do_is_refused_with_the_reason(changes: dict
 
 async def test_a_newer_worker_that_still_speaks_our_version_is_welcome() -> None:
     async with lighthouse() as one, worker(one.address, version=9, oldest_version=1) as newer:
-        assert newer.welcome.version == 1
+        assert newer.welcome.version == PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize("message", [Heartbeat(), Leave("x"), Goodbye(), Refused("banned", "x")])

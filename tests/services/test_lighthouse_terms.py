@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,39 @@ async def test_members_that_do_not_come_back_are_waited_for_then_lost(tmp_path: 
         assert (await back.next(MemberLost)).replica_id == "r1:1"
         answer = await back.next(QuorumAnswer)
         assert ([m.replica_id for m in answer.members or ()], answer.quorum_id) == (["r0:1"], 2)
+
+
+async def test_a_changed_policy_outlives_the_lighthouse_which_says_once_that_it_is_not_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        found = [one.getMessage() for one in caplog.records]
+        caplog.clear()
+        return [one for one in found if one.startswith("a stored job keeps its policy")]
+
+    url, flags = f"sqlite://{tmp_path}/x.db", Policy(min_replicas=2, join_timeout=7.0)
+    async with (
+        lighthouse(store=url, policy=flags) as one,
+        worker(one.address),
+        aiohttp.ClientSession() as http,
+        http.patch(f"{one.address}/v1/jobs/job", json={"min_replicas": 3}) as answer,
+    ):
+        assert answer.status == 202
+    async with lighthouse(store=url, policy=replace(flags, heal_timeout=9.0)) as one:
+        assert one.jobs["job"].core.record.policy == replace(flags, min_replicas=3)
+        one._term_is_over("to see whether the next term says it again")
+        await eventually(lambda: one.term is not None)
+    (sentence,) = said()
+    for part in (
+        "job=job",
+        "keeps={'min_replicas': 3, 'heal_timeout': 60.0}",
+        "for_new_jobs={'min_replicas': 2, 'heal_timeout': 9.0}",
+        "keepstep policy job --min-replicas ... --heal-timeout ...",
+    ):
+        assert part in sentence
+    async with lighthouse(store=url, policy=replace(flags, min_replicas=3)):
+        pass
+    assert not said()
 
 
 async def test_evictions_outlive_the_lighthouse(tmp_path: Path) -> None:

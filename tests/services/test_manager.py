@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,7 @@ from keepstep import (
 from keepstep.coordination import LighthouseServer
 from keepstep_cli.check_history import check_files, violation_lines
 from keepstep_mesh.errors import Drained, KeepstepError, LayoutMismatch
+from keepstep_mesh.messages import ServiceAddress
 
 SECOND = timedelta(seconds=1)
 
@@ -762,3 +764,12 @@ def test_what_goes_wrong_late_is_not_held_against_the_next_step(lighthouse):
         assert wrapped.wait() == 0
         assert m.errored() is None
         assert m.should_commit()
+
+
+def test_the_manager_knows_the_services_that_registered(lighthouse):
+    body = json.dumps({"address": "http://10.0.0.7:29520"}).encode()
+    request = urllib.request.Request(f"{lighthouse}/v1/services/relay/relay-1", body, method="PUT")
+    with urllib.request.urlopen(request, timeout=20):
+        pass
+    with manager(lighthouse, "a") as m:
+        assert m.services == (ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520"),)

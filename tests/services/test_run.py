@@ -276,7 +276,7 @@ def test_a_line_without_an_end_is_shown_while_the_rank_goes_on(started) -> None:
 
 def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text('while True:\n    print("y" * 999, flush=True)\n')
-    command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", "x", "script.py"]
+    command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", "x:1", "script.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

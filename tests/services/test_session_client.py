@@ -12,6 +12,7 @@ from keepstep_mesh import session as session_module
 from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, SessionClosed, VersionError
 from keepstep_mesh.messages import (
+    PROTOCOL_VERSION,
     CancelRequest,
     Denied,
     Drain,
@@ -28,6 +29,10 @@ from keepstep_mesh.messages import (
     QuorumRequest,
     Refused,
     RoundBroken,
+    ServiceAddress,
+    Services,
+    Timing,
+    Welcome,
 )
 from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
 from keepstep_mesh.testing import DEADLINE, ChaosProxy, ScriptedLighthouse, ScriptedSession, scripted_lighthouse
@@ -293,6 +298,35 @@ async def test_an_info_that_cannot_travel_is_the_askers_error() -> None:
         asking = worker.ask()
         peer.answer(await peer.next(QuorumRequest))
         await asking
+
+
+async def test_other_heartbeats_than_the_welcomes_hold_at_once() -> None:
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        peer.send(Timing(20, 3000, 200))
+        async with asyncio.timeout(DEADLINE):
+            while peer.heartbeats < 3:
+                await peer.heard.wait()
+                peer.heard.clear()
+        assert (worker.session.heartbeat_interval, worker.session.heartbeat_timeout) == (0.02, 3.0)
+
+
+async def test_services_come_with_the_welcome_and_change_by_a_push() -> None:
+    relay, metrics = ServiceAddress("relay", "a", "http://a:1"), ServiceAddress("metrics", "m", "http://m:2")
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        assert worker.session.services == ()
+        peer.send(Services((relay,)))
+        assert await worker.next_push(Services) == Services((relay,))
+        peer.send(Services((relay,)))
+        peer.send(Services((metrics, relay)))
+        assert await worker.next_push(Services) == Services((metrics, relay)), "what is known already is not pushed"
+        assert worker.session.services == (metrics, relay)
+        peer.link.abort("test")
+        await worker.next_push(Disconnected)
+        assert worker.session.services == (metrics, relay), "kept while no lighthouse is there"
+        next_peer = await lighthouse.session(welcome_epoch=None)
+        next_peer.send(Welcome(PROTOCOL_VERSION, 1, 0, 30_000, 60_000, 200, "script", (relay,)))
+        await worker.next_push(Connected)
+        assert await worker.next_push(Services) == Services((relay,))
 
 
 async def test_heartbeats_are_sent_only_while_nothing_else_is() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from keepstep_cli.check_history import check_files, summary_lines, violation_lines
+from keepstep_mesh.http import client_session, raise_for_problem
 
 from . import trainer
 
@@ -209,6 +210,13 @@ class Job:
             }
             group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text)))
         return group
+
+    async def order(self, method: str, path: str, **body: Any) -> Any:
+        """Asks the lighthouse's REST below /v1/jobs/default."""
+        url = f"{self.address}/v1/jobs/default{path}"
+        async with client_session(timeout=DEADLINE) as http, http.request(method, url, json=body or None) as answer:
+            await raise_for_problem(answer)
+            return await answer.json()
 
     async def _heard(self, group: Group, text: str) -> None:
         try:

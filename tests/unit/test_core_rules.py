@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_driver import Driver, announced, announces, members
-from keepstep_lighthouse.events import Decision, JobRecord, Policy
-from keepstep_lighthouse.quorum_rules import heal_limit, policy_problem
+from core_driver import Driver, announced, announces, logged, members
+from keepstep_lighthouse.events import Decision, JobRecord, LogEntry, Persist, Policy
+from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.quorum_rules import heal_limit
+from keepstep_lighthouse.views import ReplicaState
 
 TWO = Policy(min_replicas=2, join_timeout=10)
 
@@ -253,7 +255,10 @@ def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:
         (Policy(heal_timeout=float("nan")), "heal_timeout must be"),
         (Policy(reconnect_grace=float("inf")), "reconnect_grace must be"),
         (Policy(takeover_grace=-0.1), "takeover_grace must be"),
-        (Policy(heartbeat_timeout=0), "heartbeat_timeout must be more than 0"),
+        (Policy(heartbeat_timeout=0), "heartbeat_timeout must be at least 0.1 s, not 0"),
+        (Policy(min_replicas=10**400), "min_replicas must be at least 1 (at most 100000)"),
+        (Policy(heal_timeout=1e300), "heal_timeout must be"),
+        (Policy(join_timeout=10**400), "join_timeout must be"),
     ],
 )
 def test_a_policy_that_cannot_work_is_named(policy: Policy, problem: str | None) -> None:
@@ -274,6 +279,49 @@ def test_a_policy_change_is_written_and_can_complete_a_quorum() -> None:
     decisions = driver.sets_policy(replace(driver.record.policy, min_replicas=1))
     assert driver.record.policy.min_replicas == 1
     assert members(announced(decisions)) == ["a"]
+    (entry,) = [one for one in decisions if isinstance(one, LogEntry) and one.kind == "policy"]
+    assert entry.detail == {"by": "ann", "changed": {"min_replicas": 1}, "before": {"min_replicas": 2}}
+    kinds = [type(one) for one in decisions]
+    assert kinds.index(Persist) < kinds.index(LogEntry), "written before anybody can hear of it"
+    assert driver.sets_policy(driver.record.policy) == [], "once is enough"
+
+
+def test_a_shorter_join_timeout_ends_a_wait_that_began_before() -> None:
+    driver = Driver(min_replicas=1, join_timeout=100)
+    driver.open_all("a", "b", "c")
+    driver.asks("a")
+    driver.asks("b")
+    driver.passes(20)
+    driver.sets_policy(replace(driver.record.policy, join_timeout=30))
+    assert not announces(driver.passes(9.9))
+    assert members(announced(driver.passes(0.1))) == ["a", "b"]
+
+
+def test_a_shorter_heartbeat_timeout_counts_from_when_workers_can_know_of_it() -> None:
+    driver = Driver(min_replicas=1, heartbeat_timeout=60)
+    driver.start("a", "b")
+    driver.passes(10, silent=["b"])
+    driver.sets_policy(replace(driver.record.policy, heartbeat_timeout=5))
+    assert driver.passes(4.9, silent=["b"]) == []
+    assert [one.replica_id for one in driver.core.replicas(driver.now) if one.state is not ReplicaState.GONE] == [
+        "a",
+        "b",
+    ]
+    driver.passes(0.1, silent=["b"])
+    assert ("lost", "b") in logged(driver.log)
+    assert ("lost", "a") not in logged(driver.log)
+
+
+def test_a_shorter_takeover_grace_ends_one_that_is_under_way() -> None:
+    driver = Driver(min_replicas=1, takeover_grace=100)
+    driver.start("a", "b")
+    driver.restart()
+    driver.opens("a")
+    driver.asks("a", failures=1)
+    driver.passes(10)
+    driver.sets_policy(replace(driver.record.policy, takeover_grace=15.0))
+    assert not announces(driver.passes(4.9))
+    assert members(announced(driver.passes(0.1))) == ["a"]
 
 
 groups = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)

@@ -145,9 +145,14 @@ class Onlooker(RuleBasedStateMachine):
     def drains(self, whom: str) -> None:
         self.onlook(self.driver.drains(whom))
 
-    @rule(min_replicas=st.integers(1, 3), max_replicas=st.sampled_from([0, 3]))
-    def changes_the_policy(self, min_replicas: int, max_replicas: int) -> None:
-        self.onlook(self.driver.sets_policy(Policy(min_replicas, max_replicas, join_timeout=10, heal_timeout=4)))
+    @rule(
+        min_replicas=st.integers(1, 3),
+        max_replicas=st.sampled_from([0, 3]),
+        heartbeat_timeout=st.sampled_from([5.0, 5.0, 1.0]),
+    )
+    def changes_the_policy(self, min_replicas: int, max_replicas: int, heartbeat_timeout: float) -> None:
+        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout)
+        self.onlook(self.driver.sets_policy(policy))
 
     @rule(seconds=st.sampled_from([0.1, 0.2, 1.0, 5.0, 12.0]), silent=st.sets(NAMES, max_size=2))
     def time_passes(self, seconds: float, silent: set[str]) -> None:

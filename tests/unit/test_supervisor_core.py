@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepstep import exits
 from keepstep_cli.supervisor import (
+    EXIT_EVICTED,
     Action,
+    AskBan,
+    BanLearned,
     Begin,
     Event,
     GroupSpec,
@@ -74,6 +78,47 @@ def test_the_group_starts_again_when_its_last_rank_is_gone_and_the_backoff_over(
     assert run(Tick(), 6.9) == []
     assert run(Tick(), 7.0) == [StartGroup("r0", 1)]
     assert run.core.exit_code() is None
+
+
+def test_an_evicted_group_starts_again_when_its_ban_is_over() -> None:
+    assert exits.EXIT_EVICTED == EXIT_EVICTED
+    run = job(GroupSpec("r0", 2))
+    run(RankExited("r0", 1, EXIT_EVICTED), 5.0)
+    assert run(RankExited("r0", 0, 75), 6.0) == [AskBan("r0")]
+    assert run(Tick(), 50.0) == [], "nothing before there is an answer"
+    assert run(BanLearned("r0", 7.0), 50.0) == []
+    assert (run.core.phase("r0"), run.core.deadline(), run.core.exit_code()) == (Phase.BANNED, 55.0, None)
+    assert run(Tick(), 55.0) == [AskBan("r0")]
+    run(BanLearned("r0", 2.0), 55.0)
+    assert run.core.deadline() == 57.0
+    assert run(Tick(), 57.0) == [AskBan("r0")]
+    assert run(BanLearned("r0", 0.0), 57.0) == []
+    assert run(Tick(), 58.0) == [StartGroup("r0", 1)]
+    assert run.notes[1:] == [
+        "r0: evicted, not started again: banned for 7 s more; `keepstep readmit r0` ends that",
+        "r0: restart 1 of 3 in 1.00 s",
+    ]
+    assert run(RankExited("r0", 0, 1), 60.0) == [SignalGroup("r0", TERM)]
+    run(RankExited("r0", 1, 1), 60.0)
+    assert run.core.phase("r0") is Phase.WAITING, "that it was evicted once is forgotten"
+
+
+def test_while_nobody_says_whether_a_group_is_banned_it_is_not_started() -> None:
+    run = job(GroupSpec("r0"))
+    assert run(RankExited("r0", 0, EXIT_EVICTED), 5.0) == [AskBan("r0")]
+    for now in (5.0, 10.0, 15.0):
+        assert run(BanLearned("r0", None), now) == []
+        assert run(Tick(), now + 5) == [AskBan("r0")]
+    assert run.notes[-1] == "r0: evicted, not started again: no lighthouse says whether it is banned; asking on"
+    assert len(run.notes) == 2, "said once"
+
+
+def test_a_stop_ends_the_wait_for_a_ban() -> None:
+    run = job(GroupSpec("r0"))
+    run(RankExited("r0", 0, EXIT_EVICTED), 5.0)
+    assert run(Stop(TERM), 6.0) == []
+    assert run.core.exit_code() == 128 + TERM
+    assert run(BanLearned("r0", 0.0), 7.0) == []
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
@@ -252,17 +297,24 @@ def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_e
                 alive[action.group] = set(range(next(one.ranks for one in specs if one.name == action.group)))
             elif isinstance(action, SignalGroup):
                 assert alive[action.group]
+            elif isinstance(action, AskBan):
+                assert not alive[action.group]
+                assert not stopped
+                questions.append(action.group)
 
     now = 0.0
+    questions: list[str] = []
     carry_out(core.handle(Begin(), now))
     for _ in range(data.draw(st.integers(0, 40))):
         now += data.draw(st.floats(0.0, 3.0))
         living = [(name, rank) for name, ranks in alive.items() for rank in ranks]
         choice = data.draw(st.integers(0, 9))
+        while questions:
+            carry_out(core.handle(BanLearned(questions.pop(), data.draw(st.sampled_from([None, 0.0, 2.0]))), now, 0.5))
         if choice < 6 and living:
             name, rank = data.draw(st.sampled_from(living))
             alive[name].remove(rank)
-            carry_out(core.handle(RankExited(name, rank, data.draw(st.sampled_from([0, 1, -9, -15]))), now, 0.5))
+            carry_out(core.handle(RankExited(name, rank, data.draw(st.sampled_from([0, 1, 77, -9, -15]))), now, 0.5))
         elif choice == 9:
             stopped = True
             carry_out(core.handle(Stop(), now))
