@@ -116,13 +116,12 @@ def _count(number: int, word: str) -> str:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @json_option
 def check_history(paths: tuple[Path, ...], *, as_json: bool) -> None:
-    r"""Check the logs of a run: was there ever a step that two quorums counted, a leader that was not the leader?
+    """Check the logs of a run: was there ever a step that two quorums counted, a leader that was not the leader?
 
     PATH is a log or a folder with logs (*.jsonl, *.jsonl.1 ...). Give those of all lighthouses (--event-log, or
     events.jsonl in the --state-dir) and all trainers (KEEPSTEP_STEP_LOG) of one run, each once. Whatever is missing is
     named, and the rest is checked. Logs that were cut off by a kill are fine. Clocks need not agree.
 
-    \b
     Exit code: 0 all that must hold did, 1 it did not (each violation is named, with the lines that prove it), 2 there
     is nothing to read.
     """

@@ -18,12 +18,13 @@ ASK_SECONDS = 1.0
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    r"""Print what makes a shell complete commands, flags, jobs and replica groups.
+    """Print what makes a shell complete commands, flags, jobs and replica groups.
 
-    \b
-    bash: eval "$(keepstep completion bash)"      in ~/.bashrc
-    zsh:  eval "$(keepstep completion zsh)"       in ~/.zshrc
-    fish: keepstep completion fish | source       in ~/.config/fish/config.fish
+    For bash, put eval "$(keepstep completion bash)" into ~/.bashrc.
+
+    For zsh, put eval "$(keepstep completion zsh)" into ~/.zshrc.
+
+    For fish, put keepstep completion fish | source into ~/.config/fish/config.fish.
     """
     from click.shell_completion import get_completion_class
 
@@ -61,7 +62,7 @@ def _names(context: click.Context, incomplete: str, names: Callable[[Any], Itera
 
     try:
         token = read_token(context.params.get("token_file"))
-        tls = tls_of_client(context.params)
+        tls = tls_of_client({name: context.params.get(name) for name in ("tls_cert", "tls_key", "tls_ca")})
         lighthouse = Lighthouse(context.params.get("addresses"), token, tls, timeout=ASK_SECONDS)
         answer = asyncio.run(lighthouse.get(*path))
     except click.ClickException:

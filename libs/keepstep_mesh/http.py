@@ -70,20 +70,22 @@ def client_session(
 class Identity:
     """What a client shows and whom it trusts, read again before each session if the files have changed.
 
-    ``tls``: without files the CAs of the system are trusted. Raises ``TlsError`` for files that cannot be used.
+    ``token``: one, or what tells the one of the moment. ``tls``: without files the CAs of the system are trusted.
+    Raises ``TlsError`` for files that cannot be used.
     """
 
-    def __init__(self, token: str | ClientToken | None, tls: TlsFiles | None = None) -> None:
-        self._token = ClientToken.of(token)
+    def __init__(
+        self, token: str | ClientToken | Callable[[], str | None] | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        self._token = token if callable(token) else ClientToken.of(token).latest
         self._certificates = watched_client_context(tls or TlsFiles())
 
     def session(self, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
         """See ``client_session``."""
-        self._token.refresh()
         if self._certificates is None:
-            return client_session(self._token.shown, timeout=timeout)
+            return client_session(self._token(), timeout=timeout)
         self._certificates.refresh()
-        return client_session(self._token.shown, timeout=timeout, tls=self._certificates.value)
+        return client_session(self._token(), timeout=timeout, tls=self._certificates.value)
 
 
 async def raise_for_problem(response: aiohttp.ClientResponse) -> None:

@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import itertools
 import re
-import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -26,10 +26,12 @@ from keepstep_lighthouse import admin, metrics, records
 from keepstep_lighthouse.election import Leader
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.events import JobRecord, Opened, Policy
+from keepstep_lighthouse.following import pass_on
 from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership import Leadership
+from keepstep_lighthouse.nodes import Nodes
 from keepstep_lighthouse.policies import policy_changes
 from keepstep_lighthouse.registry import Registry
 from keepstep_lighthouse.sessions import Session
@@ -38,13 +40,12 @@ from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
 from keepstep_mesh import codec, websocket
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import Problem, Route
+from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address, outward_address
-from keepstep_mesh.tls import watched_client_context
 
 MAX_JOBS = 1000
 MAX_SESSIONS = 20_000
@@ -53,6 +54,8 @@ HIGHEST_EPOCH = 2**31
 """A hello that knows a higher one is broken, not ahead."""
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ELECTION_SECONDS = 2.0
+CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
+"""Every lighthouse answers these itself."""
 ALONE_SECONDS = 1.0
 """Workers have so long to come to a new leader."""
 TERM_RETRY_FIRST, TERM_RETRY_MOST = 0.1, 5.0
@@ -78,6 +81,10 @@ class Lighthouse:
         """False once it stops: who waits for something has to go."""
         self.leadership: Leadership | None = None
         """None where this lighthouse is the only one."""
+        self.node = uuid.uuid4().hex
+        """Names this process."""
+        self.nodes: Nodes | None = None
+        """The lighthouses of this store, where there may be several."""
         self.registry = Registry(self._tell_services)
         self.store: Store
         self._numbers = itertools.count(1)
@@ -96,8 +103,9 @@ class Lighthouse:
         self._settled = asyncio.Event()
         """It is known who leads."""
         self._endpoint: Endpoint | None = None
-        self._certificates: FromFiles[ssl.SSLContext] | None = None
-        """For links to other lighthouses."""
+        self._identity: Identity
+        """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
+        self._asker: Identity
 
     # ---- life
 
@@ -141,14 +149,14 @@ class Lighthouse:
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
         link = Route("GET", LINK_PATH, self._link, Access.SERVICE, "another lighthouse's link to this leader")
-        return [session, link, *admin.routes(self)]
+        return [session, link, *(replace(one, handler=self._led(one.handler)) for one in admin.routes(self))]
 
     def service(self) -> Service:
         return Service(
             name="lighthouse",
             routes=self.routes(),
             lifespan=self._lifespan,
-            not_ready=self._not_ready,
+            not_ready=self.not_ready,
             listening=self._listens,
             registry=metrics.registry(self),
         )
@@ -165,7 +173,8 @@ class Lighthouse:
             if self.store.exclusive:
                 await self._begin_term()
             else:
-                self._certificates = watched_client_context(self.settings.peer_tls)
+                self._identity = Identity(self._token_for_leader, self.settings.peer_tls)
+                self._asker = Identity(None, self.settings.peer_tls)
             keep = self._keep_term if self.store.exclusive else self._stand_by
             keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
             self.serving = True
@@ -180,7 +189,7 @@ class Lighthouse:
         self._endpoint = endpoint
         self._listening.set()
 
-    def _not_ready(self) -> str | None:
+    def not_ready(self) -> str | None:
         if self.leadership is None:
             return self.trouble
         if self.term is not None or self.leadership.leader is not None:
@@ -200,16 +209,19 @@ class Lighthouse:
     async def _stand_by(self) -> None:
         """Leads whenever the election says so, and follows otherwise."""
         await self._listening.wait()
+        address = self.settings.advertise or self._reachable_address()
+        self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
         leadership = self.leadership = Leadership(
             self.store,
-            uuid.uuid4().hex,
-            self.settings.advertise or self._reachable_address(),
+            self.node,
+            address,
             self.settings.lease,
-            LeaderLink(self._token_for_leader, self._certificates),
+            LeaderLink(self._identity),
             self._term_is_over,
             self._another_leads,
         )
         running = asyncio.create_task(leadership.run(), name="keepstep lighthouse election")
+        on_record = asyncio.create_task(self.nodes.run(), name="keepstep lighthouse nodes")
         try:
             while True:
                 self._over.clear()
@@ -229,6 +241,7 @@ class Lighthouse:
             await self._end_term(reason)
             await leadership.release()
             await _cancelled(running)
+            await _cancelled(on_record)
 
     async def _keep_term(self) -> None:
         """Begins the next term whenever one is over."""
@@ -339,6 +352,18 @@ class Lighthouse:
         """Address of the lighthouse that leads, if it is another."""
         leader = self.leadership.leader if self.leadership is not None and self.term is None else None
         return None if leader is None else leader.address
+
+    def _led(self, handler: Handler) -> Handler:
+        """What only the leader knows: a lighthouse that follows passes it on."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.path not in (CLUSTER_PATH, OPENAPI_PATH):
+                await self._election_over()
+                if (leader := self._leader_elsewhere()) is not None:
+                    return await pass_on(request, leader, self._asker)
+            return await handler(request)
+
+        return handle
 
     async def _link(self, request: web.Request) -> web.StreamResponse:
         self.leading()

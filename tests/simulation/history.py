@@ -12,6 +12,7 @@ from keepstep_lighthouse.event_log import Happened
 from keepstep_lighthouse.events import LogEntry
 
 if TYPE_CHECKING:
+    from simulation.lighthouse import Lighthouse
     from simulation.worker import Worker
 
 EVENTS = "events.jsonl"
@@ -32,15 +33,17 @@ class Logs:
 
     def __init__(self) -> None:
         self.lines: dict[str, list[str]] = {EVENTS: []}
-        self._epoch = self._events = 0
+        self._lighthouse: Lighthouse | None = None
+        self._terms = self._events = 0
         self._in: dict[str, tuple[int, int]] = {}
 
-    def entry(self, epoch: int, entry: LogEntry, job: str = "job") -> None:
-        if epoch != self._epoch:
-            self._epoch, self._events = epoch, epoch << 32
-            self.entry(epoch, LogEntry("term", "", {"owner": f"lighthouse {epoch}"}), "")
+    def entry(self, lighthouse: Lighthouse, entry: LogEntry, job: str = "job") -> None:
+        if lighthouse is not self._lighthouse:
+            self._lighthouse, self._terms = lighthouse, self._terms + 1
+            self._events = max(self._events, lighthouse.epoch << 32)
+            self.entry(lighthouse, LogEntry("term", "", {"owner": f"lighthouse {self._terms}"}), "")
         self._events += 1
-        happened = Happened(self._events, 0.0, job, epoch, entry.kind, entry.replica_id, entry.detail)
+        happened = Happened(self._events, 0.0, job, lighthouse.epoch, entry.kind, entry.replica_id, entry.detail)
         self.lines[EVENTS].append(happened.json())
 
     def step(self, worker: Worker, event: str, **detail: Any) -> None:

@@ -210,7 +210,7 @@ class Lighthouse:
                     if (connection := self.connections.get(number)) is not None:
                         connection.send(self, message)
             case LogEntry():
-                self.sim.logs.entry(self.epoch, decision)
+                self.sim.logs.entry(self, decision)
             case EndSession(number):
                 if (connection := self.connections.pop(number, None)) is not None:
                     connection.close(self)

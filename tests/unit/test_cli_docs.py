@@ -57,3 +57,4 @@ def test_every_exit_code_is_documented() -> None:
 def test_every_flag_of_a_command_is_in_its_help(command: str) -> None:
     shown = CliRunner().invoke(main, [command, "--help"]).output
     assert not [flag for flag in flags_of(command, hidden=False) if flag not in shown]
+    assert "\\" not in shown, "an escape that was meant for click"

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepstep_cli.history import History, Report
-from keepstep_cli.history_records import Place, parse
-from keepstep_cli.history_rules import KEPT_PER_RULE, RULES
+from keepstep_cli.history_jobs import JobHistory
+from keepstep_cli.history_records import Place, StepRecord, parse
+from keepstep_cli.history_rules import KEPT_PER_RULE, RULES, Violations
 from simulation.history import EVENTS, report_on
 from simulation.simulator import Simulation
 
@@ -500,6 +501,27 @@ def test_many_violations_of_one_rule_are_counted_and_the_first_are_told() -> Non
     report = read(term(1), *[b"{"] * 100)
     assert report.counts["unreadable"] == 100
     assert len(report.violations) == KEPT_PER_RULE
+
+
+def test_memory_grows_with_quorums_not_with_steps() -> None:
+    violations = Violations()
+    history = JobHistory("job", violations)
+    process = history.process("a:1", 0)
+    for n in range(1, 5001):
+        event, quorum_id = ("quorum" if n % 1000 == 1 else "committed"), 1 + (n - 1) // 1000
+        step = n - quorum_id
+        lineage = 1 + (n - 2) // 1000 if n % 1000 != 2 else quorum_id - 1
+        line = {"job": "job", "replica_id": "a:1", "group_rank": 0, "n": n, "event": event, "step": step}
+        line |= {"epoch": 1, "quorum_id": quorum_id, "lineage": lineage, "participants": 1, "members": ["a:1"]}
+        record = parse(json.dumps(line).encode())
+        assert isinstance(record, StepRecord)
+        process.add(Place("a.jsonl", n), record)
+    history.check({})
+    assert not violations.counts
+    assert [(run.quorum_id, run.first, run.last) for run in process.runs] == [
+        (quorum_id, 999 * (quorum_id - 1) + 1, 999 * quorum_id) for quorum_id in range(1, 6)
+    ]
+    assert len(history.quorums.by_id) == 5
 
 
 # ---- histories of the simulator: the real core and the real plan under faults
