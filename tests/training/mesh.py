@@ -94,7 +94,7 @@ class Mesh(Job):
 async def _leads(http: aiohttp.ClientSession, address: str) -> bool:
     try:
         async with http.get(f"{address}/metrics", timeout=aiohttp.ClientTimeout(1)) as answer:
-            return "keepstep_lighthouse_ready 1" in await answer.text()
+            return "\nkeepstep_lighthouse_ready 1.0" in await answer.text()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
 
