@@ -19,13 +19,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
 
-from etcd_server import EtcdCluster
+if TYPE_CHECKING:
+    from etcd_server import EtcdCluster
+
 
 GRACE_SECONDS = 5.0
 """For what was told to end and is still about it."""
@@ -167,6 +170,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
+    from etcd_server import EtcdCluster
     from keepstep_lighthouse.store import open_store
 
     async def warm_up() -> None:

@@ -183,7 +183,7 @@ class Manager:
             quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
         )
         self._settings = settings
-        self._state = LiveState(self.state_dict, self.load_state_dict)
+        self._state = LiveState(self.state_dict, self._take_over)
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
 
@@ -229,7 +229,8 @@ class Manager:
             self._transport: CheckpointTransport[dict[str, Any]] = checkpoint_transport or HTTPTransport(
                 timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
             )
-            self._steps = StepLog(self._link.replica_id, self._rank)
+            self._steps = StepLog(settings.job, self._link.replica_id, self._rank)
+            self._steps.write("started", self._step, 0, lineage=self._lineage)
             self._termination = TerminationFlag(self._wish_to_leave)
             closing.pop_all()
         self._mesh.loop.call_soon_threadsafe(self._hear_early_pushes)
@@ -276,6 +277,10 @@ class Manager:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From the user's own checkpoint; takes torchft's too (no lineage)."""
+        self._take_over(state_dict)
+        self._steps.write("loaded", self._step, 0, lineage=self._lineage)
+
+    def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._step = int(state_dict["step"])
         self._batches_committed = int(state_dict["batches_committed"])
         self._lineage = state_dict.get("lineage", self._lineage if self._step == 0 else "")
@@ -286,6 +291,7 @@ class Manager:
         It heals from another group at the next step, and never counts as a state that others could heal from.
         """
         self._step, self._lineage = 0, f"{TORN}{self._link.replica_id}"
+        self._steps.write("torn", 0, 0, lineage=self._lineage)
 
     # ---- facts of the step
 
@@ -427,8 +433,8 @@ class Manager:
         if plan.heal and attempt.allow_heal:
             self._link.healing(0, 0, 0.0)
         try:
-            if await self._reconfigurer.follow(plan):
-                self._steps.write("quorum", self._step, plan.quorum_id, participants=plan.replica_world_size)
+            built = await self._reconfigurer.follow(plan)
+            self._steps.quorum(self._step, plan, built=built)
         except Exception as error:  # noqa: BLE001  a process group that cannot be built is a failed step, whatever it says
             self._report(attempt, error)
         return plan
@@ -517,7 +523,14 @@ class Manager:
         self._lineage = plan.lineage
         took = time.monotonic() - started
         self._log.info("healed", step=self._step, source=member.replica_id, bytes=received, seconds=round(took, 3))
-        self._steps.write("healed", self._step, plan.quorum_id, seconds=took, bytes=received, source=member.replica_id)
+        self._steps.write(
+            *("healed", self._step, plan.quorum_id),
+            epoch=plan.epoch,
+            lineage=plan.lineage,
+            seconds=took,
+            bytes=received,
+            source=member.replica_id,
+        )
 
     def allreduce(
         self,
@@ -640,13 +653,17 @@ class Manager:
             participants = self._participation(attempt, plan)[1]
             self._step += 1
             self._batches_committed += participants
+            facts = {"epoch": plan.epoch, "participants": participants, "lineage": self._lineage}
             if not plan.heal or attempt.healed:  # else it took part as it was, and is still behind
                 self._lineage = plan.quorum_id
+            else:
+                facts["behind"] = True
             self._commit_failures = 0
-            self._steps.write("committed", self._step, plan.quorum_id, participants=participants)
+            self._steps.write("committed", self._step, plan.quorum_id, **facts)
             return
         self._commit_failures += 1
-        self._steps.write("discarded", self._step, plan.quorum_id if plan else 0, reason=str(attempt.error))
+        epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
+        self._steps.write("discarded", self._step, quorum_id, epoch=epoch, reason=str(attempt.error))
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
                 f"{self._commit_failures} steps in a row failed (max_retries={self._max_retries}); the last one: "

@@ -1,8 +1,16 @@
 """What became of each step, as JSON lines for programs (``KEEPSTEP_STEP_LOG=<path>``). Nothing is written without it.
 
-Each line: ``t`` (Unix seconds), ``replica_id``, ``group_rank``, ``event`` (``quorum``: a new process group was built;
-``committed``, ``discarded``, ``healed``), ``step`` (committed steps after the event), ``quorum_id``, and what the event
-adds: ``participants``, ``reason``, ``seconds``, ``bytes``, ``source``.
+Each line: ``t`` (Unix seconds), ``job``, ``replica_id``, ``group_rank``, ``n`` (1, 2, 3 ... of this process, so that a
+missing line shows), ``event``, ``step`` (committed steps after the event), ``quorum_id``, and what the event adds:
+
+* ``started``, ``loaded`` (the user's checkpoint), ``torn`` (its state is of no step now): ``lineage`` that it holds
+* ``quorum`` (this group is in it, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
+* ``healed``: ``epoch``, ``lineage`` taken over, ``source``, ``seconds``, ``bytes``
+* ``committed``: ``epoch``, ``participants``, ``lineage`` of the state that it started from, ``behind`` (it took part
+  without healing; only if true)
+* ``discarded``: ``epoch``, ``reason``
+
+``keepstep check-history`` reads it.
 """
 
 from __future__ import annotations
@@ -13,28 +21,48 @@ import threading
 import time
 from pathlib import Path
 
+from keepstep.quorum_plan import QuorumPlan
+
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
 
 class StepLog:
     """Appends one line an event; several processes may share a file."""
 
-    def __init__(self, replica_id: str, group_rank: int) -> None:
+    def __init__(self, job: str, replica_id: str, group_rank: int) -> None:
         path = os.environ.get(STEP_LOG_ENV)
-        self._who = {"replica_id": replica_id, "group_rank": group_rank}
+        self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
+        self._lines = 0
+        self._plan: QuorumPlan | None = None
+        """The quorum that was written last."""
         self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
 
     def write(self, event: str, step: int, quorum_id: int, **detail: object) -> None:
         if self._file < 0:
             return
-        line = {"t": time.time(), **self._who, "event": event, "step": step, "quorum_id": quorum_id, **detail}
         with self._lock:
             if self._file >= 0:
-                os.write(self._file, (json.dumps(line) + "\n").encode())  # one write: lines of two processes never mix
+                n = self._lines = self._lines + 1
+                head = {"t": time.time(), **self._who, "n": n, "event": event, "step": step, "quorum_id": quorum_id}
+                # one write: lines of two processes never mix
+                os.write(self._file, (json.dumps({**head, **detail}) + "\n").encode())
+
+    def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
+        """Written when its process group was ``built``, or anything of it differs from the one before."""
+        if self._file < 0 or not (built or _differ(self._plan, plan)):
+            return
+        self._plan, members = plan, list(plan.replica_ids)
+        self.write("quorum", step, plan.quorum_id, epoch=plan.epoch, members=members, participants=len(members))
 
     def close(self) -> None:
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+
+
+def _differ(before: QuorumPlan | None, plan: QuorumPlan) -> bool:
+    if before is None or (before.epoch, before.quorum_id) != (plan.epoch, plan.quorum_id):
+        return True
+    return plan.members is not before.members and plan.replica_ids != before.replica_ids

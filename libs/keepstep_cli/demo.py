@@ -27,12 +27,12 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
     help="Where the table goes as JSON.",
 )
 def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summary: Path) -> None:
-    r"""Watch a training job survive: each group and the lighthouse are killed, one after another.
+    """Watch a training job survive: each group and the lighthouse are killed, one after another.
 
     Trains a small network on scikit-learn's handwritten digits over three replica groups, in less than a minute.
 
-    \b
-    Exit code: 0 if every kill was survived and all groups ended with the same weights, bit for bit; else 1.
+    Exit code: 0 if every kill was survived, all groups ended with the same weights, bit for bit, and the logs of all
+    show no violation; else 1.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

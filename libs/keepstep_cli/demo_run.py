@@ -1,7 +1,8 @@
 """Directs the demo: a lighthouse and replica groups under the supervisor of ``keepstep run``, and somebody who kills.
 
 The trainers say what they do in the step log (``KEEPSTEP_STEP_LOG``) and on standard output; what to do next is the
-story's. They train until the number in the steps file, which is written when the last kill is survived.
+story's. They train until the number in the steps file, which is written when the last kill is survived. At the end the
+logs of all are checked as ``keepstep check-history`` does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from keepstep_cli.check_history import check_files, summary_lines, verdict, violation_lines
 from keepstep_cli.demo_story import LIGHTHOUSE, Story
 from keepstep_cli.demo_view import View, final_table, make_view
 from keepstep_cli.embedded import lighthouse_program
@@ -158,10 +160,17 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
         finally:
             view.close(story)
             log.close()
-    summary = {**story.summary(), "seconds": round(time.monotonic() - started, 1)}
+        history = check_files([Path(folder)])
+    summary = {
+        **story.summary(),
+        "history": {"records": history.records, "violations": dict(history.counts)},
+        "seconds": round(time.monotonic() - started, 1),
+    }
     summary_file.write_text(json.dumps(summary, indent=2) + "\n")
     console.print(final_table(summary))
-    if code == 0 and story.succeeded():
+    said = [f"history checked: {'; '.join(summary_lines(history))}: {verdict(history)}", *violation_lines(history)]
+    console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+    if code == 0 and story.succeeded() and history.fine:
         return 0
     console.print(f"the demo failed (exit code of the job: {code}). What was printed last:", style="bold red")
     sys.stdout.write("\n".join(audience.lines) + "\n")

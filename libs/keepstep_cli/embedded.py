@@ -33,6 +33,7 @@ def lighthouse_program(
     settings = {
         "--bind": f"127.0.0.1:{port}",
         "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",
+        "--event-log": str(state_dir / "events.jsonl"),
         "--log-format": "console",
         "--log-level": "error",
     }

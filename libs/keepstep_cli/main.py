@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from keepstep_cli import admin
+from keepstep_cli.check_history import check_history
 from keepstep_cli.completion import completion
 from keepstep_cli.demo import demo
 from keepstep_cli.run import run
@@ -17,5 +18,5 @@ def main() -> None:
     """Keeps PyTorch training in step while its machines fail."""
 
 
-for command in (up, lighthouse, run, demo, *admin.COMMANDS, completion):
+for command in (up, lighthouse, run, demo, *admin.COMMANDS, check_history, completion):
     main.add_command(command)

@@ -81,9 +81,8 @@ def run(
     first_replica: int,
     replicas_in_job: int | None,
 ) -> None:
-    r"""Run replica groups of a script and restart those that die.
+    """Run replica groups of a script and restart those that die.
 
-    \b
     keepstep run --replicas 3 -- train.py --epochs 10
 
     Each rank gets torchrun's environment, and its output is printed as "[r0/1] line": group, rank. A rank that dies
@@ -91,7 +90,6 @@ def run(
     group whose ranks all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without
     --lighthouse one is started for the job.
 
-    \b
     Exit code: 0 all groups finished, 1 a group was given up, 128 + n ended by signal n.
     """
     import asyncio

@@ -74,7 +74,14 @@ _policy_options = _apply(
 @click.command()
 @_service_options
 @click.option(
-    "--store", metavar="URL", help="memory:// or sqlite:///path: what must survive a restart.  [default: memory://]"
+    "--store",
+    metavar="URL",
+    help="What must survive: memory://, sqlite:///path, or etcd://host:port[,host:port]/prefix, which several "
+    "lighthouses share: one leads, the others stand by.  [default: memory://]",
+)
+@click.option("--lease", type=Seconds(), help="With etcd: succeed a leader not heard of for so long.  [default: 10]")
+@click.option(
+    "--advertise", metavar="URL", help="With etcd: where others reach this lighthouse.  [default: where it listens]"
 )
 @_policy_options
 def lighthouse(**flags: Any) -> None:

@@ -55,6 +55,8 @@ class Service:
     """Entered before the port opens, left after it closed; leaving ends sessions and tasks."""
     not_ready: Callable[[], str | None] = lambda: None
     """Why ``/readyz`` says no; None when it says yes."""
+    listening: Callable[[Endpoint], None] = lambda _: None
+    """Told once where the service listens."""
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -108,6 +110,7 @@ async def serving(
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
                 server = await _listen(runner, listener, silent, first_request_seconds)
                 endpoint = Endpoint(host, listener.getsockname()[1])
+                service.listening(endpoint)
                 log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(tokens))
                 if not tokens:
                     reach = "this machine only" if is_loopback(host) else "everybody who reaches the port"

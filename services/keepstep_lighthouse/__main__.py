@@ -35,7 +35,11 @@ def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m keepstep_lighthouse", description="Forms the quorums of training jobs.")
     parser.add_argument("--bind", help="host:port to listen on (127.0.0.1:29510)")
-    parser.add_argument("--store", help="where quorums are kept: memory:// or sqlite:///path (memory://)")
+    parser.add_argument("--store", help="memory://, sqlite:///path or etcd://host:port/prefix (memory://)")
+    parser.add_argument("--lease", type=duration, help="with etcd: a leader not heard of for so long is succeeded (10)")
+    parser.add_argument(
+        "--advertise", help="with etcd: http://host:port where others reach this one (where it listens)"
+    )
     parser.add_argument("--event-log", type=Path, help="file that gets every event as a line of JSON")
     parser.add_argument("--token-file", type=Path, help="lines `role = token` for worker, service, admin")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")

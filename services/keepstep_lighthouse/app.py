@@ -2,7 +2,9 @@
 
 The duties of a life, in their order (those of one event stand in ``jobs.py``): open the store; begin a term, which
 raises the epoch before anybody is welcomed; take up every job that the store knows; listen. When the term is over, for
-whatever reason: say nothing more, close all sessions, read the store again, begin the next term.
+whatever reason: say nothing more, close all sessions, read the store again, begin the next term. Where several
+lighthouses share a store, listening comes first, and a term begins when the election gives one: till then this one
+follows, answers what it can, and sends workers to the leader.
 """
 
 from __future__ import annotations
@@ -11,15 +13,25 @@ import asyncio
 import contextlib
 import itertools
 import re
+import time
+import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from keepstep_lighthouse import admin, metrics, records
+from keepstep_lighthouse.election import Leader
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.events import JobRecord, Opened, Policy
+from keepstep_lighthouse.following import pass_on
 from keepstep_lighthouse.jobs import Job
+from keepstep_lighthouse.leader_link import PATH as LINK_PATH
+from keepstep_lighthouse.leader_link import FollowerLinks, LeaderLink
+from keepstep_lighthouse.leadership import Leadership
+from keepstep_lighthouse.nodes import Nodes
 from keepstep_lighthouse.policies import policy_changes
 from keepstep_lighthouse.registry import Registry
 from keepstep_lighthouse.sessions import Session
@@ -28,11 +40,11 @@ from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
 from keepstep_mesh import codec, websocket
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import Problem, Route
+from keepstep_mesh.http import Handler, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address
+from keepstep_mesh.settings import bind_address, outward_address
 
 MAX_JOBS = 1000
 MAX_SESSIONS = 20_000
@@ -40,6 +52,11 @@ MAX_WELCOMED = 100_000
 HIGHEST_EPOCH = 2**31
 """A hello that knows a higher one is broken, not ahead."""
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ELECTION_SECONDS = 2.0
+CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
+"""Every lighthouse answers these itself."""
+ALONE_SECONDS = 1.0
+"""Workers have so long to come to a new leader."""
 TERM_RETRY_FIRST, TERM_RETRY_MOST = 0.1, 5.0
 
 __all__ = ["Lighthouse", "LighthouseSettings"]
@@ -61,6 +78,12 @@ class Lighthouse:
         self.bad_messages = metrics.BadMessages()
         self.serving = False
         """False once it stops: who waits for something has to go."""
+        self.leadership: Leadership | None = None
+        """None where this lighthouse is the only one."""
+        self.node = uuid.uuid4().hex
+        """Names this process."""
+        self.nodes: Nodes | None = None
+        """The lighthouses of this store, where there may be several."""
         self.registry = Registry(self._tell_services)
         self.store: Store
         self._numbers = itertools.count(1)
@@ -73,6 +96,11 @@ class Lighthouse:
         self._over = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
+        self._led_since = 0.0
+        self._followers = FollowerLinks(self._offered_elsewhere)
+        self._listening = asyncio.Event()
+        self._settled = asyncio.Event()
+        """It is known who leads."""
         self._endpoint: Endpoint | None = None
 
     # ---- life
@@ -115,14 +143,16 @@ class Lighthouse:
 
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
-        return [session, *admin.routes(self)]
+        link = Route("GET", LINK_PATH, self._link, Access.SERVICE, "another lighthouse's link to this leader")
+        return [session, link, *(replace(one, handler=self._led(one.handler)) for one in admin.routes(self))]
 
     def service(self) -> Service:
         return Service(
             name="lighthouse",
             routes=self.routes(),
             lifespan=self._lifespan,
-            not_ready=lambda: self.trouble,
+            not_ready=self.not_ready,
+            listening=self._listens,
             registry=metrics.registry(self),
         )
 
@@ -135,8 +165,10 @@ class Lighthouse:
             if self.settings.event_log is not None:
                 self.events = await FiledEventLog.open(self.settings.event_log)
             stack.push_async_callback(self.events.close)
-            await self._begin_term()
-            keeper = asyncio.create_task(self._keep_term(), name="keepstep lighthouse term")
+            if self.store.exclusive:
+                await self._begin_term()
+            keep = self._keep_term if self.store.exclusive else self._stand_by
+            keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
             self.serving = True
             try:
                 yield
@@ -144,10 +176,70 @@ class Lighthouse:
                 self.serving = False
                 self.events.wake()
                 await _cancelled(keeper)
-                await self._end_term("the lighthouse is stopping")
+
+    def _listens(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._listening.set()
+
+    def not_ready(self) -> str | None:
+        if self.leadership is None:
+            return self.trouble
+        if self.term is not None or self.leadership.leader is not None:
+            return self.leadership.doubt
+        return self.trouble
+
+    def _reachable_address(self) -> str:
+        host = urlsplit(self.address).hostname or ""
+        if host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            return self.address
+        return self.address.replace(f"[{host}]" if ":" in host else host, outward_address())
+
+    async def _stand_by(self) -> None:
+        """Leads whenever the election says so, and follows otherwise."""
+        await self._listening.wait()
+        address = self.settings.advertise or self._reachable_address()
+        self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
+        token = self.settings.tokens.service
+        leadership = self.leadership = Leadership(
+            self.store,
+            self.node,
+            address,
+            self.settings.lease,
+            LeaderLink(token),
+            self._term_is_over,
+            self._another_leads,
+        )
+        running = asyncio.create_task(leadership.run(), name="keepstep lighthouse election")
+        on_record = asyncio.create_task(self.nodes.run(), name="keepstep lighthouse nodes")
+        try:
+            while True:
+                self._over.clear()
+                term = await leadership.term()
+                try:
+                    await self._begin(term)
+                except (StoreError, TimeoutError) as error:
+                    leadership.give_up(f"the jobs cannot be read: {str(error) or 'the store does not answer'}")
+                await self._over.wait()
+                reason = self.trouble or "the last term is over"
+                leadership.give_up(reason)
+                await self._end_term(reason)
+                await leadership.release()
+        finally:
+            reason = "the lighthouse is stopping"
+            leadership.give_up(reason)
+            await self._end_term(reason)
+            await leadership.release()
+            await _cancelled(running)
+            await _cancelled(on_record)
 
     async def _keep_term(self) -> None:
         """Begins the next term whenever one is over."""
+        try:
+            await self._next_terms()
+        finally:
+            await self._end_term("the lighthouse is stopping")
+
+    async def _next_terms(self) -> None:
         while True:
             await self._over.wait()
             await self._end_term(self.trouble or "the last term is over")
@@ -164,16 +256,24 @@ class Lighthouse:
     async def _begin_term(self) -> None:
         async with asyncio.timeout(STORE_TIMEOUT):
             term = await Term.begin(self.store)
+        self._over.clear()
+        await self._begin(term)
+
+    async def _begin(self, term: Term) -> None:
+        """Takes up the jobs of the store, unless the term is over by then."""
+        async with asyncio.timeout(STORE_TIMEOUT):
             stored = await self.store.get_prefix(records.JOB_PREFIX)
         found = {key: records.decode(key, value) for key, value in stored.items()}
+        if self._over.is_set():
+            return
         self.events.begin_epoch(term.epoch)
         self._welcomed.clear()
-        self._over.clear()
-        self.term, self.trouble = term, None
+        self.term, self.trouble, self._led_since = term, None, time.monotonic()
         for key, record in found.items():
             name = key.removeprefix(records.JOB_PREFIX)
             self._add_job(name, term, stored[key], record)
             self._say_that_it_keeps_its_policy(name, record.policy)
+        self._settled.set()
         log.info("term began", epoch=term.epoch, jobs=len(found), store=self.settings.store.partition("://")[0])
 
     def _say_that_it_keeps_its_policy(self, job: str, policy: Policy) -> None:
@@ -196,6 +296,7 @@ class Lighthouse:
         """Called in the middle of anything: from here on nothing is said; the rest is the keeper's."""
         log.error("term over", reason=reason)
         self.term, self.trouble = None, f"the last term is over: {reason}"
+        self._settled.clear()
         for job in self.jobs.values():
             job.end()
         self._over.set()
@@ -208,6 +309,7 @@ class Lighthouse:
         self.jobs.clear()
         for session in self.sessions.values():
             session.end(reason, websocket.CLOSE_GOING_AWAY)
+        self._followers.close(reason)
         while self._writes:
             done, _ = await asyncio.wait(self._writes)
             self._writes -= done
@@ -218,6 +320,50 @@ class Lighthouse:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.trouble or "the lighthouse is not ready")
         return self.term
 
+    # ---- other lighthouses
+
+    def _another_leads(self, leader: Leader | None) -> None:
+        if leader is not None:
+            self.trouble = f"{leader.address} leads"
+            self._settled.set()
+        elif self.term is None:
+            self.trouble = "the lighthouses are about to agree who leads"
+            self._settled.clear()
+
+    async def _election_over(self) -> None:
+        """A worker that comes in the middle of an election is held for a moment rather than sent away."""
+        if self.leadership is not None and self.term is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ELECTION_SECONDS):
+                    await self._settled.wait()
+
+    def _leader_elsewhere(self) -> str | None:
+        """Address of the lighthouse that leads, if it is another."""
+        leader = self.leadership.leader if self.leadership is not None and self.term is None else None
+        return None if leader is None else leader.address
+
+    def _led(self, handler: Handler) -> Handler:
+        """What only the leader knows: a lighthouse that follows passes it on."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.path not in (CLUSTER_PATH, OPENAPI_PATH):
+                await self._election_over()
+                if (leader := self._leader_elsewhere()) is not None:
+                    return await pass_on(request, leader)
+            return await handler(request)
+
+        return handle
+
+    async def _link(self, request: web.Request) -> web.StreamResponse:
+        self.leading()
+        return await self._followers.serve(request)
+
+    def _offered_elsewhere(self) -> None:
+        """A follower was offered sessions. If none of them is here, none of the workers reaches this leader."""
+        led = time.monotonic() - self._led_since
+        if self.leadership is not None and self.term is not None and not self.sessions and led > ALONE_SECONDS:
+            self.leadership.give_up("no worker reaches this lighthouse, but another", stand_back=True)
+
     # ---- sessions
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
@@ -227,7 +373,9 @@ class Lighthouse:
                 HTTPStatus.BAD_REQUEST,
                 f"{name!r} is no name of a job: up to 128 letters, digits, '.', '_' and '-', a letter or digit first",
             )
-        self.leading()
+        await self._election_over()
+        if self._leader_elsewhere() is None:
+            self.leading()
         if len(self.sessions) >= MAX_SESSIONS:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
         session = Session(
@@ -245,7 +393,9 @@ class Lighthouse:
 
     def _greeted(self, session: Session, hello: Hello) -> None:
         term = self.term
-        if term is None:
+        if term is None and (leader := self._leader_elsewhere()) is not None:
+            session.redirect(leader)
+        elif term is None:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
         elif hello.epoch_seen > HIGHEST_EPOCH:
             self._bad(session, f"no lighthouse ever had epoch {hello.epoch_seen}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keepstep_lighthouse.service_records import ServiceRecord
 from keepstep_lighthouse.store import Store, StoreError
-from keepstep_lighthouse.term import EPOCH_KEY
+from keepstep_lighthouse.term import EPOCH_KEY, parse_epoch
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -46,7 +47,19 @@ class ClusterView:
 async def lighthouses(lighthouse: Lighthouse, here: str) -> tuple[NodeView, ...]:
     """All lighthouses of this cluster. ``here``: the address under which this one was asked."""
     epoch = lighthouse.term.epoch if lighthouse.term else 0
-    return (NodeView(here, lighthouse.term is not None, epoch, lighthouse.trouble),)
+    if lighthouse.nodes is None or lighthouse.leadership is None:
+        return (NodeView(here, lighthouse.term is not None, epoch, lighthouse.trouble),)
+    leader = lighthouse.leadership.leader
+    if leader is not None:
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(STORE_LOOK_SECONDS):
+                epoch = parse_epoch(await lighthouse.store.get(EPOCH_KEY))
+    views = []
+    for node, address in lighthouse.nodes.addresses.items():
+        own = node == lighthouse.node
+        leads = lighthouse.term is not None if own else leader is not None and leader.node == node
+        views.append(NodeView(address, leads, epoch if leads else 0, lighthouse.not_ready() if own else None))
+    return tuple(sorted(views, key=lambda one: one.address))
 
 
 async def view(lighthouse: Lighthouse, here: str) -> ClusterView:

@@ -22,7 +22,8 @@ The rules that this file keeps (those that form a quorum stand in ``quorum_rules
   When a member left, so are those that have not finished that step ``reconnect_grace`` later: it may have left after
   a step that it did not commit.
 * After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
-  or ``takeover_grace`` is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
+  or ``takeover_grace`` is over; from a leader that may be alive, also not before one of them has spoken here, or that
+  leader's lease is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
   grace.
 * Judging needs a lighthouse that was awake. A tick that comes late means that frames may wait unread, so everybody
   gets ``LATE_SECONDS`` more.
@@ -98,16 +99,21 @@ HIGHEST_QUORUM_ID = 2**53
 
 
 class JobCore:
-    """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way."""
+    """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way.
 
-    def __init__(self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool) -> None:
+    ``fenced_until``: until then another lighthouse may confirm that quorum, unless a member of it comes over.
+    """
+
+    def __init__(
+        self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool, fenced_until: float = 0.0
+    ) -> None:
         self.job = job
         self.record = replace(record, bans=tuple(ban for ban in record.bans if now_unix < ban.until))
         self._groups = Groups()
         self._announcer = Announcer()
         self._takeover = Takeover()
         if restarted and record.members:
-            self._takeover.wait(record.members, now + self._takeover_grace)
+            self._takeover.wait(record.members, now, self._takeover_grace, fenced_until)
         self._members = frozenset(record.members)
         self._round = Round()
         self._layout = ""
@@ -174,13 +180,18 @@ class JobCore:
         """The session lives."""
         group = self._groups.by_session.get(session)
         if group is not None:
-            self._groups.heard(group, now)
+            self._heard(group, now)
 
     def _by_session(self, session: int, now: float) -> Group | None:
         group = self._groups.by_session.get(session)
         if group is not None:
-            self._groups.heard(group, now)
+            self._heard(group, now)
         return group
+
+    def _heard(self, group: Group, now: float) -> None:
+        self._groups.heard(group, now)
+        if group.member and self._takeover.fenced:  # it speaks after our welcome, so it has the new epoch
+            self._takeover.accepted(now)
 
     def _opened(self, event: Opened, now: float, now_unix: float) -> None:
         seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
@@ -218,7 +229,7 @@ class JobCore:
         self._persist(replace(self.record, quorum_id=seen, members=(), created_ms=0))
         self._log("quorum_id_raised", "", quorum_id=seen)
         if self._announcer.last is None:
-            self._takeover.wait((), now + self._takeover_grace)
+            self._takeover.wait((), now, self._takeover_grace)
 
     def _came_back(self, replica_id: str, now: float) -> None:
         self._takeover.absent.discard(replica_id)
@@ -393,7 +404,14 @@ class JobCore:
             return
         record = bans.evict(self.record, incarnations, order, now_unix)
         self._persist(record)
-        self._log("evicted", order.target, reason=order.reason, by=order.by, ban_seconds=order.ban_seconds)
+        self._log(
+            *("evicted", order.target),
+            reason=order.reason,
+            by=order.by,
+            ban_seconds=order.ban_seconds,
+            incarnations=[*incarnations],
+            quorum_id=record.quorum_id,
+        )
         for group in matching:
             if group.session is not None:
                 self._tell(group.session, Evicted(order.reason, order.ban_seconds))

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 from keepstep_lighthouse.store import StoreError
 
 TRY_AGAIN_SECONDS = 0.2
-"""After an attempt at the key that came to nothing."""
+"""After an attempt at the key that the store did not carry out."""
+OUTRUN_SECONDS = 0.02
+"""After an attempt that found the key, or the epoch, changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,10 @@ class Election:
         self._linked = self._broken = None
         self.renewed(sent_at)
 
-    def not_taken(self, now: float) -> None:
-        """Somebody was faster, or the store did not do it."""
-        self._not_before = max(self._not_before, now + TRY_AGAIN_SECONDS)
+    def not_taken(self, now: float, *, outrun: bool) -> None:
+        """``outrun``: the key or the epoch was changed meanwhile; else the store did not do it."""
+        pause = OUTRUN_SECONDS if outrun else TRY_AGAIN_SECONDS
+        self._not_before = max(self._not_before, now + pause)
 
     def renewed(self, sent_at: float) -> None:
         self.until = sent_at + 0.9 * self.lease

@@ -161,6 +161,8 @@ class _Failure(Exception):
 class EtcdStore(Store):
     """``address``: which etcd, and below which prefix. Connects with the first call, and again whenever it must."""
 
+    exclusive = False
+
     def __init__(self, address: EtcdAddress) -> None:
         self._address = address
         self._base = f"{address.prefix}/"

@@ -79,7 +79,14 @@ class Job:
         self._timer_is_stale = False
         self._loop = asyncio.get_running_loop()
         self._over = False
-        self.core = JobCore(name, record, time.monotonic(), time.time(), restarted=bool(record.members))
+        self.core = JobCore(
+            name,
+            record,
+            time.monotonic(),
+            time.time(),
+            restarted=bool(record.members),
+            fenced_until=term.fenced_until,
+        )
         self._deadline_may_differ()
 
     # ---- 1. receive

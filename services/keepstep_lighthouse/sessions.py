@@ -36,6 +36,7 @@ from keepstep_mesh.messages import (
     Hello,
     Leave,
     Moved,
+    NotLeader,
     QuorumRequest,
     Refused,
     ServiceAddress,
@@ -218,6 +219,11 @@ class Session:
         """Says why, then ends the session."""
         self.send(codec.encode(Refused(code, reason)))
         self.end(reason)
+
+    def redirect(self, leader: str) -> None:
+        """Another lighthouse leads, at this address."""
+        self.send(codec.encode(NotLeader(leader)))
+        self.end(f"{leader} leads")
 
     def end(self, reason: str, code: int = websocket.CLOSE_NORMAL) -> None:
         """Closes the connection after what was sent."""

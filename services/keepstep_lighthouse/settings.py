@@ -11,14 +11,16 @@ from typing import Any
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.policies import policy_problem
 from keepstep_mesh.auth import Tokens, tokens_of_service
-from keepstep_mesh.settings import Settings, boolean, duration, whole
+from keepstep_mesh.settings import Settings, base_url, boolean, duration, whole
 
 
 @dataclass(frozen=True)
 class LighthouseSettings:
     """``bind``: host:port, port 0 for any free one. ``policy``: of each job that is new; a known one keeps its own.
 
-    ``event_log``: a file of JSON lines, if any. ``insecure``: listen beyond this machine without a token.
+    ``event_log``: a file of JSON lines, if any. ``insecure``: listen beyond this machine without a token. For a store
+    of several lighthouses, ``lease``: seconds after which a leader that is not heard of any more is succeeded, and
+    ``advertise``: where workers and other lighthouses reach this one.
     """
 
     bind: str = "127.0.0.1:29510"
@@ -27,6 +29,18 @@ class LighthouseSettings:
     tokens: Tokens = field(default_factory=Tokens)
     event_log: Path | None = None
     insecure: bool = False
+    lease: float = 10.0
+    advertise: str | None = None
+
+
+MIN_LEASE = 3.0
+"""etcd knows no lease below 2 s, and a renewal takes its time."""
+
+
+def _lease(seconds: float) -> float:
+    if seconds < MIN_LEASE:
+        raise ValueError(f"lease must be at least {MIN_LEASE:g} s, not {seconds:g}")
+    return seconds
 
 
 def read_settings(
@@ -58,4 +72,6 @@ def read_settings(
         tokens=tokens_of_service(environ, path("token_file")),
         event_log=path("event_log"),
         insecure=settings.get("lighthouse_insecure", boolean, default=False),
+        lease=_lease(settings.get("lighthouse_lease", duration, default.lease)),
+        advertise=settings.get("lighthouse_advertise", base_url, None),
     )

@@ -111,6 +111,9 @@ class Watch:
 class Store(ABC):
     """Used from one event loop. Every method may raise ``StoreError`` with the reason."""
 
+    exclusive = True
+    """Whether nobody else uses what this store keeps: then its user leads without an election."""
+
     @abstractmethod
     async def get(self, key: str) -> bytes | None: ...
 

@@ -1,8 +1,10 @@
-"""What a lighthouse that just started does not know yet about the quorum it found in the store.
+"""What a lighthouse whose term just began does not know yet about the quorum it found in the store.
 
 Who of its members lives: until all are back, or the grace is over, nobody is judged and no quorum is formed. And who
 holds an answer of the lighthouse before: when one member holds a step's answer for which another still asks, that
-lighthouse died while it announced, and those who hold the answer wait for a peer that will never come.
+lighthouse died while it announced, and those who hold the answer wait for a peer that will never come. And, where that
+lighthouse was deposed and may be alive (*fenced*): whether it still confirms the quorum. It cannot once a member has
+taken on the new epoch, or its lease is over.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ class Takeover:
 
     def __init__(self) -> None:
         self.until: float | None = None
+        self._began = 0.0
+        self._fenced_until = 0.0
+        self._grace = 0.0
         self.absent: set[str] = set()
         """Members that are not back; empty during a grace means that it is not known who was there."""
         self._holding: dict[str, Group] = {}
@@ -24,9 +29,19 @@ class Takeover:
         """The highest step whose answer by the lighthouse before is held."""
         self._lowest_asked: int | None = None
 
-    def wait(self, members: Iterable[str], until: float) -> None:
+    def wait(self, members: Iterable[str], now: float, grace: float, fenced_until: float = 0.0) -> None:
         self.absent = set(members)
-        self.until = until
+        self._began, self._grace, self._fenced_until = now, grace, fenced_until
+        self.until = max(now + grace, fenced_until)
+
+    @property
+    def fenced(self) -> bool:
+        return self.until is not None and self._fenced_until > 0.0
+
+    def accepted(self, now: float) -> None:
+        """A member of the quorum has taken on the new epoch."""
+        self._fenced_until = 0.0
+        self.until = max(now, self._began + self._grace)
 
     def end_grace(self) -> None:
         self.absent.clear()

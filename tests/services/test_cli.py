@@ -423,6 +423,9 @@ async def test_the_mesh_keeps_its_state_in_a_folder(tmp_path: Path) -> None:
             mesh.kill()
             await mesh.wait()
     assert {"lighthouse.sqlite", "events.jsonl"} <= {path.name for path in state.iterdir()}
+    history = await keepstep("check-history", str(state), "--json")
+    assert history.code == 0
+    assert json.loads(history.out)["epochs"] == 2
 
 
 async def test_a_lighthouse_with_a_store_and_an_event_log_of_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_cli.check_history import check_files
 from keepstep_lighthouse import event_log
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.store import StoreError
@@ -69,13 +70,49 @@ async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Pat
     events.begin_epoch(1)
     made = fill(events, 100)
     await events.close()
-    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == made
+    term, *written = map(json.loads, path.read_text().splitlines())
+    assert [line["id"] for line in written] == made
+    assert (term["id"], term["job"], term["kind"]) == (made[0] - 1, "", "term")
 
     again = await FiledEventLog.open(path)
     again.begin_epoch(1)
     assert ids(again) == made
     assert fill(again, 1)[0] > made[-1], "a lighthouse with a new store numbers on from the file"
     await again.close()
+
+
+async def test_what_two_terms_and_a_kill_between_them_leave_in_the_file_is_a_valid_history(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for epoch in (1, 7):
+        events = await FiledEventLog.open(path)
+        events.begin_epoch(epoch)
+        fill(events, 3)
+        events.begin_epoch(epoch + 5)  # a worker knew a higher one
+        events.add("job", "quorum", "", {"quorum_id": epoch, "members": ["a:1"]}, 1.5)
+        await events.close()
+        with path.open("a") as file:
+            file.write('{"id": 3, "ti')
+    report = check_files([path])
+    assert report.fine, report.violations
+    assert (report.records, report.epochs) == (12, 4)
+    assert [told for told in report.not_covered if "is cut off" in told] == [
+        f"{path}:{line} is cut off in the middle, as a kill leaves it" for line in (7, 14)
+    ]
+
+
+async def test_a_log_without_its_first_part_is_a_valid_history_that_begins_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_FILE_BYTES", 2000)
+    events = await FiledEventLog.open(tmp_path / "events.jsonl")
+    events.begin_epoch(1)
+    for _ in range(20):
+        fill(events, 10)
+        await asyncio.sleep(0.01)
+    await events.close()
+    report = check_files([tmp_path])
+    assert (report.fine, report.event_logs) == (True, 1)
+    assert f"{tmp_path / 'events.jsonl'} begins in the middle" in report.not_covered
 
 
 async def test_half_a_line_from_a_kill_does_no_harm(tmp_path: Path) -> None:

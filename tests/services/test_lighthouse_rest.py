@@ -174,7 +174,8 @@ async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -
     async with scene() as (_, rest, members):
         event = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
         assert (event["kind"], event["replica_id"]) == ("evicted", "r1")
-        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0}
+        facts = {"incarnations": ["r1:1"], "quorum_id": 1}
+        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0, **facts}
         assert await members[1].next(Evicted) == Evicted("bad GPU", 0.0)
         await members[1].ended()
         assert "evicted by admin" in (await members[0].next(MemberLost)).reason
@@ -424,6 +425,7 @@ ACCESS = {
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
     ("GET", "/v1/jobs/{job}/events"): "worker service admin",
     ("GET", "/v1/jobs/{job}/session"): "worker admin",
+    ("GET", "/v1/lighthouses/session"): "service admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/drain"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
@@ -478,7 +480,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("DELETE", SERVICE): None,
 }
 """Of every order, in an order in which they can be carried out."""
-SESSION = ("GET", "/v1/jobs/{job}/session")
+SESSIONS = {("GET", "/v1/jobs/{job}/session"), ("GET", "/v1/lighthouses/session")}
 
 
 def url_of(path: str, job: str = "job", replica_id: str = "r1") -> str:
@@ -534,8 +536,8 @@ async def test_every_answer_is_as_described() -> None:
     async with scene(2) as (_, rest, members):
         described = Described(await rest.get("/openapi.json"))
         await members[0].ask(1)
-        reads = [one for one in ACCESS if one[0] == "GET" and one != SESSION]
-        assert {*reads, *BODIES, SESSION} == set(ACCESS)
+        reads = [one for one in ACCESS if one[0] == "GET" and one not in SESSIONS]
+        assert {*reads, *BODIES, *SESSIONS} == set(ACCESS)
         for method, path in (*reads, *BODIES, *reads):
             url = rest.address + url_of(path, replica_id="r0" if path.endswith("/drain") else "r1")
             async with rest.http.request(method, url, json=BODIES.get((method, path))) as answer:

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keepstep_cli.check_history import check_files
 from keepstep_lighthouse import app, records, term
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.core import JobCore
@@ -374,6 +375,9 @@ async def test_sigkill_costs_the_workers_nothing_but_a_moment(tmp_path: Path) ->
     await asyncio.gather(*(client.leave("done", DEADLINE) for client in clients))
     await asyncio.gather(*(client.close() for client in clients))
     assert await server.end(signal.SIGTERM) == 0
+    history = check_files([tmp_path])
+    assert history.fine, history.violations
+    assert history.epochs == 4
 
 
 async def test_members_that_do_not_come_back_are_waited_for_then_lost(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from keepstep import (
     WorldSizeMode,
 )
 from keepstep.coordination import LighthouseServer
+from keepstep_cli.check_history import check_files, violation_lines
 from keepstep_mesh.errors import Drained, KeepstepError, LayoutMismatch
 from keepstep_mesh.messages import ServiceAddress
 
@@ -38,6 +40,21 @@ def lighthouse() -> Iterator[str]:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=20_000)
     yield server.address()
     server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The step log of all Managers of a test, which has to be a valid history."""
+    path = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("KEEPSTEP_STEP_LOG", str(path))
+    yield path
+    if path.exists():
+        report = check_files([path])
+        assert report.fine, "\n".join(violation_lines(report))
+
+
+def events(path: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()]
 
 
 @contextmanager
@@ -242,7 +259,7 @@ def test_a_state_key_is_registered_once(lighthouse):
         m.set_state_dict_fns(lambda _: None, dict)
 
 
-def test_state_dict_goes_around_and_takes_what_torchft_wrote(lighthouse):
+def test_state_dict_goes_around_and_takes_what_torchft_wrote(lighthouse, steps):
     with manager(lighthouse, "a") as m:
         assert m.state_dict() == {"step": 0, "batches_committed": 0}
         m.load_state_dict({"step": 9, "batches_committed": 20})
@@ -254,6 +271,7 @@ def test_state_dict_goes_around_and_takes_what_torchft_wrote(lighthouse):
         assert saved["lineage"] >= 1
         m.load_state_dict(saved)
         assert m.state_dict() == saved
+    assert events(steps) == ["started", "loaded", "quorum", "committed", "loaded"]
 
 
 def test_no_lighthouse_is_a_timeout_that_names_it(monkeypatch):
@@ -605,7 +623,7 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         assert m.should_commit()
 
 
-def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse):
+def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse, steps):
     ready = threading.Barrier(2)
 
     def group(name: str, lineage: int) -> tuple[Any, ...]:
@@ -624,6 +642,8 @@ def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse):
             return first, second, weights["w"].item()
 
     assert together(lambda: group("a", 1), lambda: group("b", 2)) == [(True, True, 2.0)] * 2
+    (behind,) = [line for line in map(json.loads, steps.read_text().splitlines()) if line.get("behind")]
+    assert (behind["replica_id"].partition(":")[0], behind["step"], behind["lineage"]) == ("a", 6, 1)
 
 
 def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthouse):
@@ -671,7 +691,7 @@ def test_groups_that_registered_different_states_do_not_heal_from_each_other(lig
     assert "register the same keys" in together(lambda: group("a"), lambda: group("b"))[1]
 
 
-def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthouse):
+def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthouse, steps):
     class Breaks(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # noqa: ARG002
             raise ValueError("no memory")
@@ -685,6 +705,7 @@ def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthou
             optimizer.step()
         with pytest.raises(KeepstepError, match="no healthy group is there to heal from"):
             optimizer.zero_grad()
+    assert events(steps)[:4] == ["started", "quorum", "committed", "torn"]
 
 
 def test_batch_norm_with_several_buckets_trains_and_stays_equal(lighthouse):

@@ -18,6 +18,7 @@ from keepstep_lighthouse.events import (
     HealProgress,
     JobRecord,
     LeftOnPurpose,
+    LogEntry,
     Opened,
     Persist,
     Tell,
@@ -208,6 +209,8 @@ class Lighthouse:
                         self.sim.violated(f"{self.replica_of[number]} hears of an eviction that is not written")
                     if (connection := self.connections.get(number)) is not None:
                         connection.send(self, message)
+            case LogEntry():
+                self.sim.logs.entry(self, decision)
             case EndSession(number):
                 if (connection := self.connections.pop(number, None)) is not None:
                     connection.close(self)

@@ -3,6 +3,7 @@
 * One membership per quorum_id. quorum_id and epoch never go back, and what is announced was written before.
 * No quorum below min_replicas or empty; nobody in it that was evicted or whose session is over.
 * Equal (step, lineage) means equal state, over all groups that ever lived; one collective is for one step.
+* What lighthouses and groups wrote down passes ``keepstep check-history``.
 * Once the faults stop, all groups soon train in one quorum, in equal states.
 """
 
@@ -16,6 +17,7 @@ from keepstep_lighthouse.core import JobCore
 from keepstep_lighthouse.events import Announce, JobRecord, Persist, Policy, Tick
 from keepstep_mesh.messages import Lineage
 from simulation.faults import FAULT_SECONDS, Fault, faults_of, inject
+from simulation.history import Logs, report_on
 from simulation.lighthouse import Lighthouse, Store
 from simulation.network import Connection, Timeline
 from simulation.worker import Collective, Worker
@@ -35,6 +37,7 @@ class Simulation:
     def __init__(self, seed: int, faults: tuple[Fault, ...] | None = None, *, careful: bool = False) -> None:
         self.random = Random(f"network {seed}")
         self.time = Timeline()
+        self.logs = Logs()
         self.trace: list[str] = []
         self.tracing = False
         self._careful = careful
@@ -78,6 +81,8 @@ class Simulation:
         if not self._done:
             reason = self.lighthouse.core.reason(self.time.now)
             self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {reason.sentence}")
+        for violation in report_on(self.logs.lines).violations:
+            self.violated(f"the history is wrong, {violation.rule}: {violation.what}")
 
     def _recovered(self) -> bool:
         """All groups are in the last quorum and have committed since the faults stopped, and stand at one state."""

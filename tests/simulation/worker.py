@@ -92,6 +92,7 @@ class Worker:
         """quorum_id that the process group was made for, collectives done in it."""
         self._inbox: list[tuple[Connection, Any]] = []
         simulation.know(self)
+        simulation.logs.step(self, "started", lineage=self.lineage)
         self.connect()
 
     # ---- life
@@ -271,6 +272,7 @@ class Worker:
         self._healed = self._fetched is not None and self.sim.workers[plan.members[plan.source].replica_id].alive
         if self._healed and self._fetched is not None:
             self.step, self.lineage, self.state = plan.max_step, plan.lineage, self._fetched
+            self.sim.logs.step(self, "healed", lineage=self.lineage)
             self.sim.check_state(self)
         else:
             self._errored = self._errored or self._heals_first(plan)
@@ -327,9 +329,12 @@ class Worker:
             return
         if self._errored or not self._healed or self._result is None:
             self.failures += 1
+            self.sim.logs.step(self, "discarded")
         else:
             self.state = hash((self.state, self._result))
-            self.step, self.lineage = plan.max_step + 1, plan.quorum_id
+            before, self.step, self.lineage = self.lineage, plan.max_step + 1, plan.quorum_id
+            participants = len(plan.members) if plan.max_step == 0 else plan.max_world_size
+            self.sim.logs.step(self, "committed", lineage=before, participants=participants)
             self.failures = 0
             self.commits += 1
             self.sim.check_state(self)

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from keepstep_cli.check_history import check_files, summary_lines, violation_lines
 from keepstep_mesh.http import client_session, raise_for_problem
 
 from . import trainer
@@ -127,7 +128,10 @@ class Group:
 
 
 class Job:
-    """Use as an async context manager. ``policy``: flags of the lighthouse."""
+    """Use as an async context manager. ``policy``: flags of the lighthouse.
+
+    At its end the logs of the lighthouse and of all trainers are checked: ``keepstep check-history``.
+    """
 
     def __init__(self, *flags: str, min_replicas: int = 1, address: str | None = None) -> None:
         self._flags = flags
@@ -138,19 +142,36 @@ class Job:
         self._changed = asyncio.Condition()
         self._directory = tempfile.TemporaryDirectory(prefix="keepstep-test-")
         self.directory = Path(self._directory.name)
+        self.logs = self.directory / "logs"
+        self.logs.mkdir()
         self.lighthouse: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
         await self.start_lighthouse()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for group in self.groups.values():
             group.kill()
         for group in self.groups.values():
             await group.gone()
         await self.stop_lighthouse(signal.SIGTERM)
-        self._directory.cleanup()
+        try:
+            self.check_history()
+        except Exception as history:
+            if error is None:
+                raise
+            error.add_note(f"and its history: {history}")  # what failed first is what is told
+        finally:
+            self._directory.cleanup()
+
+    def check_history(self) -> None:
+        """Fails on a violation, and on a history in which there is nothing to check."""
+        report = check_files([self.logs])
+        told = "\n".join(summary_lines(report) + violation_lines(report))
+        assert report.fine, f"{told}\n{self.report()}"
+        assert report.event_logs, told
+        assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
 
     async def start_lighthouse(self) -> None:
         log = (self.directory / "lighthouse.log").open("ab")
@@ -158,7 +179,7 @@ class Job:
             self.lighthouse = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{self.port}",
                 "--store", f"sqlite:///{self.directory}/lighthouse.db", "--min-replicas", str(self._min_replicas),
-                *self._flags, stdout=log, stderr=log,
+                "--event-log", str(self.logs / "events.jsonl"), *self._flags, stdout=log, stderr=log,
             )  # fmt: skip
 
     async def stop_lighthouse(self, number: int = signal.SIGKILL) -> None:
@@ -184,6 +205,7 @@ class Job:
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RESTART_COUNT": str(restart),
                 "PYTHONUNBUFFERED": "1",
+                "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
             group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text)))

@@ -13,6 +13,8 @@ from queue import Queue
 
 import pytest
 
+from keepstep_cli.check_history import check_files, summary_lines, violation_lines
+
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0
 
@@ -20,10 +22,11 @@ DEADLINE = 240.0
 class Training:
     """`keepstep run` of the example, with a lighthouse of its own; its lines as they come."""
 
-    def __init__(self, folder: Path, repository: Path, replicas: int, *arguments: str) -> None:
+    def __init__(self, folder: Path, state: Path, repository: Path, replicas: int, *arguments: str) -> None:
+        self.logs = [state, folder / "steps.jsonl"]
         # --min-replicas: else the first group to be ready trains alone until the others are.
         command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", str(replicas)]
-        command += ["--min-replicas", str(replicas), "--grace", "60"]
+        command += ["--min-replicas", str(replicas), "--grace", "60", "--state-dir", str(state)]
         self.process = subprocess.Popen(
             [*command, "--", str(repository / "examples" / "train_ddp.py"), *arguments],
             cwd=folder,
@@ -53,9 +56,15 @@ class Training:
         raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
 
     def wait(self) -> int:
+        """Its exit code. Fails when its logs show a violation."""
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.lines.append(line)
-        return self.process.wait(DEADLINE)
+        code = self.process.wait(DEADLINE)
+        report = check_files(self.logs)
+        assert report.fine, "\n".join([*violation_lines(report), *self.lines])
+        assert report.event_logs, summary_lines(report)
+        assert report.step_logs, summary_lines(report)
+        return code
 
     def weights(self) -> list[str]:
         """The digest that each group printed at its end."""
@@ -72,7 +81,8 @@ def trainings(tmp_path: Path, repository: Path) -> Iterator[object]:
     started: list[Training] = []
 
     def train(replicas: int, *arguments: str) -> Training:
-        started.append(Training(tmp_path, repository, replicas, *arguments))
+        state = tmp_path / f"state-{len(started)}"
+        started.append(Training(tmp_path, state, repository, replicas, *arguments))
         return started[-1]
 
     yield train
@@ -126,6 +136,9 @@ def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
     assert summary["weights_bit_identical"]
     assert "SIGKILL to r0" in done.stdout
     assert "weights bit-identical" in done.stdout
+    assert summary["history"]["records"] > 100
+    assert summary["history"]["violations"] == {}
+    assert "history checked: read 1 event log and 3 step logs" in done.stdout
 
 
 def test_a_demo_that_takes_too_long_fails_and_says_what_was_printed_last(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from keepstep_cli import errors
 from keepstep_cli.main import main
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
-SECTIONS = dict(re.findall(r"^## keepstep (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(re.findall(r"^## keepstep ([\w-]+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 SHARED = re.search(r"^## Which lighthouse.*?(?=^## )", TEXT, re.MULTILINE | re.DOTALL)
 OF_ANOTHER = {"up": "lighthouse"}
 """A section that says that it takes the flags of another."""
@@ -57,3 +57,4 @@ def test_every_exit_code_is_documented() -> None:
 def test_every_flag_of_a_command_is_in_its_help(command: str) -> None:
     shown = CliRunner().invoke(main, [command, "--help"]).output
     assert not [flag for flag in flags_of(command, hidden=False) if flag not in shown]
+    assert "\\" not in shown, "an escape that was meant for click"

@@ -26,7 +26,12 @@ ONLY_TRAINERS = {"torch", "numpy", "xxhash"}
 ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
-PURE = ["services/keepstep_lighthouse/core.py", "libs/keepstep/quorum_plan.py", "libs/keepstep_cli/supervisor.py"]
+PURE = [
+    "services/keepstep_lighthouse/core.py",
+    "libs/keepstep/quorum_plan.py",
+    "libs/keepstep_cli/supervisor.py",
+    *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),
+]
 NOT_IN_A_CORE = {
     "asyncio",
     "time",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +13,7 @@ from keepstep.checkpointing.manifest import Origin, build_manifest
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.settings import outward_address
 
 T = TypeVar("T")
 
@@ -137,13 +137,3 @@ def _hash(snapshot: Snapshot) -> None:
         snapshot.manifest.set_exception(error)
     finally:
         snapshot.release()
-
-
-def outward_address() -> str:
-    """Address of the interface with the default route, loopback when there is none. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any address, owned by nobody
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -94,11 +94,17 @@ class Communicator(ABC):
                     self._looking.start()
 
     def _look(self) -> None:
-        """Fails the communicator when a peer is gone and an operation has not noticed from one look to the next."""
+        """Fails the communicator when a peer is gone and an operation has not noticed from one look to the next.
+
+        Ends when nothing is in flight.
+        """
         before: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         while not self._failed.wait(LOOK * SLICE.total_seconds()):
             with self._lock:
                 promised = [work for work in self._in_flight if work.promised and not work.is_completed()]
+                if not promised:
+                    self._looking = None
+                    return
             if any(work in before for work in promised) and self.has_lost_a_peer():
                 self.fail(ProcessGroupError(PEER_IS_GONE))
             before = weakref.WeakSet(promised)
@@ -122,8 +128,9 @@ class Communicator(ABC):
         with self._lock:
             in_flight = list(self._in_flight)
         _finish(in_flight)
-        if self._looking is not None:
-            self._looking.join()
+        looking = self._looking
+        if looking is not None:
+            looking.join()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:
             _dispose(backend)

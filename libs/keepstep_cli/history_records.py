@@ -1,0 +1,179 @@
+"""The lines of event logs and step logs as records. ``parse`` is pure; ``files_of`` and ``lines_of`` read.
+
+An event log is what a lighthouse writes with ``--event-log``, a step log what trainers write with
+``KEEPSTEP_STEP_LOG``. Each line says of itself which of the two it is from, so a folder may hold both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HIGHEST = 2**63
+LONGEST_LINE = 64 * 1024 * 1024
+"""Bytes; a quorum of a hundred thousand groups fits."""
+LOG_NAME = re.compile(r"\.jsonl(\.\d+)?$")
+"""Which files of a folder are read: ``events.jsonl``, and ``events.jsonl.1`` which was rotated away before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """One line of an event log. ``quorum_id``, ``names`` and ``owner`` are of those kinds that have them."""
+
+    id: int
+    epoch: int
+    job: str
+    kind: str
+    replica_id: str
+    quorum_id: int | None = None
+    names: tuple[str, ...] = ()
+    """``quorum``: its members; ``evicted``: the incarnations."""
+    owner: str = ""
+    """``term``: the process whose term it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of a step log."""
+
+    job: str
+    replica_id: str
+    group_rank: int
+    n: int
+    event: str
+    step: int
+    quorum_id: int
+    epoch: int
+    lineage: int | str
+    participants: int
+    members: tuple[str, ...]
+    behind: bool
+
+
+Record = EventRecord | StepRecord
+
+
+def parse(line: bytes) -> Record:
+    """Raises ValueError that says what is wrong when this is a line of neither log."""
+    try:
+        plain = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    if not isinstance(plain, dict) or not ({"id", "kind"} <= plain.keys() or {"n", "event"} <= plain.keys()):
+        raise ValueError("it is JSON, but of no event log and no step log")
+    return _event(plain) if "kind" in plain else _step(plain)
+
+
+def _event(plain: dict[str, Any]) -> EventRecord:
+    kind = _text(plain, "kind")
+    detail = plain.get("detail")
+    if not isinstance(detail, dict):
+        raise ValueError("'detail' is missing")  # noqa: TRY004 - of the line, not of a caller
+    named = {"quorum": "members", "evicted": "incarnations"}.get(kind)
+    return EventRecord(
+        id=_number(plain, "id"),
+        epoch=_number(plain, "epoch"),
+        job=_text(plain, "job"),
+        kind=kind,
+        replica_id=_text(plain, "replica_id"),
+        quorum_id=_number(detail, "quorum_id") if named else None,
+        names=_names(detail, named) if named else (),
+        owner=_text(detail, "owner") if kind == "term" else "",
+    )
+
+
+HELD = {"started", "loaded", "torn", "healed", "committed"}
+"""Step-log events that say a lineage."""
+ANSWERED = {"quorum", "healed", "committed", "discarded"}
+"""Step-log events under the answer of a lighthouse."""
+
+
+def _step(plain: dict[str, Any]) -> StepRecord:
+    event = _text(plain, "event")
+    if event not in HELD | ANSWERED:
+        raise ValueError(f"a step log has no event {event!r}")
+    lineage = plain.get("lineage", None if event in HELD else "")
+    if not isinstance(lineage, str):
+        lineage = _number(plain, "lineage")
+    return StepRecord(
+        job=_text(plain, "job"),
+        replica_id=_text(plain, "replica_id"),
+        group_rank=_number(plain, "group_rank"),
+        n=_number(plain, "n"),
+        event=event,
+        step=_number(plain, "step"),
+        quorum_id=_number(plain, "quorum_id"),
+        epoch=_number(plain, "epoch") if event in ANSWERED else 0,
+        lineage=lineage,
+        participants=_number(plain, "participants") if event == "committed" else 0,
+        members=_names(plain, "members") if event == "quorum" else (),
+        behind=plain.get("behind") is True,
+    )
+
+
+def _number(plain: dict[str, Any], name: str) -> int:
+    value = plain.get(name)
+    if type(value) is not int or not 0 <= value < HIGHEST:
+        raise ValueError(f"{name!r} is {value!r} and should be a whole number")
+    return value
+
+
+def _text(plain: dict[str, Any], name: str) -> str:
+    value = plain.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} is {value!r} and should be a text")  # noqa: TRY004 - of the line, not of a caller
+    return value
+
+
+def _names(plain: dict[str, Any], name: str) -> tuple[str, ...]:
+    value = plain.get(name)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"{name!r} is {value!r} and should be a list of groups")
+    return tuple(value)
+
+
+# ---- files
+
+
+def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    """The logs among ``paths``, folders looked through, each file once; and of which log each is a part.
+
+    ``events.jsonl.1`` was rotated away from ``events.jsonl`` and stands before it. Raises OSError when one of ``paths``
+    is not there or a folder cannot be read.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        path.stat()
+        inside = sorted(one for one in path.rglob("*.jsonl*") if LOG_NAME.search(one.name) and one.is_file())
+        for one in inside if path.is_dir() else [path]:
+            found.setdefault(one.resolve(), one)
+
+    def log_of(path: Path) -> str:
+        heir = path.with_suffix("") if path.suffix[1:].isdecimal() else path
+        return str(heir if heir.resolve() in found else path)
+
+    logs = [(log_of(path), path) for path in found.values()]
+    return sorted(logs, key=lambda one: (one[0], -int(one[1].suffix[1:]) if one[0] != str(one[1]) else 0))
+
+
+def lines_of(path: Path) -> Iterator[tuple[Place, bytes, bool]]:
+    """Each line that is not empty, and whether it is whole: the last one of a file may lack its end. Raises OSError."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            if text := line.strip():
+                yield Place(str(path), number), text, line.endswith(b"\n")

@@ -1,0 +1,90 @@
+"""``keepstep check-history`` over the logs of a real job with real faults; then over the same logs, changed by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep_cli.check_history import check_files
+from keepstep_cli.rest import Lighthouse
+
+from .job import Job
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+
+
+async def logs_of_a_hard_life(folder: Path) -> None:
+    """A group is killed, the lighthouse is killed, a group is frozen until it is lost, one is evicted."""
+    async with Job("--heartbeat-timeout", "1.5") as job:
+        a, b, c = [await job.start(name) for name in ("a", "b", "c")]
+        await job.advance(a, b, c)
+        c.kill()
+        await job.advance(a, b)
+        await job.start("c")
+        await job.advance(a, b, c)
+        await job.stop_lighthouse()
+        await job.start_lighthouse()
+        await job.advance(a, b, c)
+        b.kill(number=signal.SIGSTOP)
+        await job.advance(a, c)
+        b.kill(number=signal.SIGCONT)
+        await job.advance(a, b, c)
+        await Lighthouse(job.address, None).post("jobs", "default", "replicas", "a", "evict", reason="a test")
+        assert await a.exit_codes() == [77]
+        await job.start("a")
+        await job.advance(a, b, c)
+        shutil.copytree(job.logs, folder)
+
+
+EVERY = 10
+"""Of so many commits one is changed."""
+
+
+def changes(logs: Path) -> Iterator[tuple[str, Path, list[str]]]:
+    """What was done, the file, its lines: each line taken out, commits changed in each of their facts.
+
+    Not the last line that a process wrote: without it all looks as if the kill had come a moment earlier.
+    """
+    for path in sorted(logs.iterdir()):
+        lines = path.read_text().splitlines(keepends=True)
+        plain = [json.loads(line) for line in lines]
+        for place, line in enumerate(plain):
+            following = plain[place + 1] if place + 1 < len(plain) else {}
+            if following.get("kind", following.get("event")) not in {None, "term", "started"}:
+                yield f"line {place + 1} taken out", path, [*lines[:place], *lines[place + 1 :]]
+            if line.get("event") == "committed" and place % EVERY == 0:
+                for fact in ("step", "quorum_id", "epoch", "lineage", "n"):
+                    for value in {0, 1, 2, 3, 9999} - {line[fact]}:
+                        changed = json.dumps({**line, fact: value}) + "\n"
+                        yield (
+                            f"line {place + 1} says {fact} {value}",
+                            path,
+                            [*lines[:place], changed, *lines[place + 1 :]],
+                        )
+
+
+async def test_a_real_history_is_valid_and_every_change_to_it_is_found(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    await logs_of_a_hard_life(logs)
+    report = check_files([logs])
+    assert report.fine, report.violations
+    assert report.not_covered == []
+    job = report.jobs["default"]
+    assert (job.groups, job.incarnations, job.epochs) == (3, 5, 2)
+    assert job.quorums >= 6
+
+    made = 0
+    for what, path, lines in changes(logs):
+        whole = path.read_text()
+        path.write_text("".join(lines))
+        report = check_files([logs])
+        named = any("begins in the middle" in sentence for sentence in report.not_covered)
+        assert not report.fine or named, f"{path.name}: {what}"
+        path.write_text(whole)
+        made += 1
+    assert made > 400

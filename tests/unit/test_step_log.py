@@ -1,0 +1,79 @@
+"""The step log: a numbered line an event, nothing without the variable; ``keepstep check-history`` reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.quorum_plan import QuorumPlan, make_plan
+from keepstep.step_log import STEP_LOG_ENV, StepLog
+from keepstep_cli.history_records import StepRecord, parse
+from keepstep_mesh.messages import Member, MemberInfo, Quorum
+
+INFO = MemberInfo("http://a", "http://a")
+
+
+def plan_of(quorum_id: int, *names: str, epoch: int = 1, previous: QuorumPlan | None = None) -> QuorumPlan:
+    members = tuple(Member(name, 3, 1, 0, False, INFO) for name in names)
+    quorum = Quorum(
+        epoch=epoch, quorum_id=quorum_id, created_ms=0, joiners=0, step=3, lineage=1, uniform=True, listed=members
+    )
+    return make_plan(quorum, names[0], previous)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STEP_LOG_ENV, str(tmp_path / "steps.jsonl"))
+    return tmp_path / "steps.jsonl"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_say_who_wrote_them_and_are_numbered(path: Path) -> None:
+    logs = [StepLog("night", "a:1", rank) for rank in (0, 1)]
+    for step in (1, 2, 3):
+        for log in logs:
+            log.write("committed", step, 7, epoch=2, participants=2, lineage=6)
+    for log in logs:
+        log.close()
+        log.write("committed", 4, 7)
+    assert [(one["job"], one["replica_id"], one["group_rank"], one["n"], one["step"]) for one in lines(path)] == [
+        ("night", "a:1", rank, step, step) for step in (1, 2, 3) for rank in (0, 1)
+    ]
+
+
+def test_a_quorum_is_written_when_it_is_another_or_its_group_was_built(path: Path) -> None:
+    log = StepLog("job", "a:1", 0)
+    first = plan_of(1, "a:1", "b:1")
+    log.quorum(3, first, built=True)
+    log.quorum(4, replace(first, max_step=4), built=False)
+    log.quorum(5, plan_of(1, "a:1", "b:1"), built=False)  # the list came again
+    log.quorum(6, plan_of(1, "a:1", "b:1", epoch=2), built=False)
+    log.quorum(7, plan_of(1, "a:1", "c:1", epoch=2), built=False)
+    log.quorum(8, plan_of(2, "a:1", "c:1", epoch=2), built=True)
+    log.quorum(9, plan_of(2, "a:1", "c:1", epoch=2), built=True)
+    log.close()
+    assert [(one["step"], one["epoch"], one["quorum_id"], one["members"]) for one in lines(path)] == [
+        (3, 1, 1, ["a:1", "b:1"]),
+        (6, 2, 1, ["a:1", "b:1"]),
+        (7, 2, 1, ["a:1", "c:1"]),
+        (8, 2, 2, ["a:1", "c:1"]),
+        (9, 2, 2, ["a:1", "c:1"]),
+    ]
+    assert {type(parse(line)) for line in path.read_bytes().splitlines()} == {StepRecord}
+
+
+def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STEP_LOG_ENV, raising=False)
+    monkeypatch.chdir(tmp_path)
+    log = StepLog("job", "a:1", 0)
+    log.write("committed", 1, 1)
+    log.quorum(1, plan_of(1, "a:1"), built=True)
+    log.close()
+    assert not list(tmp_path.iterdir())
