@@ -18,12 +18,13 @@ ASK_SECONDS = 1.0
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    r"""Print what makes a shell complete commands, flags, jobs and replica groups.
+    """Print what makes a shell complete commands, flags, jobs and replica groups.
 
-    \b
-    bash: eval "$(keepstep completion bash)"      in ~/.bashrc
-    zsh:  eval "$(keepstep completion zsh)"       in ~/.zshrc
-    fish: keepstep completion fish | source       in ~/.config/fish/config.fish
+    In ~/.bashrc: eval "$(keepstep completion bash)"
+
+    In ~/.zshrc: eval "$(keepstep completion zsh)"
+
+    In ~/.config/fish/config.fish: keepstep completion fish | source
     """
     from click.shell_completion import get_completion_class
 
