@@ -31,7 +31,10 @@ async def lighthouse(**settings: Any) -> AsyncIterator[Lighthouse]:
     one = Lighthouse(LighthouseSettings(**{"bind": "127.0.0.1:0", **settings}))
     await one.start()
     try:
-        await eventually(lambda: one.term is not None)  # with etcd the election comes after the port is open
+        # with etcd the election comes after the port is open
+        await eventually(
+            lambda: one.term is not None or (one.leadership is not None and one.leadership.leader is not None)
+        )
         yield one
     finally:
         await one.stop()

@@ -20,13 +20,14 @@ from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
-from keepstep_mesh.auth import Tokens, token_of_client, tokens_of_service
+from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
 from keepstep_mesh.session import LighthouseSession, SessionSettings
-from keepstep_mesh.settings import split_addresses
+from keepstep_mesh.settings import Settings, split_addresses
+from keepstep_mesh.tls import tls_of_client, tls_of_service
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -114,7 +115,9 @@ class LighthouseServer:
         self._mesh = MeshThread("keepstep-lighthouse")
         try:
             self._service: Lighthouse = Lighthouse(
-                LighthouseSettings(bind=f"{host}:{port}", policy=policy, tokens=tokens)
+                LighthouseSettings(
+                    bind=f"{host}:{port}", policy=policy, tokens=tokens, tls=tls_of_service(Settings(), "lighthouse")
+                )
             )
             self._mesh.call(self._service.start(), 30.0)
         except BaseException:
@@ -122,7 +125,7 @@ class LighthouseServer:
             raise
 
     def address(self) -> str:
-        """``http://host:port``."""
+        """``http://host:port``; ``https`` with ``KEEPSTEP_LIGHTHOUSE_TLS_CERT``."""
         return self._service.address
 
     def shutdown(self) -> None:
@@ -154,7 +157,8 @@ class LighthouseClient:
                         addresses=self._addresses,
                         job=variable("JOB") or "default",
                         replica_id=replica_id,
-                        token=token_of_client(),
+                        token=ClientToken(),
+                        tls=tls_of_client(),
                         connect_timeout=self._connect_timeout,
                     ),
                     lambda _: None,
@@ -246,7 +250,7 @@ class ManagerServer:
     ) -> None:
         addresses = split_addresses(lighthouse_addr)
         port = bind.rpartition(":")[2]
-        token = token_of_client()
+        token = ClientToken()
         self._mesh = MeshThread("keepstep-manager-server")
         self._failed = ""
         self._server = GroupServer(
@@ -266,6 +270,7 @@ class ManagerServer:
                     job=variable("JOB") or "default",
                     replica_id=name,
                     token=token,
+                    tls=tls_of_client(),
                     connect_timeout=connect_timeout.total_seconds(),
                     heartbeat_interval=heartbeat_interval.total_seconds(),
                 ),
@@ -320,7 +325,7 @@ class ManagerClient:
                 group_rank,
                 0,
                 int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                token_of_client(),
+                ClientToken(),
                 lambda _: None,
                 lambda _: None,
             )
@@ -383,7 +388,7 @@ class ManagerClient:
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What rank ``rank`` of the server's group gave for its peers."""
         return self._mesh.call(
-            checkpoint_metadata(self._addr, rank, token_of_client(), timeout.total_seconds()),
+            checkpoint_metadata(self._addr, rank, ClientToken(), timeout.total_seconds()),
             timeout.total_seconds() + 1,
         )
 

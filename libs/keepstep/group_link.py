@@ -19,10 +19,11 @@ from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import MeshThread
 from keepstep.rank_client import RankClient
-from keepstep_mesh.auth import token_of_client
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
+from keepstep_mesh.tls import TlsFiles, tls_of_client
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class LinkSettings:
     store_addr: str | None
     store_port: int | None
     restart: int
-    token: str | None
+    token: ClientToken
+    tls: TlsFiles
     heartbeat_interval: float
     connect_timeout: float
     quorum_retries: int
@@ -89,7 +91,8 @@ class LinkSettings:
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),
-            token=token_of_client(),
+            token=ClientToken(),
+            tls=tls_of_client(),
             heartbeat_interval=heartbeat_interval,
             connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
@@ -128,6 +131,7 @@ def connect_group(
                     job=settings.job,
                     replica_id=replica_id,
                     token=settings.token,
+                    tls=settings.tls,
                     connect_timeout=limit,
                     heartbeat_interval=settings.heartbeat_interval,
                 ),

@@ -7,19 +7,22 @@ from typing import cast
 import aiohttp
 
 from keepstep.layout import first_difference
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 
 
-async def _get_json(url: str, token: str | None, timeout: float) -> dict[str, object]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+async def _get_json(url: str, token: str | ClientToken | None, timeout: float) -> dict[str, object]:
     limit = aiohttp.ClientTimeout(total=timeout)
-    async with aiohttp.ClientSession(headers=headers, timeout=limit) as client, client.get(url) as answer:
+    async with (
+        aiohttp.ClientSession(headers=ClientToken.of(token).peer_headers(), timeout=limit) as client,
+        client.get(url) as answer,
+    ):
         if answer.status != 200:
             raise KeepstepError(f"{url} answered {answer.status}: {(await answer.text())[:200]}")
         return cast("dict[str, object]", await answer.json())
 
 
-async def checkpoint_metadata(address: str, group_rank: int, token: str | None, timeout: float) -> str:
+async def checkpoint_metadata(address: str, group_rank: int, token: str | ClientToken | None, timeout: float) -> str:
     """What the transport of ``group_rank`` of the group served at ``address`` gave for its peers."""
     try:
         return str((await _get_json(f"{address}/v1/ranks/{group_rank}/checkpoint", token, timeout))["metadata"])
@@ -27,7 +30,9 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | None, 
         raise KeepstepError(f"the group server at {address} cannot be asked for its checkpoint: {error}") from error
 
 
-async def first_layout_difference(address: str, token: str | None, ours: list[str], timeout: float = 5.0) -> str:
+async def first_layout_difference(
+    address: str, token: str | ClientToken | None, ours: list[str], timeout: float = 5.0
+) -> str:
     """Where our parameters differ from those of the group served at ``address``, in a sentence."""
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout)

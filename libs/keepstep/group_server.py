@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 
@@ -20,6 +19,7 @@ from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings
 from keepstep.group_core import CommitBarrier, DisagreeError, merge_asks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -89,6 +89,7 @@ class GroupServer:
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
         self._settings = settings
+        self._token = ClientToken.of(settings.token)
         self._session = make_session(settings.replica_id, self._pushed)
         self._on_failed = on_failed
         self._on_push = on_push
@@ -434,14 +435,11 @@ class GroupServer:
     async def _authorize(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        token = self._settings.token
-        if token and request.path != "/healthz":
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                raise web.HTTPUnauthorized(
-                    text=json.dumps({"title": "wrong or missing token", "status": 401}),
-                    content_type="application/problem+json",
-                )
+        if request.path != "/healthz" and not self._token.accepts_peer(request.headers.get("Authorization", "")):
+            raise web.HTTPUnauthorized(
+                text=json.dumps({"title": "wrong or missing token", "status": 401}),
+                content_type="application/problem+json",
+            )
         return await handler(request)
 
     async def _healthz(self, _request: web.Request) -> web.Response:

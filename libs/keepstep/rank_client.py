@@ -12,6 +12,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -57,7 +58,7 @@ class RankClient:
         group_rank: int,
         world_size: int,
         restart: int,
-        token: str | None,
+        token: str | ClientToken | None,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
         quorum_retries: int = 0,
@@ -69,7 +70,7 @@ class RankClient:
         self.key_values: KeyValueServer | None = None
         self.services: tuple[ServiceAddress, ...] = ()
         self._hello = RankHello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = ClientToken.of(token)
         self._on_failed = on_failed
         self._on_push = on_push
         self._client: ClientSession | None = None
@@ -81,7 +82,7 @@ class RankClient:
 
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
-        self._client = ClientSession(headers=self._headers, timeout=ClientTimeout(total=None, connect=connect_timeout))
+        self._client = ClientSession(timeout=ClientTimeout(total=None, connect=connect_timeout))
         pause, reason = 0.02, "not tried"
         try:
             async with asyncio.timeout(connect_timeout):
@@ -107,6 +108,7 @@ class RankClient:
         assert self._client is not None
         socket = await self._client.ws_connect(
             urllib.parse.urljoin(self.address, "/v1/ranks"),
+            headers=self._token.peer_headers(),
             max_msg_size=codec.MAX_SERVER_FRAME_BYTES,
             timeout=ClientWSTimeout(ws_close=CLOSE_SECONDS),
         )

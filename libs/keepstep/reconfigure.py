@@ -19,6 +19,7 @@ from keepstep.process_group import ProcessGroup
 from keepstep.quorum_plan import QuorumPlan
 from keepstep.rendezvous import RendezvousStore
 from keepstep.rendezvous_server import KeyValueServer, Table
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 
 REMEMBERED = 64
@@ -46,7 +47,7 @@ class Reconfigurer:
         replica_id: str,
         group_rank: int,
         group_world_size: int,
-        token: str | None,
+        token: str | ClientToken | None,
         host: str,
         key_values: KeyValueServer | None,
         own_address: str,

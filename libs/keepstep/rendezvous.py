@@ -22,6 +22,7 @@ import msgpack
 from torch.distributed.distributed_c10d import Store
 
 from keepstep.rendezvous_server import PATH, KeyValueServer, RendezvousError, Table
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
 
 __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "RendezvousStore", "Table"]
@@ -50,7 +51,7 @@ class RendezvousStore(Store):
         table: Table | None = None,
         *,
         timeout: timedelta = timedelta(seconds=60),
-        token: str | None = None,
+        token: str | ClientToken | None = None,
         server: KeyValueServer | None = None,
     ) -> None:
         super().__init__()
@@ -189,12 +190,10 @@ class _There:
     round trip; our own, because ``abort`` shuts the sockets that calls wait on.
     """
 
-    def __init__(self, address: str, table: Table, token: str | None) -> None:
+    def __init__(self, address: str, table: Table, token: str | ClientToken | None) -> None:
         self._peer = _split(address)
         self._table = [table.job, table.epoch, table.quorum_id, table.group_rank]
-        self._headers = {"Content-Type": "application/msgpack"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
+        self._token = ClientToken.of(token)
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[socket.socket] = set()
@@ -242,7 +241,8 @@ class _There:
         sock.settimeout(max(deadline - time.monotonic(), 0.0) + 1.0)
         keep = False
         try:
-            connection.request("POST", PATH, body, self._headers)
+            headers = {"Content-Type": "application/msgpack", **self._token.peer_headers()}
+            connection.request("POST", PATH, body, headers)
             response = connection.getresponse()
             answer = response.read()
             keep = not response.will_close

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hmac
 import http.client
 import itertools
 import threading
@@ -23,6 +22,7 @@ from typing import Any, cast
 import msgpack
 from aiohttp import web
 
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError
 
 PATH = "/v1/rendezvous"
@@ -95,11 +95,11 @@ class _Contents:
 class KeyValueServer:
     """The tables of one host, in memory. Every method may be called from any thread; none blocks.
 
-    ``token``: what callers over HTTP must send as ``Authorization: Bearer``; None asks for nothing.
+    ``token``: of the job; callers over HTTP must show what is derived from it (``ClientToken``). None asks for nothing.
     """
 
-    def __init__(self, token: str | None = None) -> None:
-        self._token = token
+    def __init__(self, token: str | ClientToken | None = None) -> None:
+        self._token = ClientToken.of(token)
         self._lock = threading.Lock()
         self._tables: dict[Table, _Contents] = {}
         self._closed = False
@@ -193,10 +193,7 @@ class KeyValueServer:
         return contents
 
     async def _handle(self, request: web.Request) -> web.Response:
-        sent = request.headers.get("Authorization", "")
-        if self._token is not None and not hmac.compare_digest(
-            sent.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
-        ):
+        if not self._token.accepts_peer(request.headers.get("Authorization", "")):
             return _problem(401, "a bearer token of this job is needed")
         try:
             result = await self._execute(*_unpack(await _body(request)))

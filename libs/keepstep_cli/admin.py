@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
-from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, token_option
+from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
 from keepstep_cli.rest import Lighthouse, read_token
 
 T = TypeVar("T")
@@ -52,10 +52,24 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
     @lighthouse_option
     @job_option
     @token_option
+    @tls_options
     @json_option
     @functools.wraps(function)
-    def with_link(*, addresses: str | None, job: str, token_file: Path | None, as_json: bool, **others: Any) -> None:
-        function(Link(Lighthouse(addresses, read_token(token_file)), job, as_json), **others)
+    def with_link(
+        *,
+        addresses: str | None,
+        job: str,
+        token_file: Path | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        tls_ca: Path | None,
+        as_json: bool,
+        **others: Any,
+    ) -> None:
+        from keepstep_mesh.tls import tls_of_client
+
+        tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
+        function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
 
     return with_link
 

@@ -20,11 +20,11 @@ ASK_SECONDS = 1.0
 def completion(context: click.Context, shell: str) -> None:
     """Print what makes a shell complete commands, flags, jobs and replica groups.
 
-    In ~/.bashrc: eval "$(keepstep completion bash)"
+    For bash, put eval "$(keepstep completion bash)" into ~/.bashrc.
 
-    In ~/.zshrc: eval "$(keepstep completion zsh)"
+    For zsh, put eval "$(keepstep completion zsh)" into ~/.zshrc.
 
-    In ~/.config/fish/config.fish: keepstep completion fish | source
+    For fish, put keepstep completion fish | source into ~/.config/fish/config.fish.
     """
     from click.shell_completion import get_completion_class
 
@@ -58,10 +58,12 @@ def _names(context: click.Context, incomplete: str, names: Callable[[Any], Itera
     import asyncio
 
     from keepstep_cli.rest import Lighthouse, read_token
+    from keepstep_mesh.tls import tls_of_client
 
     try:
         token = read_token(context.params.get("token_file"))
-        lighthouse = Lighthouse(context.params.get("addresses"), token, timeout=ASK_SECONDS)
+        tls = tls_of_client({name: context.params.get(name) for name in ("tls_cert", "tls_key", "tls_ca")})
+        lighthouse = Lighthouse(context.params.get("addresses"), token, tls, timeout=ASK_SECONDS)
         answer = asyncio.run(lighthouse.get(*path))
     except click.ClickException:
         return []

@@ -14,6 +14,7 @@ from keepstep_cli.ranks import free_port
 from keepstep_cli.supervisor import GroupSpec
 
 NAME = "lighthouse"
+TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
 
 
 def usual_port() -> int:
@@ -38,5 +39,7 @@ def lighthouse_program(
         "--log-level": "error",
     }
     words = [word for setting in settings.items() for word in setting]
+    # It is on loopback, and the ranks are told http.
+    own = {name: value for name, value in environment.items() if not name.startswith(TLS_VARIABLES)}
     command = (sys.executable, "-m", "keepstep_cli", "lighthouse", *words, *flags)
-    return Program(GroupSpec(NAME, service=True), command, lambda _restart: [dict(environment)])
+    return Program(GroupSpec(NAME, service=True), command, lambda _restart: [own])

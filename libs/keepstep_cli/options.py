@@ -45,6 +45,19 @@ def token_option(command: Command) -> Command:
     )(command)
 
 
+def tls_options(command: Command) -> Command:
+    """``tls_cert``, ``tls_key`` and ``tls_ca`` of a client."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    for name, meaning in (
+        ("cert", "Certificate to show (PEM), where the lighthouse wants one."),
+        ("key", "Its key (PEM), if it is not in the same file."),
+        ("ca", "CA (PEM) that the lighthouse's certificate must come from.  [default: those of the system]"),
+    ):
+        variable = f"KEEPSTEP_TLS_{name.upper()}"
+        command = click.option(f"--tls-{name}", type=file, help=f"{meaning}  [env: {variable}]")(command)
+    return command
+
+
 def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")(command)
 

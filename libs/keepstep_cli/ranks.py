@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+from keepstep_mesh.tls import TlsFiles
 
 PR_SET_PDEATHSIG = 1
 
@@ -29,7 +31,9 @@ class JobSpec:
     job: str
     run_id: str
     max_restarts: int
-    token: str | None = None
+    token_file: Path | None = None
+    """Beats what the environment says."""
+    tls: TlsFiles = field(default_factory=TlsFiles)
     first_group: int = 0
     """Number of the first group started here, where one job is started on several machines."""
     replicas_in_job: int | None = None
@@ -78,8 +82,13 @@ def rank_environment(
         "KEEPSTEP_LIGHTHOUSE": job.lighthouse,
         "KEEPSTEP_JOB": job.job,
     }
-    if job.token:
-        environment["KEEPSTEP_TOKEN"] = job.token
+    if job.token_file is not None:
+        # The file, not what is in it: the ranks read it again when it changes.
+        environment.pop("KEEPSTEP_TOKEN", None)
+        environment["KEEPSTEP_TOKEN_FILE"] = str(job.token_file.absolute())
+    for name in ("cert", "key", "ca"):
+        if (file := getattr(job.tls, name)) is not None:
+            environment[f"KEEPSTEP_TLS_{name.upper()}"] = str(file.absolute())
     ranks_here = job.replicas * job.nproc_per_replica
     if ranks_here > 1:
         # Each rank would otherwise start a thread for every core, and they would fight over them.

@@ -18,28 +18,33 @@ from keepstep_cli.options import DEFAULT_LIGHTHOUSE
 if TYPE_CHECKING:
     import aiohttp
 
+    from keepstep_mesh.tls import TlsFiles
+
 TIMEOUT_SECONDS = 10.0
 
 
 def read_token(token_file: Path | None) -> str | None:
     """The token in the file of the flag, else that of the environment, else None."""
-    from keepstep_mesh.auth import token_of_client
+    from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.errors import AuthError
 
     environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
     try:
-        token = token_of_client(environment)
+        return ClientToken(environment).shown
     except AuthError as error:
         raise click.UsageError(str(error)) from error
-    if token_file is not None and not token:
-        raise click.UsageError(f"{token_file} is empty; it must hold the token")
-    return token
 
 
 class Lighthouse:
     """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
-    def __init__(self, addresses: str | None, token: str | None, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        addresses: str | None,
+        token: str | None,
+        tls: TlsFiles | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -48,6 +53,7 @@ class Lighthouse:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
         self._timeout = timeout
+        self._tls = tls
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
@@ -76,11 +82,16 @@ class Lighthouse:
 
         from keepstep_mesh.errors import AuthError
         from keepstep_mesh.http import Problem, client_session, leader_of, raise_for_problem
+        from keepstep_mesh.tls import TlsError, explained
 
         tried = []
         left = list(self._addresses)
         asked = set()
-        async with client_session(self._token, timeout=timeout) as session:
+        try:
+            tls = self._tls.client_context() if self._tls else None
+        except TlsError as error:
+            raise click.UsageError(str(error)) from error
+        async with client_session(self._token, timeout=timeout, tls=tls) as session:
             while left:
                 address = left.pop(0)
                 asked.add(address)
@@ -88,7 +99,7 @@ class Lighthouse:
                 try:
                     answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    tried.append(f"{address}: {str(error) or type(error).__name__}")
+                    tried.append(f"{address}: {explained(error, address)}")
                     continue
                 async with answer:
                     try:

@@ -43,6 +43,7 @@ class ConsoleAudience:
 @options.lighthouse_option
 @options.job_option
 @options.token_option
+@options.tls_options
 @click.option(
     "--min-replicas", type=click.IntRange(1), help="Of the lighthouse started here: groups that a step needs."
 )
@@ -75,6 +76,9 @@ def run(
     addresses: str | None,
     job: str,
     token_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_ca: Path | None,
     min_replicas: int | None,
     join_timeout: float | None,
     state_dir: Path | None,
@@ -102,6 +106,7 @@ def run(
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line
     from keepstep_cli.rest import Lighthouse, read_token
+    from keepstep_mesh.tls import TlsError, tls_of_client
 
     if program.endswith(".py") and not Path(program).is_file():
         raise click.UsageError(f"there is no file {program}; the current folder is {Path.cwd()}")
@@ -110,6 +115,12 @@ def run(
             f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
+    token = read_token(token_file)
+    tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
+    try:
+        tls.client_context()
+    except TlsError as error:
+        raise click.UsageError(str(error)) from error
     audience = ConsoleAudience()
     programs: list[Program] = []
     with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
@@ -129,12 +140,13 @@ def run(
             job=job,
             run_id=f"{job}-{os.getpid()}",
             max_restarts=max_restarts,
-            token=read_token(token_file),
+            token_file=token_file,
+            tls=tls,
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
         )
         programs += replica_programs(spec, os.environ)
-        asked = partial(ban_left, Lighthouse(addresses, spec.token), job)
+        asked = partial(ban_left, Lighthouse(addresses, token, tls), job)
 
         async def launch() -> int:
             launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, asked)

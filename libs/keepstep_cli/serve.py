@@ -30,7 +30,10 @@ def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 _service_options = _apply(
     click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{DEFAULT_PORT}]"),
     click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON."),
-    click.option("--token-file", type=FILE, help="File with lines `role = token` for worker, service, admin."),
+    click.option("--token-file", type=FILE, help="File with lines `role [name] = token` for worker, service, admin."),
+    click.option("--tls-cert", type=FILE, help="Its certificate (PEM), the intermediate ones after it: https only."),
+    click.option("--tls-key", type=FILE, help="The key of the certificate (PEM), if it is not in the same file."),
+    click.option("--tls-ca", type=FILE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."),
     click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
     click.option(
         "--log-format",

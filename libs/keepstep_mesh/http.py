@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -12,11 +14,13 @@ import aiohttp
 from aiohttp import hdrs, web
 from yarl import URL
 
-from keepstep_mesh.auth import Access, ForbiddenError, Role, Tokens
+from keepstep_mesh.audit import Caller, Ration
+from keepstep_mesh.auth import Access, ForbiddenError, Role, Token, Tokens, is_loopback
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.logging import get_logger
 
 log = get_logger("keepstep.http")
+audit = get_logger("keepstep.audit")
 
 PROBLEM_JSON = "application/problem+json"
 MAX_BODY_BYTES = 1024 * 1024
@@ -24,6 +28,7 @@ MAX_BODY_BYTES = 1024 * 1024
 MAX_PROBLEM_BYTES = 64 * 1024
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
+READS = {"GET", "HEAD", "OPTIONS"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -47,12 +52,16 @@ class Problem(KeepstepError):
         return web.json_response(body, status=self.status, content_type=PROBLEM_JSON, headers=headers)
 
 
-def client_session(token: str | None = None, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
+def client_session(
+    token: str | None = None, *, timeout: float | None = REQUEST_SECONDS, tls: ssl.SSLContext | None = None
+) -> aiohttp.ClientSession:
     """A session for talking to services of the mesh. ``timeout``: seconds for a whole request, None for no limit.
 
-    Proxies of the environment are not used: the mesh is one network.
+    ``tls``: for https addresses; None trusts the CAs of the system. Proxies of the environment are not used: the mesh
+    is one network.
     """
     return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=tls or True),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
         headers={hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {},
     )
@@ -103,24 +112,84 @@ class Route:
 
 ROLE = web.RequestKey("role", Role)
 """``request[ROLE]``: the role that asks; not there on an open route."""
+CALLER = web.RequestKey("caller", Caller)
+"""``request[CALLER]``: who asks, for people; not there on an open route."""
 
 
-def application(routes: Iterable[Route], tokens: Tokens, *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
-    """An app that lets nobody through whom the table does not, and turns every error into problem details."""
+def application(
+    routes: Iterable[Route], tokens: Callable[[], Tokens], *, max_body_bytes: int = MAX_BODY_BYTES
+) -> web.Application:
+    """An app that lets nobody through whom the table does not, and turns every error into problem details.
+
+    ``tokens``: those of the moment.
+    """
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
+    refusals = Ration()
     for route in routes:
-        app.router.add_route(route.method, route.path, _guarded(route, tokens))
+        app.router.add_route(route.method, route.path, _guarded(route, tokens, refusals))
     return app
 
 
-def _guarded(route: Route, tokens: Tokens) -> Handler:
+def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        role = tokens.check(request.headers.get(hdrs.AUTHORIZATION), route.access)
-        if role is not None:
-            request[ROLE] = role
-        return await route.handler(request)
+        try:
+            token = _let_in(request, tokens(), route.access)
+        except AuthError as error:
+            who = _caller(request, getattr(error, "token", None))
+            left_out = refusals.take(who.remote, time.monotonic())
+            if left_out is not None:
+                audit.warning(
+                    "refused",
+                    by=str(who),
+                    method=route.method,
+                    path=request.path,
+                    reason=str(error),
+                    left_out=left_out,
+                )
+            raise
+        if token is not None:
+            request[ROLE], request[CALLER] = token.role, _caller(request, token)
+        if route.method in READS:
+            return await route.handler(request)
+        return await _audited(request, route)
 
     return handle
+
+
+def _let_in(request: web.Request, tokens: Tokens, access: Access) -> Token | None:
+    token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
+    origin = request.headers.get(hdrs.ORIGIN)
+    if token is not None and not tokens and origin and not is_loopback(URL(origin).host or ""):
+        # A browser on this machine reaches the port, so any page that is open in it would.
+        raise ForbiddenError(f"a page of {origin} may not ask this service while it has no tokens")
+    return token
+
+
+async def _audited(request: web.Request, route: Route) -> web.StreamResponse:
+    """An order is logged, whatever becomes of it."""
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+    try:
+        response = await route.handler(request)
+        status = response.status
+        return response
+    except Problem as problem:
+        status = problem.status
+        raise
+    finally:
+        who = str(request.get(CALLER) or _caller(request, None))
+        audit.info("order", by=who, method=route.method, path=request.path, status=int(status))
+
+
+def _caller(request: web.Request, token: Token | None) -> Caller:
+    certificate = request.transport.get_extra_info("peercert") if request.transport is not None else None
+    known = token.role if token else None, token.name if token else ""
+    return Caller(request.remote or "", *known, certificate=_name_in(certificate or {}))
+
+
+def _name_in(certificate: Mapping[str, Any]) -> str:
+    """The common name, else the first alternative name; ``certificate`` as ``SSLSocket.getpeercert`` gives it."""
+    names = [value for part in certificate.get("subject", ()) for name, value in part if name == "commonName"]
+    return next(iter((*names, *(value for _, value in certificate.get("subjectAltName", ())))), "")
 
 
 @web.middleware

@@ -3,6 +3,8 @@
 ``serving`` runs a service inside a loop that is there (``keepstep up`` runs several); ``run`` is a whole process. The
 order of a stop: ``/readyz`` says no, the port is closed, the service ends what it holds (``lifespan``), then what is
 left of connections is cut. All of it together has one deadline.
+
+Tokens and certificates that come from files are read again when the files change, or at once by SIGHUP.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import contextlib
 import errno
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -26,6 +31,8 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.event_loop import new_event_loop
 from keepstep_mesh.http import MAX_BODY_BYTES, Handler, Problem, Route, application
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.tls import TlsFiles
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -38,7 +45,10 @@ FIRST_REQUEST_SECONDS = 10.0
 """A connection that has sent no request by then is cut: it would hold a descriptor for ever."""
 
 LINGER_SECONDS = 1.0
-"""For a peer that goes on sending a request that was already answered (a body that is too large)."""
+"""For a peer that goes on sending a request that was answered (a body that is too large), or says no goodbye in TLS."""
+BACKLOG = 4096
+REREAD_SECONDS = 2.0
+"""How often it is looked whether files of tokens and certificates have changed."""
 
 
 class BindError(KeepstepError):
@@ -68,10 +78,12 @@ class Endpoint:
 
     host: str
     port: int
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
 
 
 @asynccontextmanager
@@ -80,24 +92,30 @@ async def serving(
     host: str,
     port: int,
     *,
-    tokens: Tokens | None = None,
+    tokens: Tokens | FromFiles[Tokens] | None = None,
+    tls: TlsFiles | None = None,
     insecure: bool = False,
+    reread: asyncio.Event | None = None,
     stop_seconds: float = STOP_SECONDS,
     first_request_seconds: float = FIRST_REQUEST_SECONDS,
 ) -> AsyncIterator[Endpoint]:
-    """Runs ``service`` while the context is open. ``port`` 0 takes any free one.
+    """Runs ``service`` while the context is open. ``port`` 0 takes any free one. ``tls``: None speaks plain HTTP.
 
-    Raises ``BindError`` with what to do for a port that is taken, ``AuthError`` for one that would be open to all.
+    ``reread``, when it is set, has the files of tokens and certificates read again at once. Raises ``BindError`` with
+    what to do for a port that is taken, ``AuthError`` for one that would be open to all, ``TlsError`` for certificates.
     """
-    tokens = tokens or Tokens()
-    check_bind(host, tokens, insecure=insecure)
+    known = tokens if isinstance(tokens, FromFiles) else FromFiles("tokens", (), lambda: tokens or Tokens())
+    certificates = FromFiles("certificates", tls.all(), tls.server_context) if tls else None
+    check_bind(host, known.value, insecure=insecure)
     stopping = False
 
     def not_ready() -> str | None:
         return "the service is stopping" if stopping else service.not_ready()
 
     app = application(
-        [*service.routes, *_common_routes(service, not_ready)], tokens, max_body_bytes=service.max_body_bytes
+        all_routes(service, not_ready),
+        lambda: known.value,
+        max_body_bytes=service.max_body_bytes,
     )
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(_heard_from(silent))
@@ -108,19 +126,23 @@ async def serving(
     with _listening(service.name, host, port) as listener:
         try:
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
-                server = await _listen(runner, listener, silent, first_request_seconds)
-                endpoint = Endpoint(host, listener.getsockname()[1])
+                door = _Door(_accepting(runner, silent, first_request_seconds), listener, first_request_seconds)
+                await door.open(certificates.value if certificates is not None else None)
+                endpoint = Endpoint(host, listener.getsockname()[1], "http" if certificates is None else "https")
                 service.listening(endpoint)
-                log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(tokens))
-                if not tokens:
+                log.info("service started", service=service.name, url=endpoint.url, tokens_needed=bool(known.value))
+                if not known.value:
                     reach = "this machine only" if is_loopback(host) else "everybody who reaches the port"
                     log.warning("no token is set", service=service.name, open_to=reach)
+                elif certificates is None and not is_loopback(host):
+                    log.warning("tokens travel unencrypted: no --tls-cert", service=service.name)
                 try:
-                    yield endpoint
+                    async with _kept_fresh(known, certificates, door, reread or asyncio.Event()):
+                        yield endpoint
                 finally:
                     stopping = True
                     deadline.reschedule(asyncio.get_running_loop().time() + stop_seconds)
-                    server.close()
+                    door.close()
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -137,10 +159,80 @@ async def _cleaned_up(runner: web.AppRunner) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-async def _listen(
-    runner: web.AppRunner, listener: socket.socket, silent: set[asyncio.BaseProtocol], first_request_seconds: float
-) -> asyncio.Server:
-    """Accepts connections and cuts those that are still ``silent`` after a while."""
+class _Door:
+    """The open port. ``open`` again takes new certificates: whoever is in stays, who comes from now on sees those."""
+
+    def __init__(
+        self, accepted: Callable[[], asyncio.BaseProtocol], listener: socket.socket, handshake_seconds: float
+    ) -> None:
+        self._accepted = accepted
+        self._listener = listener
+        self._handshake_seconds = handshake_seconds
+        self._server: asyncio.Server | None = None
+
+    async def open(self, context: ssl.SSLContext | None) -> None:
+        # On a copy of the descriptor: nobody who knocks while the one takes over from the other is turned away.
+        server = await asyncio.get_running_loop().create_server(
+            self._accepted,
+            sock=self._listener.dup(),
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=self._handshake_seconds if context else None,
+            ssl_shutdown_timeout=LINGER_SECONDS if context else None,
+            start_serving=False,
+        )
+        before, self._server = self._server, server
+        try:
+            await server.start_serving()
+        finally:
+            if before is not None:
+                before.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._server is not None:
+            self._server.close()
+
+
+@asynccontextmanager
+async def _kept_fresh(
+    tokens: FromFiles[Tokens], certificates: FromFiles[ssl.SSLContext] | None, door: _Door, reread: asyncio.Event
+) -> AsyncIterator[None]:
+    """Reads the files again when they have changed. Files may be slow, so this is done in a thread."""
+
+    async def keep_fresh(thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REREAD_SECONDS):
+                    await reread.wait()
+            force = reread.is_set()
+            reread.clear()
+            await loop.run_in_executor(thread, partial(tokens.refresh, force=force))
+            if certificates is None:
+                continue
+            if await loop.run_in_executor(thread, partial(certificates.refresh, force=force)):
+                try:
+                    await door.open(certificates.value)
+                except OSError as error:
+                    log.error("new certificates are not used yet", reason=str(error))
+
+    if not tokens.files and certificates is None:
+        yield
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="keepstep-files") as thread:
+        keeper = asyncio.create_task(keep_fresh(thread), name="keepstep files")
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await asyncio.wait([keeper])
+
+
+def _accepting(
+    runner: web.AppRunner, silent: set[asyncio.BaseProtocol], first_request_seconds: float
+) -> Callable[[], asyncio.BaseProtocol]:
+    """What accepts connections, and cuts those that are still ``silent`` after a while."""
     accept = runner.server
     if accept is None:
         raise RuntimeError("the runner was not set up")
@@ -158,7 +250,7 @@ async def _listen(
             if connection.transport is not None:
                 connection.transport.abort()
 
-    return await loop.create_server(accepted, sock=listener)
+    return accepted
 
 
 def _heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
@@ -174,7 +266,7 @@ def _heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
 def _listening(name: str, host: str, port: int) -> Iterator[socket.socket]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=4096)
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         advice = {
             errno.EADDRINUSE: "it is taken; end what listens there, or choose another port (0: any free one)",
@@ -186,7 +278,12 @@ def _listening(name: str, host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _common_routes(service: Service, not_ready: Callable[[], str | None]) -> list[Route]:
+def all_routes(service: Service, not_ready: Callable[[], str | None] = lambda: None) -> list[Route]:
+    """Everything that a service answers, and who may ask for it: the table that is enforced.
+
+    ``not_ready``: why ``/readyz`` says no.
+    """
+
     async def healthz(_request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "service": service.name})
 
@@ -205,6 +302,7 @@ def _common_routes(service: Service, not_ready: Callable[[], str | None]) -> lis
         return web.Response(body=generate_latest(service.registry), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
     return [
+        *service.routes,
         Route("GET", "/healthz", healthz, Access.OPEN, "the process lives"),
         Route("GET", "/readyz", readyz, Access.OPEN, "the service can do its work"),
         Route("GET", "/metrics", metrics, Access.READ, "Prometheus text format"),
@@ -235,7 +333,8 @@ def run(
     host: str,
     port: int,
     *,
-    tokens: Tokens | None = None,
+    tokens: Tokens | FromFiles[Tokens] | None = None,
+    tls: TlsFiles | None = None,
     insecure: bool = False,
     uvloop: bool = True,
     stop_seconds: float = STOP_SECONDS,
@@ -243,11 +342,24 @@ def run(
 ) -> None:
     """A whole process: runs the service until SIGTERM or SIGINT, then stops it in good order.
 
+    SIGHUP has the files of tokens and certificates read again; where there are none it ends the process, as ever.
     ``service`` is called on the loop. ``uvloop``: use it where it is installed. ``started`` is told where it listens.
     """
 
     async def main() -> None:
-        async with serving(service(), host, port, tokens=tokens, insecure=insecure, stop_seconds=stop_seconds) as at:
+        reread = asyncio.Event()
+        if tls or (isinstance(tokens, FromFiles) and tokens.files):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread.set)
+        async with serving(
+            service(),
+            host,
+            port,
+            tokens=tokens,
+            tls=tls,
+            insecure=insecure,
+            reread=reread,
+            stop_seconds=stop_seconds,
+        ) as at:
             if started is not None:
                 started(at)
             number = await until_signal()

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
 import aiohttp
 
 from keepstep_mesh import codec
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import (
     AuthError,
     Banned,
@@ -53,8 +55,10 @@ from keepstep_mesh.messages import (
     ToLighthouse,
     Welcome,
 )
+from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
 from keepstep_mesh.settings import base_url
+from keepstep_mesh.tls import TlsFiles, explained, watched_client_context
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
@@ -71,18 +75,23 @@ UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """``addresses``: ``http://host:port`` or ``host:port`` of every lighthouse. Times in seconds."""
+    """``addresses``: ``http://host:port``, ``https://...`` or ``host:port`` of every lighthouse. Times in seconds.
+
+    ``tls``: for https; without files the CAs of the system are trusted. Files of token and certificates are read again
+    before each connection if they have changed.
+    """
 
     addresses: tuple[str, ...]
     job: str
     replica_id: str
-    token: str | None = None
+    token: str | ClientToken | None = None
     connect_timeout: float = 60.0
     """How long ``start`` tries."""
     heartbeat_interval: float = 0.1
     """A wish; the lighthouse has the last word."""
     library: str = ""
     """Name and version of the client, for people."""
+    tls: TlsFiles = field(default_factory=TlsFiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,7 @@ class LighthouseSession:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
+        self._certificates: FromFiles[ssl.SSLContext] | None = None
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
@@ -163,10 +173,12 @@ class LighthouseSession:
         """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
 
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
+        ``TlsError`` for files that cannot be used, ``VersionError`` when either side is too old, ``Banned`` when the
+        group may not come in.
         """
         if self._ended is not None:
             raise self._ended
+        self._certificates = watched_client_context(self._settings.tls)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
@@ -278,15 +290,21 @@ class LighthouseSession:
     # ---- the connection
 
     async def _run(self) -> None:
-        async with client_session(self._settings.token, timeout=None) as http:
-            while self._ended is None:
-                delay, address = self._addresses.next(random.random())  # noqa: S311
-                if delay:
-                    await asyncio.sleep(delay)
-                try:
+        token = ClientToken.of(self._settings.token)
+        while self._ended is None:
+            delay, address = self._addresses.next(random.random())  # noqa: S311
+            if delay:
+                await asyncio.sleep(delay)
+            token.refresh()
+            tls = None
+            if self._certificates is not None:
+                self._certificates.refresh()
+                tls = self._certificates.value
+            try:
+                async with client_session(token.shown, timeout=None, tls=tls) as http:
                     await self._connect_once(http, address)
-                except (aiohttp.ClientError, OSError, ProtocolError) as error:
-                    self._problem(address, error)
+            except (aiohttp.ClientError, OSError, ProtocolError) as error:
+                self._problem(address, error)
 
     async def _connect_once(self, http: aiohttp.ClientSession, address: str) -> None:
         """One connection from its beginning to its end; raises why it came to no session."""
@@ -330,12 +348,13 @@ class LighthouseSession:
             self._on_push(Disconnected(lighthouse, reason))
 
     def _problem(self, address: str, error: Exception) -> None:
-        self._last_problem = f"{address}: {error or type(error).__name__}"
+        reason = explained(error, address)
+        self._last_problem = f"{address}: {reason}"
         if isinstance(error, UpgradeError) and error.status in (401, 403) and not self._started.done():
             self._end(AuthError(f"{self._last_problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?"))
         elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
             self._problem_logged = self._loop.time()
-            self._log.warning("no lighthouse; trying on", lighthouse=address, reason=str(error) or type(error).__name__)
+            self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)
 
     def _end(self, error: KeepstepError) -> None:
         """The session is over for good; everybody who waits is told."""
@@ -465,7 +484,7 @@ class LighthouseSession:
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._addresses.follow(base_url(leader) if leader else "")
+                self._addresses.follow(self._as_safe(base_url(leader)) if leader else "")
                 self._move(f"it does not lead; {leader or 'nobody'} does")
             case Evicted(reason=reason):
                 self._on_push(message)
@@ -526,6 +545,10 @@ class LighthouseSession:
             self._end(Banned(reason))
         else:
             self._end(SessionClosed(f"refused ({code}): {reason}"))
+
+    def _as_safe(self, address: str) -> str:
+        """What we said over TLS, the token too, we say over TLS elsewhere."""
+        return address.replace("http://", "https://", 1) if self._trying.startswith("https://") else address
 
     def _move(self, reason: str) -> None:
         """Goes to another lighthouse."""

@@ -18,6 +18,7 @@ from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route
 from keepstep_mesh.messages import PROTOCOL_VERSION, Goodbye, Hello, Leave, Member, QuorumAnswer, QuorumRequest, Welcome
 from keepstep_mesh.service import Service, serving
+from keepstep_mesh.tls import TlsFiles
 from keepstep_mesh.websocket import Link
 
 DEADLINE = 30.0
@@ -35,8 +36,9 @@ class ChaosProxy:
     only, so that the client has a connection to nobody.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, scheme: str = "http") -> None:
         self._target = host, port
+        self._scheme = scheme
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._accepting = True
@@ -48,15 +50,15 @@ class ChaosProxy:
 
     @classmethod
     def before(cls, url: str) -> ChaosProxy:
-        """In front of ``http://host:port``."""
+        """In front of ``http://host:port``, or ``https``: it passes on what it cannot read."""
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
             raise ValueError(f"{url!r} is no http://host:port")
-        return cls(parts.hostname, parts.port)
+        return cls(parts.hostname, parts.port, parts.scheme)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -232,7 +234,9 @@ class ScriptedLighthouse:
 
 
 @asynccontextmanager
-async def scripted_lighthouse(tokens: Tokens | None = None) -> AsyncIterator[ScriptedLighthouse]:
+async def scripted_lighthouse(
+    tokens: Tokens | None = None, tls: TlsFiles | None = None
+) -> AsyncIterator[ScriptedLighthouse]:
     """A lighthouse without a mind of its own, on a free port of loopback."""
     sessions: asyncio.Queue[ScriptedSession] = asyncio.Queue()
     links: set[Link] = set()
@@ -254,5 +258,5 @@ async def scripted_lighthouse(tokens: Tokens | None = None) -> AsyncIterator[Scr
 
     routes = [Route("GET", "/v1/jobs/{job}/session", accept, Access.WORKER)]
     service = Service("scripted lighthouse", routes, lifespan=links_closed)
-    async with serving(service, "127.0.0.1", 0, tokens=tokens, stop_seconds=DEADLINE) as endpoint:
+    async with serving(service, "127.0.0.1", 0, tokens=tokens, tls=tls, stop_seconds=DEADLINE) as endpoint:
         yield ScriptedLighthouse(endpoint.url, sessions)

@@ -138,7 +138,10 @@ class Link(asyncio.Protocol):
         self._send_frame(_PING, b"")
 
     def close(self, code: int = CLOSE_NORMAL, reason: str = "closed here") -> None:
-        """Sends what is unsent, then a close frame, then ends the connection. ``reason`` is given to both sides."""
+        """Sends what is unsent, then a close frame, then ends the connection. ``reason`` is given to both sides.
+
+        Over asyncio's TLS what is still unsent is dropped when the peer says something meanwhile.
+        """
         if not self._transport.is_closing():
             self._send_frame(_CLOSE, code.to_bytes(2, "big") + reason.encode()[:100])
             self._lost_reason = self._lost_reason or reason

@@ -28,7 +28,13 @@ def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], N
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     service.run(
-        Lighthouse(settings).service, host, port, tokens=settings.tokens, insecure=settings.insecure, started=started
+        Lighthouse(settings).service,
+        host,
+        port,
+        tokens=settings.tokens,
+        tls=settings.tls,
+        insecure=settings.insecure,
+        started=started,
     )
 
 
@@ -42,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--event-log", type=Path, help="file that gets every event as a line of JSON")
     parser.add_argument("--token-file", type=Path, help="lines `role = token` for worker, service, admin")
+    parser.add_argument("--tls-cert", type=Path, help="PEM: its certificate; then it speaks https only")
+    parser.add_argument("--tls-key", type=Path, help="PEM: the key, if it is not in the file of the certificate")
+    parser.add_argument("--tls-ca", type=Path, help="PEM: who connects must show a certificate of this CA")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
     for one in fields(Policy):
         read = whole if one.name in ("min_replicas", "max_replicas") else duration

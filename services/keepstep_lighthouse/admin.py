@@ -39,7 +39,7 @@ from keepstep_lighthouse.store import StoreError
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import ROLE, Problem, Route, read_json
+from keepstep_mesh.http import CALLER, Problem, Route, read_json
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -391,8 +391,7 @@ def _those(known: list[str]) -> str:
 
 
 def _who(request: web.Request) -> str:
-    role = request[ROLE]
-    return f"{role.value if role else 'nobody'} at {request.remote}"
+    return str(request[CALLER])
 
 
 def _reason(text: str) -> str:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -43,8 +44,10 @@ from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Handler, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
+from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address, outward_address
+from keepstep_mesh.tls import watched_client_context
 
 MAX_JOBS = 1000
 MAX_SESSIONS = 20_000
@@ -102,6 +105,8 @@ class Lighthouse:
         self._settled = asyncio.Event()
         """It is known who leads."""
         self._endpoint: Endpoint | None = None
+        self._certificates: FromFiles[ssl.SSLContext] | None = None
+        """For links to other lighthouses."""
 
     # ---- life
 
@@ -120,7 +125,8 @@ class Lighthouse:
         tokens, insecure = self.settings.tokens, self.settings.insecure
         try:
             host, port = bind_address(self.settings.bind)
-            async with serving(self.service(), host, port, tokens=tokens, insecure=insecure) as endpoint:
+            tls = self.settings.tls
+            async with serving(self.service(), host, port, tokens=tokens, tls=tls, insecure=insecure) as endpoint:
                 listens.set_result(endpoint)
                 await self._stopped.wait()
         except Exception as error:
@@ -136,7 +142,7 @@ class Lighthouse:
 
     @property
     def address(self) -> str:
-        """``http://host:port``, with the real port."""
+        """``http://host:port``, with the real port; ``https`` with TLS."""
         if self._endpoint is None:
             raise RuntimeError("the lighthouse is not started; await start() first")
         return self._endpoint.url
@@ -167,6 +173,8 @@ class Lighthouse:
             stack.push_async_callback(self.events.close)
             if self.store.exclusive:
                 await self._begin_term()
+            else:
+                self._certificates = watched_client_context(self.settings.peer_tls)
             keep = self._keep_term if self.store.exclusive else self._stand_by
             keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
             self.serving = True
@@ -194,18 +202,27 @@ class Lighthouse:
             return self.address
         return self.address.replace(f"[{host}]" if ":" in host else host, outward_address())
 
+    def _token_for_leader(self) -> str | None:
+        tokens = self.settings.tokens
+        return (tokens.value if isinstance(tokens, FromFiles) else tokens).for_services()
+
+    def _tls_for_leader(self) -> ssl.SSLContext | None:
+        if self._certificates is None:
+            return None
+        self._certificates.refresh()
+        return self._certificates.value
+
     async def _stand_by(self) -> None:
         """Leads whenever the election says so, and follows otherwise."""
         await self._listening.wait()
         address = self.settings.advertise or self._reachable_address()
         self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
-        token = self.settings.tokens.service
         leadership = self.leadership = Leadership(
             self.store,
             self.node,
             address,
             self.settings.lease,
-            LeaderLink(token),
+            LeaderLink(self._token_for_leader, self._certificates),
             self._term_is_over,
             self._another_leads,
         )
@@ -349,7 +366,7 @@ class Lighthouse:
             if request.path not in (CLUSTER_PATH, OPENAPI_PATH):
                 await self._election_over()
                 if (leader := self._leader_elsewhere()) is not None:
-                    return await pass_on(request, leader)
+                    return await pass_on(request, leader, self._tls_for_leader())
             return await handler(request)
 
         return handle

@@ -4,6 +4,7 @@ changes something, or lasts, is sent to the leader.
 
 from __future__ import annotations
 
+import ssl
 from http import HTTPStatus
 
 import aiohttp
@@ -15,13 +16,16 @@ PASS_ON_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
-async def pass_on(request: web.Request, leader: str) -> web.StreamResponse:
-    """The leader's answer to a read, a redirection of everything else. Raises ``Problem`` when the leader is silent."""
+async def pass_on(request: web.Request, leader: str, tls: ssl.SSLContext | None) -> web.StreamResponse:
+    """The leader's answer to a read, a redirection of everything else. ``tls``: for an https leader.
+
+    Raises ``Problem`` when the leader is silent.
+    """
     if request.method != hdrs.METH_GET or "follow" in request.query:
         raise web.HTTPTemporaryRedirect(f"{leader}{request.rel_url}")
     headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
     try:
-        async with client_session(timeout=PASS_ON_SECONDS) as http:
+        async with client_session(timeout=PASS_ON_SECONDS, tls=tls) as http:
             answer = await http.get(f"{leader}{request.rel_url}", headers=headers, allow_redirects=False)
             body = await answer.content.read(MAX_ANSWER_BYTES)
             return web.Response(body=body, status=answer.status, content_type=answer.content_type)

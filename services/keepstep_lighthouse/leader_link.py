@@ -8,6 +8,7 @@ follower tells how many sessions of workers it was offered, for a leader that no
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 
 import aiohttp
@@ -16,6 +17,8 @@ from aiohttp import web
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.http import client_session
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.tls import explained
 from keepstep_mesh.websocket import Link
 
 PATH = "/v1/lighthouses/session"
@@ -33,10 +36,15 @@ Told = Callable[[bytes], None]
 
 
 class LeaderLink:
-    """``token``: what the leader asks of other services."""
+    """``token``: what the leader asks of other services. ``certificates``: for https; None: the CAs of the system."""
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(
+        self, token: Callable[[], str | None] = lambda: None, certificates: FromFiles[ssl.SSLContext] | None = None
+    ) -> None:
         self._token = token
+        self._certificates = certificates
+        self._problem = ""
+        """Why there is no link, as last reported."""
         self._target: tuple[str, bytes] | None = None
         """Address of the leader, and the value of its key."""
         self._moved = asyncio.Event()
@@ -62,25 +70,33 @@ class LeaderLink:
 
     async def run(self, linked: Told, broke: Told) -> None:
         """For ever: holds the link and tells when it is there and when it broke."""
-        async with client_session(self._token, timeout=None) as http:
-            while True:
-                self._moved.clear()
-                target = self._target
-                if target is None:
+        while True:
+            self._moved.clear()
+            target = self._target
+            if target is None:
+                await self._moved.wait()
+                continue
+            limit, established = CONNECT_SECONDS, False
+            while await self._connected(target, linked, limit):
+                limit, established = SECOND_TRY_SECONDS, True
+                if self._target != target or self._dismissed:
+                    break
+            if established and self._target == target:
+                broke(target[1])
+            try:
+                async with asyncio.timeout(AGAIN_SECONDS):
                     await self._moved.wait()
-                    continue
-                limit, established = CONNECT_SECONDS, False
-                while await self._hold(http, target, linked, limit):
-                    limit, established = SECOND_TRY_SECONDS, True
-                    if self._target != target or self._dismissed:
-                        break
-                if established and self._target == target:
-                    broke(target[1])
-                try:
-                    async with asyncio.timeout(AGAIN_SECONDS):
-                        await self._moved.wait()
-                except TimeoutError:
-                    pass
+            except TimeoutError:
+                pass
+
+    async def _connected(self, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
+        """With the token and the certificates of the moment."""
+        tls = None
+        if self._certificates is not None:
+            self._certificates.refresh()
+            tls = self._certificates.value
+        async with client_session(self._token(), timeout=None, tls=tls) as http:
+            return await self._hold(http, target, linked, limit)
 
     async def _hold(self, http: aiohttp.ClientSession, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
         """One connection from its beginning to its end; False when it never came to be."""
@@ -91,8 +107,9 @@ class LeaderLink:
             async with asyncio.timeout(limit):
                 await link.connect(http, f"{address}{PATH}")
         except (aiohttp.ClientError, OSError, KeepstepError, TimeoutError) as error:
-            log.debug("no link to the leader", leader=address, reason=str(error) or type(error).__name__)
+            self._report(address, error)
             return False
+        self._problem = ""
         if self._target != target:
             link.close()
             return False
@@ -105,6 +122,16 @@ class LeaderLink:
             self._link = None
             link.abort("the link is given up")
         return True
+
+    def _report(self, address: str, error: Exception) -> None:
+        """What an operator has to mend is said once, aloud; that a leader is gone, or leads no more, is no news."""
+        reason = explained(error, address)
+        mend = isinstance(error, aiohttp.ClientSSLError) or getattr(error, "status", 0) in (401, 403)
+        if mend and reason != self._problem:
+            self._problem = reason
+            log.warning("no link to the leader: a takeover would wait for its lease", leader=address, reason=reason)
+        else:
+            log.debug("no link to the leader", leader=address, reason=reason)
 
     async def _watch(self, link: Link) -> None:
         """Returns when the link is gone. A beat that comes late means that we slept, and proves nothing."""

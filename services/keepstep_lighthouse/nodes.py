@@ -17,7 +17,7 @@ log = get_logger("keepstep.lighthouse")
 
 
 class Nodes:
-    """``node``: names this process. ``address``: where it is reached. ``lease``: seconds that its record outlives it."""
+    """``node``: names this process. ``address``: where it is. ``lease``: seconds that its record outlives it."""
 
     def __init__(self, store: Store, node: str, address: str, lease: float) -> None:
         self.addresses: dict[str, str] = {node: address}

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 
+from certificates import Authority
 from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
 
 LIMIT = timedelta(seconds=30)
@@ -65,6 +66,26 @@ def test_nobody_there_is_a_timeout_that_names_the_address():
             client.heartbeat("a")
     finally:
         client.shutdown()
+
+
+def test_the_lighthouse_and_its_client_take_their_certificates_from_the_environment(tmp_path, monkeypatch):
+    authority = Authority(tmp_path)
+    mine = authority.client()
+    for name, file in (
+        ("KEEPSTEP_LIGHTHOUSE_TLS_CERT", authority.certificate("127.0.0.1")),
+        ("KEEPSTEP_LIGHTHOUSE_TLS_CA", authority.pem),
+        ("KEEPSTEP_TLS_CERT", mine.cert),
+        ("KEEPSTEP_TLS_CA", authority.pem),
+    ):
+        monkeypatch.setenv(name, str(file))
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    client = LighthouseClient(lighthouse.address(), LIMIT)
+    try:
+        assert lighthouse.address().startswith("https://")
+        assert client.quorum("a", LIMIT).quorum_id == 1
+    finally:
+        client.shutdown()
+        lighthouse.shutdown()
 
 
 def test_groups_of_two_ranks_plan_heal_and_commit_through_their_managers():

@@ -17,6 +17,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh import codec
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
@@ -36,7 +37,9 @@ async def lighthouse() -> AsyncIterator[Lighthouse]:
 class Group:
     """A server and its clients, with what they were told."""
 
-    def __init__(self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | None = None) -> None:
+    def __init__(
+        self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | ClientToken | None = None
+    ) -> None:
         self.failed: list[str] = []
         self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
         self.server = GroupServer(
@@ -210,6 +213,24 @@ async def test_a_token_is_asked_for_on_every_route(lighthouse):
                 assert answer.status == 200
         with pytest.raises(TimeoutError, match="401"):
             await group.connect(1, token="wrong", timeout=0.3)
+    finally:
+        await group.close()
+
+
+async def test_during_a_rotation_ranks_and_peers_with_either_token_come_in(lighthouse, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("new\nold\n")
+    token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
+    group = Group(lighthouse, 3, token=token)
+    await group.server.start()
+    try:
+        group.clients = [await group.connect(1, token="old"), await group.connect(2, token="new")]
+        group.server.layout_lines = ["a (2,)"]
+        for one in ("old", "new", token):
+            assert "only here" in await first_layout_difference(group.server.address, one, ["a (2,)", "b (1,)"])
+        file.write_text("new\n")
+        token.refresh()
+        assert "401" in await first_layout_difference(group.server.address, "old", [])
     finally:
         await group.close()
 

@@ -17,6 +17,7 @@ from tests.services.checkpoint_peer import MINUTE, state_of
 from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue
 from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.serialization import save_state
+from keepstep_mesh.auth import ClientToken
 
 # ---- the plain way
 
@@ -137,6 +138,17 @@ def test_row_14_a_reader_without_the_right_token_gets_nothing(transports):
         with pytest.raises(TransferError, match="token is missing or wrong"):
             transports(token=token).recv_checkpoint(0, source.metadata(), 1, MINUTE)
     assert same(transports(token="right").recv_checkpoint(0, source.metadata(), 1, MINUTE), state_of(1, 1))
+
+
+def test_during_a_rotation_readers_with_the_old_and_the_new_token_are_served(transports, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("new\nold\n")
+    source = transports(token=ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)}))
+    source.send_checkpoint([1], 1, state_of(1, 1), MINUTE)
+    for token in ("old", "new"):
+        assert same(transports(token=token).recv_checkpoint(0, source.metadata(), 1, MINUTE), state_of(1, 1))
+    with pytest.raises(TransferError, match="token is missing or wrong"):
+        transports(token="older").recv_checkpoint(0, source.metadata(), 1, MINUTE)
 
 
 def test_a_lease_needs_the_token_too(transports):

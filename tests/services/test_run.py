@@ -141,11 +141,13 @@ def test_groups_can_be_numbered_over_several_machines(started) -> None:
     assert {"[r2/0] I am 2 of 4", "[r3/0] I am 3 of 4"} <= set(run.lines)
 
 
-def test_a_token_reaches_the_ranks(started, tmp_path: Path) -> None:
+def test_a_token_reaches_the_ranks_as_a_file_that_they_can_read_again(started, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    run = started('print("token", os.environ["KEEPSTEP_TOKEN"])', "--replicas", "1", "--token-file", "token")
+    script = 'print("token", open(os.environ["KEEPSTEP_TOKEN_FILE"]).read(), "KEEPSTEP_TOKEN" in os.environ)'
+    run = started(script, "--replicas", "1", "--token-file", "token", KEEPSTEP_TOKEN="another")
     assert run.wait() == 0
     assert "[r0/0] token secret" in run.lines
+    assert "[r0/0]  False" in run.lines
 
 
 def test_a_killed_rank_ends_its_group_which_is_started_again_as_a_whole(started) -> None:

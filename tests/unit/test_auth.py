@@ -6,15 +6,17 @@ import itertools
 
 import pytest
 
+from keepstep_mesh import auth
 from keepstep_mesh.auth import (
     Access,
+    ClientToken,
     ForbiddenError,
     Role,
     Tokens,
     check_bind,
     is_loopback,
-    token_of_client,
     tokens_of_service,
+    watched_tokens,
 )
 from keepstep_mesh.errors import AuthError
 
@@ -45,7 +47,7 @@ def test_each_role_may_do_what_the_table_says_and_nothing_else(access, token) ->
 
 
 def test_without_any_token_everybody_is_admin() -> None:
-    assert Tokens().check(None, Access.ADMIN) is Role.ADMIN
+    assert Tokens().check(None, Access.ADMIN).role is Role.ADMIN
     assert not Tokens()
 
 
@@ -61,7 +63,7 @@ def test_a_header_that_is_no_bearer_token_is_refused(header) -> None:
 
 
 def test_the_scheme_is_case_insensitive_as_http_wants_it() -> None:
-    assert TOKENS.check(f"bearer {WORKER}", Access.READ) is Role.WORKER
+    assert TOKENS.check(f"bearer {WORKER}", Access.READ).role is Role.WORKER
 
 
 def test_weak_or_shared_tokens_are_refused_with_advice() -> None:
@@ -102,11 +104,84 @@ def test_a_token_file_that_cannot_be_used_says_which_line(tmp_path) -> None:
 def test_a_client_has_one_token_from_a_variable_or_a_file(tmp_path) -> None:
     file = tmp_path / "token"
     file.write_text(WORKER + "\n")
-    assert token_of_client({}) is None
-    assert token_of_client({"KEEPSTEP_TOKEN_FILE": str(file)}) == WORKER
-    assert token_of_client({"KEEPSTEP_TOKEN_FILE": str(file), "KEEPSTEP_TOKEN": ADMIN}) == ADMIN
+    assert ClientToken({}).shown is None
+    assert ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)}).shown == WORKER
+    assert ClientToken({"KEEPSTEP_TOKEN_FILE": str(file), "KEEPSTEP_TOKEN": ADMIN}).shown == ADMIN
     with pytest.raises(AuthError, match="KEEPSTEP_TOKEN_FILE"):
-        token_of_client({"KEEPSTEP_TOKEN_FILE": str(tmp_path / "none")})
+        ClientToken({"KEEPSTEP_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_a_role_may_have_several_tokens_with_names(tmp_path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"worker = {WORKER}\nworker = {SERVICE}\nadmin alice = {ADMIN}\n admin  bob smith={'b' * 20}\n")
+    tokens = tokens_of_service({}, file)
+    assert [tokens.holder(f"Bearer {one}").role for one in (WORKER, SERVICE)] == [Role.WORKER] * 2
+    assert [tokens.holder(f"Bearer {one}").name for one in (ADMIN, "b" * 20, WORKER)] == ["alice", "bob smith", ""]
+    assert repr(tokens) == "Tokens(worker, admin)"
+    assert ADMIN not in repr(tokens.all)
+    file.write_text(f"worker = {WORKER}\nadmin alice = {WORKER}\n")
+    with pytest.raises(AuthError, match="two roles have the same token"):
+        tokens_of_service({}, file)
+
+
+def test_a_token_file_without_any_token_does_not_open_the_door_to_all(tmp_path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"worker = {WORKER}\n")
+    watched = watched_tokens({}, file)
+    for empty in ("", "# admin = none yet\n"):
+        file.write_text(empty)
+        with pytest.raises(AuthError, match="holds no token"):
+            tokens_of_service({}, file)
+        watched.refresh()
+        assert watched.value == Tokens(worker=WORKER)
+
+
+def shown_by(token: str) -> str:
+    """The header that a peer with this token sends."""
+    return ClientToken.of(token).peer_headers()["Authorization"]
+
+
+def test_what_peers_show_each_other_is_neither_the_token_nor_good_for_a_service() -> None:
+    # It travels in plain HTTP.
+    header = shown_by(WORKER)
+    assert WORKER not in header
+    assert not ClientToken.of(WORKER).accepts_peer(f"Bearer {WORKER}")
+    with pytest.raises(AuthError, match="the token is wrong"):
+        TOKENS.check(header, Access.READ)
+
+
+def test_a_client_shows_the_first_line_and_takes_every_line_from_its_peers(tmp_path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{ADMIN}\n\n{WORKER}\n")
+    token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
+    assert token.shown == ADMIN
+    assert [token.accepts_peer(shown_by(one)) for one in (ADMIN, WORKER, SERVICE)] == [True, True, False]
+    file.write_text(f"{WORKER}\n")
+    token.refresh()
+    assert token.shown == WORKER
+    assert not token.accepts_peer(shown_by(ADMIN))
+    file.write_text("")
+    token.refresh()
+    assert token.shown == WORKER
+    with pytest.raises(AuthError, match="is empty; it must hold the token"):
+        ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
+
+
+def test_a_client_looks_at_its_file_again_after_a_while(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "token"
+    file.write_text(WORKER)
+    token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
+    file.write_text(ADMIN + ADMIN)
+    assert token.shown == WORKER
+    monkeypatch.setattr(auth, "LOOK_SECONDS", 0.0)
+    assert token.shown == ADMIN + ADMIN
+
+
+def test_peers_without_a_token_take_everybody() -> None:
+    assert ClientToken({}).accepts_peer("")
+    assert not ClientToken.of(None)
+    assert ClientToken.of(WORKER).shown == WORKER
+    assert ClientToken.of(token := ClientToken.of(WORKER)) is token
 
 
 def test_loopback_is_told_from_the_world() -> None:

@@ -52,6 +52,30 @@ def test_every_route_is_documented():
         assert f"`{route.method} {path}`" in DOCS
 
 
+def test_every_route_is_documented_with_the_roles_that_may_use_it():
+    from keepstep_lighthouse.app import Lighthouse
+    from keepstep_lighthouse.settings import LighthouseSettings
+    from keepstep_mesh.auth import Access
+    from keepstep_mesh.service import all_routes
+
+    text = (ROOT / "docs" / "lighthouse.md").read_text()
+    rows = re.findall(r"^\| `(\w+) (/\S*)` \| (.*?) \|", text, re.MULTILINE)
+    written = {(method, path): role for method, path, role in rows}
+    names = {Access.OPEN: "none", Access.READ: "any", Access.WORKER: "worker", Access.SERVICE: "service"}
+    names[Access.ADMIN] = "admin"
+    routes = all_routes(Lighthouse(LighthouseSettings()).service())
+    assert {(one.method, one.path): names[one.access] for one in routes} == written
+
+
+def test_what_a_client_says_of_tls_is_documented_as_it_says_it():
+    text = (ROOT / "docs" / "security.md").read_text()
+    table = text[text.index("| a client says |") :].partition("\n\n")[0].splitlines()[2:]
+    said = [re.match(r"\| (.*?) \|", row)[1] for row in table]
+    code = (ROOT / "libs/keepstep_mesh/tls.py").read_text()
+    assert len(said) == 10
+    assert not [one for one in said if one not in code]
+
+
 @pytest.mark.parametrize("code", found(r"EXIT_[A-Z_]+ = (\d+)"))
 def test_every_exit_code_of_a_trainer_is_documented(code):
     assert f"\n| {code} |" in DOCS

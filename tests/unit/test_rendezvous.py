@@ -17,6 +17,7 @@ from aiohttp import web
 
 from keepstep import rendezvous_server
 from keepstep.rendezvous import KeyValueServer, RendezvousAbortedError, RendezvousError, RendezvousStore, Table
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
 
 LONG = timedelta(minutes=10)
@@ -247,6 +248,17 @@ async def test_a_token_is_asked_for() -> None:
             with pytest.raises((AuthError, UnicodeError)):
                 await call(wrong.get, "key")
             wrong.close()
+
+
+async def test_during_a_rotation_members_with_either_token_meet(tmp_path) -> None:
+    file = tmp_path / "token"
+    file.write_text("new\nold\n")
+    async with served(KeyValueServer(token=ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)}))) as address:
+        old, new = (RendezvousStore(address, NEW, token=token) for token in ("old", "new"))
+        await call(old.set, "key", b"value")
+        assert await call(new.get, "key") == b"value"
+        old.close()
+        new.close()
 
 
 async def test_a_host_that_comes_up_late_is_met(server) -> None:

@@ -12,6 +12,7 @@ from keepstep.checkpointing.http_server import CheckpointServer
 from keepstep.checkpointing.manifest import Origin, build_manifest
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.settings import outward_address
 
@@ -27,21 +28,21 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: longest that a reader waits here for a step to be staged, and that it may take for one chunk of 8 MiB.
         num_chunks: parallel streams of ``recv_checkpoint``, at most 32; 0 and 1: one, on the calling thread.
         hostname: address to serve on and to advertise; default: that of the interface with the default route.
-        token: bearer token that readers must show, and that this transport shows when it reads.
+        token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
     """
 
     def __init__(
-        self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | None = None
+        self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | ClientToken | None = None
     ) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}")
         if num_chunks < 0:
             raise ValueError(f"num_chunks is a number of streams, not {num_chunks}")
         self._num_chunks = num_chunks
-        self._token = token
+        self._token = ClientToken.of(token)
         self._hostname = hostname or outward_address()
-        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), token)
-        if token is None and not self._server.is_loopback:
+        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), self._token)
+        if not self._token and not self._server.is_loopback:
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
         self._staging = StagingArea(self._server.cut_off)
         self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")

@@ -27,6 +27,7 @@ from keepstep.checkpointing.errors import ManifestError, TransferError, Transfer
 from keepstep.checkpointing.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_manifest
 from keepstep.checkpointing.restoring import Destination
 from keepstep.checkpointing.transport import Progress
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 
 PIECE_BYTES = 1 << 20
@@ -70,11 +71,12 @@ class _Deadline:
 class _Connection:
     """One HTTP/1.1 connection. Raises ``_Broken`` when it breaks or stalls, ``TransferTimeout`` at the deadline."""
 
-    def __init__(self, host: str, port: int, token: str | None, deadline: _Deadline, patience: float) -> None:
+    def __init__(self, host: str, port: int, token: ClientToken, deadline: _Deadline, patience: float) -> None:
         self._deadline = deadline
         self._patience = patience
         self._received = b""
-        self._head = f"Host: {host}:{port}\r\n" + ("" if token is None else f"Authorization: Bearer {token}\r\n")
+        fields = {"Host": f"{host}:{port}", **token.peer_headers()}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         timeout = min(patience, deadline.remaining())
         try:
             self._socket = socket.create_connection((host, port), timeout)
@@ -157,7 +159,7 @@ class Fetch:
     """One state, from one source. ``run`` it once; ``abort`` it from any thread."""
 
     def __init__(
-        self, base_url: str, step: int, timeout: float, *, token: str | None, streams: int, progress: Progress | None
+        self, base_url: str, step: int, timeout: float, *, token: ClientToken, streams: int, progress: Progress | None
     ) -> None:
         url = urlsplit(base_url)
         if url.scheme != "http" or url.hostname is None or url.port is None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import ipaddress
 import re
 import secrets
@@ -32,6 +31,7 @@ import msgpack
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.staging import Snapshot
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 
 MAX_CONNECTIONS = 256
@@ -81,9 +81,9 @@ class CheckpointServer:
     ``timeout``, in seconds: longest wait of a reader for a step, and for a reader to take one chunk.
     """
 
-    def __init__(self, host: str, timeout: float, token: str | None) -> None:
+    def __init__(self, host: str, timeout: float, token: ClientToken) -> None:
         self._timeout = timeout
-        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._token = token
         self._listener = listen(host)
         self._address, self.port = self._listener.getsockname()[:2]
         self._to_serve: Snapshot | None = None
@@ -211,10 +211,8 @@ class CheckpointServer:
         if matched is None:
             raise _Refused(400, f"this server has /checkpoint/<step> and /lease/<name>, not {first[:80]!r}")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if self._authorization is not None:
-            given = fields.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._authorization):
-                raise _Refused(401, "the bearer token is missing or wrong")
+        if not self._token.accepts_peer(fields.get("authorization", "")):
+            raise _Refused(401, "the bearer token is missing or wrong")
         if fields.get("content-length", "0") != "0" or "transfer-encoding" in fields:
             raise _Refused(400, "a request has no body here")
         method, kind, name, wait = matched.groups()
