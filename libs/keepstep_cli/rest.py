@@ -18,19 +18,20 @@ from keepstep_cli.options import DEFAULT_LIGHTHOUSE
 if TYPE_CHECKING:
     import aiohttp
 
+    from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.tls import TlsFiles
 
 TIMEOUT_SECONDS = 10.0
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """The token in the file of the flag, else that of the environment, else None."""
+def read_token(token_file: Path | None) -> ClientToken:
+    """The token in the file of the flag, else that of the environment, if there is one."""
     from keepstep_mesh.auth import ClientToken
     from keepstep_mesh.errors import AuthError
 
     environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
     try:
-        return ClientToken(environment).shown
+        return ClientToken(environment)
     except AuthError as error:
         raise click.UsageError(str(error)) from error
 
@@ -41,7 +42,7 @@ class Lighthouse:
     def __init__(
         self,
         addresses: str | None,
-        token: str | None,
+        token: ClientToken | None,
         tls: TlsFiles | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
@@ -52,8 +53,8 @@ class Lighthouse:
         except ValueError as error:
             raise click.UsageError(f"--lighthouse: {error}") from error
         self._token = token
-        self._timeout = timeout
         self._tls = tls
+        self._timeout = timeout
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
@@ -81,17 +82,17 @@ class Lighthouse:
         import aiohttp
 
         from keepstep_mesh.errors import AuthError
-        from keepstep_mesh.http import Problem, client_session, leader_of, raise_for_problem
+        from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
         from keepstep_mesh.tls import TlsError, explained
 
         tried = []
         left = list(self._addresses)
         asked = set()
         try:
-            tls = self._tls.client_context() if self._tls else None
+            identity = Identity(self._token, self._tls)
         except TlsError as error:
             raise click.UsageError(str(error)) from error
-        async with client_session(self._token, timeout=timeout, tls=tls) as session:
+        async with identity.session(timeout=timeout) as session:
             while left:
                 address = left.pop(0)
                 asked.add(address)

@@ -222,6 +222,11 @@ class ClientToken:
         tokens = self._current()
         return not tokens or any(_equal(f"Bearer {_for_peers(token)}", authorization) for token in tokens)
 
+    def latest(self) -> str | None:
+        """What is shown to services, once it was looked whether the file has changed."""
+        self.refresh()
+        return self.shown
+
     def refresh(self) -> None:
         """Looks now whether the file has changed."""
         self._looked = time.monotonic()

@@ -15,9 +15,10 @@ from aiohttp import hdrs, web
 from yarl import URL
 
 from keepstep_mesh.audit import Caller, Ration
-from keepstep_mesh.auth import Access, ForbiddenError, Role, Token, Tokens, is_loopback
+from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, is_loopback
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.tls import TlsFiles, as_safe, watched_client_context
 
 log = get_logger("keepstep.http")
 audit = get_logger("keepstep.audit")
@@ -28,7 +29,6 @@ MAX_BODY_BYTES = 1024 * 1024
 MAX_PROBLEM_BYTES = 64 * 1024
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
-READS = {"GET", "HEAD", "OPTIONS"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,6 +67,27 @@ def client_session(
     )
 
 
+class Identity:
+    """What a client shows and whom it trusts, read again before each session if the files have changed.
+
+    ``token``: one, or what tells the one of the moment. ``tls``: without files the CAs of the system are trusted.
+    Raises ``TlsError`` for files that cannot be used.
+    """
+
+    def __init__(
+        self, token: str | ClientToken | Callable[[], str | None] | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        self._token = token if callable(token) else ClientToken.of(token).latest
+        self._certificates = watched_client_context(tls or TlsFiles())
+
+    def session(self, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
+        """See ``client_session``."""
+        if self._certificates is None:
+            return client_session(self._token(), timeout=timeout)
+        self._certificates.refresh()
+        return client_session(self._token(), timeout=timeout, tls=self._certificates.value)
+
+
 async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     """Does nothing for a status below 400. Raises ``AuthError`` for 401 and 403, else ``Problem``."""
     if response.status < 400:
@@ -94,9 +115,10 @@ def leader_of(answer: aiohttp.ClientResponse) -> str | None:
     if answer.status not in (HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT):
         return None
     try:
-        return str(answer.url.join(URL(answer.headers.get(hdrs.LOCATION, ""))).origin())
+        leader = str(answer.url.join(URL(answer.headers.get(hdrs.LOCATION, ""))).origin())
     except ValueError as error:
         raise ProtocolError(f"{answer.url.origin()} sends us to no address: {error}") from error
+    return as_safe(leader, str(answer.url))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +171,9 @@ def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Ha
             raise
         if token is not None:
             request[ROLE], request[CALLER] = token.role, _caller(request, token)
-        if route.method in READS:
-            return await route.handler(request)
-        return await _audited(request, route)
+        if route.access is Access.ADMIN:
+            return await _audited(request, route)
+        return await route.handler(request)
 
     return handle
 

@@ -16,10 +16,12 @@ from urllib.parse import quote
 
 import aiohttp
 
+from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import client_session, leader_of, raise_for_problem
+from keepstep_mesh.http import Identity, leader_of, raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session_core import Addresses
+from keepstep_mesh.tls import TlsFiles, explained
 
 REQUEST_SECONDS = 5.0
 """For one request to one lighthouse, at most a third of the time to live."""
@@ -47,7 +49,7 @@ class Registration:
 class Registrar:
     """Made by ``registered``."""
 
-    def __init__(self, lighthouses: Iterable[str], registration: Registration, token: str | None) -> None:
+    def __init__(self, lighthouses: Iterable[str], registration: Registration, identity: Identity) -> None:
         self.lighthouse: str | None = None
         """The one that took the registration last; None while none does."""
         self.trouble: str | None = "not registered yet"
@@ -55,7 +57,7 @@ class Registrar:
         self.known = asyncio.Event()
         """Set while a lighthouse has the registration."""
         self._registration = registration
-        self._token = token
+        self._identity = identity
         self._addresses = Addresses(lighthouses)
         self._interval = registration.ttl / 3
         self._logged = float("-inf")
@@ -63,19 +65,19 @@ class Registrar:
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
-        async with client_session(self._token, timeout=min(REQUEST_SECONDS, self._interval)) as http:
-            while True:
-                delay, lighthouse = self._addresses.next(random.random())  # noqa: S311 - spreads clients
-                await asyncio.sleep(delay)
-                began = loop.time()
-                try:
+        while True:
+            delay, lighthouse = self._addresses.next(random.random())  # noqa: S311 - spreads clients
+            await asyncio.sleep(delay)
+            began = loop.time()
+            try:
+                async with self._identity.session(timeout=min(REQUEST_SECONDS, self._interval)) as http:
                     while True:
                         await self._put(http, lighthouse)
                         self._taken_by(lighthouse)
                         await asyncio.sleep(self._interval)
-                except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
-                    self._failed(f"{lighthouse}: {str(error) or type(error).__name__}")
-                    self._addresses.lost(lighthouse, loop.time() - began, silent=isinstance(error, TimeoutError))
+            except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
+                self._failed(f"{lighthouse}: {explained(error, lighthouse)}")
+                self._addresses.lost(lighthouse, loop.time() - began, silent=isinstance(error, TimeoutError))
 
     async def _put(self, http: aiohttp.ClientSession, lighthouse: str) -> None:
         what = self._registration
@@ -92,7 +94,7 @@ class Registrar:
             return
         try:
             async with (
-                client_session(self._token, timeout=GOODBYE_SECONDS) as http,
+                self._identity.session(timeout=GOODBYE_SECONDS) as http,
                 http.delete(self._url(self.lighthouse)) as answer,
             ):
                 await raise_for_problem(answer)
@@ -119,14 +121,19 @@ class Registrar:
 
 @contextlib.asynccontextmanager
 async def registered(
-    lighthouses: Iterable[str], registration: Registration, *, token: str | None = None
+    lighthouses: Iterable[str],
+    registration: Registration,
+    *,
+    token: str | ClientToken | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[Registrar]:
     """Registers in the background while the context is open, then says goodbye.
 
-    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role. It never
-    fails for want of a lighthouse: it tries on, and ``Registrar.trouble`` says why.
+    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role. ``tls``:
+    for https; ``TlsError`` when its files cannot be used. It never fails for want of a lighthouse: it tries on, and
+    ``Registrar.trouble`` says why.
     """
-    registrar = Registrar(lighthouses, registration, token)
+    registrar = Registrar(lighthouses, registration, Identity(token, tls))
     keeper = asyncio.create_task(registrar.run(), name=f"registration of {registration.name}")
     try:
         yield registrar

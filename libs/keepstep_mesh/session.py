@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
@@ -28,7 +27,7 @@ from keepstep_mesh.errors import (
     SessionClosed,
     VersionError,
 )
-from keepstep_mesh.http import client_session
+from keepstep_mesh.http import Identity
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     CancelRequest,
@@ -55,10 +54,9 @@ from keepstep_mesh.messages import (
     ToLighthouse,
     Welcome,
 )
-from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
 from keepstep_mesh.settings import base_url
-from keepstep_mesh.tls import TlsFiles, explained, watched_client_context
+from keepstep_mesh.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
@@ -151,7 +149,7 @@ class LighthouseSession:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
-        self._certificates: FromFiles[ssl.SSLContext] | None = None
+        self._identity: Identity
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
@@ -178,7 +176,7 @@ class LighthouseSession:
         """
         if self._ended is not None:
             raise self._ended
-        self._certificates = watched_client_context(self._settings.tls)
+        self._identity = Identity(self._settings.token, self._settings.tls)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
@@ -290,18 +288,12 @@ class LighthouseSession:
     # ---- the connection
 
     async def _run(self) -> None:
-        token = ClientToken.of(self._settings.token)
         while self._ended is None:
             delay, address = self._addresses.next(random.random())  # noqa: S311
             if delay:
                 await asyncio.sleep(delay)
-            token.refresh()
-            tls = None
-            if self._certificates is not None:
-                self._certificates.refresh()
-                tls = self._certificates.value
             try:
-                async with client_session(token.shown, timeout=None, tls=tls) as http:
+                async with self._identity.session(timeout=None) as http:
                     await self._connect_once(http, address)
             except (aiohttp.ClientError, OSError, ProtocolError) as error:
                 self._problem(address, error)
@@ -484,7 +476,7 @@ class LighthouseSession:
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._addresses.follow(self._as_safe(base_url(leader)) if leader else "")
+                self._addresses.follow(as_safe(base_url(leader), self._trying) if leader else "")
                 self._move(f"it does not lead; {leader or 'nobody'} does")
             case Evicted(reason=reason):
                 self._on_push(message)
@@ -545,10 +537,6 @@ class LighthouseSession:
             self._end(Banned(reason))
         else:
             self._end(SessionClosed(f"refused ({code}): {reason}"))
-
-    def _as_safe(self, address: str) -> str:
-        """What we said over TLS, the token too, we say over TLS elsewhere."""
-        return address.replace("http://", "https://", 1) if self._trying.startswith("https://") else address
 
     def _move(self, reason: str) -> None:
         """Goes to another lighthouse."""

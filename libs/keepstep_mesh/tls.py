@@ -115,6 +115,11 @@ def watched_client_context(files: TlsFiles) -> FromFiles[ssl.SSLContext] | None:
     return FromFiles("certificates", files.all(), files.client_context) if files else None
 
 
+def as_safe(address: str, asked: str) -> str:
+    """``address``, to which ``asked`` sends us: what was said over TLS, the token too, is said over TLS elsewhere."""
+    return address.replace("http://", "https://", 1) if asked.startswith("https://") else address
+
+
 # ---- what a handshake that failed means
 
 _VERIFY_ADVICE = {

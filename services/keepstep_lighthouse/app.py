@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import re
-import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -41,13 +40,12 @@ from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
 from keepstep_mesh import codec, websocket
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import Handler, Problem, Route
+from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address, outward_address
-from keepstep_mesh.tls import watched_client_context
 
 MAX_JOBS = 1000
 MAX_SESSIONS = 20_000
@@ -105,8 +103,9 @@ class Lighthouse:
         self._settled = asyncio.Event()
         """It is known who leads."""
         self._endpoint: Endpoint | None = None
-        self._certificates: FromFiles[ssl.SSLContext] | None = None
-        """For links to other lighthouses."""
+        self._identity: Identity
+        """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
+        self._asker: Identity
 
     # ---- life
 
@@ -174,7 +173,8 @@ class Lighthouse:
             if self.store.exclusive:
                 await self._begin_term()
             else:
-                self._certificates = watched_client_context(self.settings.peer_tls)
+                self._identity = Identity(self._token_for_leader, self.settings.peer_tls)
+                self._asker = Identity(None, self.settings.peer_tls)
             keep = self._keep_term if self.store.exclusive else self._stand_by
             keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
             self.serving = True
@@ -206,12 +206,6 @@ class Lighthouse:
         tokens = self.settings.tokens
         return (tokens.value if isinstance(tokens, FromFiles) else tokens).for_services()
 
-    def _tls_for_leader(self) -> ssl.SSLContext | None:
-        if self._certificates is None:
-            return None
-        self._certificates.refresh()
-        return self._certificates.value
-
     async def _stand_by(self) -> None:
         """Leads whenever the election says so, and follows otherwise."""
         await self._listening.wait()
@@ -222,7 +216,7 @@ class Lighthouse:
             self.node,
             address,
             self.settings.lease,
-            LeaderLink(self._token_for_leader, self._certificates),
+            LeaderLink(self._identity),
             self._term_is_over,
             self._another_leads,
         )
@@ -366,7 +360,7 @@ class Lighthouse:
             if request.path not in (CLUSTER_PATH, OPENAPI_PATH):
                 await self._election_over()
                 if (leader := self._leader_elsewhere()) is not None:
-                    return await pass_on(request, leader, self._tls_for_leader())
+                    return await pass_on(request, leader, self._asker)
             return await handler(request)
 
         return handle

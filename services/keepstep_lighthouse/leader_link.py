@@ -8,16 +8,14 @@ follower tells how many sessions of workers it was offered, for a leader that no
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import client_session
+from keepstep_mesh.http import Identity
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.tls import explained
 from keepstep_mesh.websocket import Link
 
@@ -36,13 +34,10 @@ Told = Callable[[bytes], None]
 
 
 class LeaderLink:
-    """``token``: what the leader asks of other services. ``certificates``: for https; None: the CAs of the system."""
+    """``identity``: with the token that the leader asks of other services."""
 
-    def __init__(
-        self, token: Callable[[], str | None] = lambda: None, certificates: FromFiles[ssl.SSLContext] | None = None
-    ) -> None:
-        self._token = token
-        self._certificates = certificates
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
         self._problem = ""
         """Why there is no link, as last reported."""
         self._target: tuple[str, bytes] | None = None
@@ -90,12 +85,7 @@ class LeaderLink:
                 pass
 
     async def _connected(self, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
-        """With the token and the certificates of the moment."""
-        tls = None
-        if self._certificates is not None:
-            self._certificates.refresh()
-            tls = self._certificates.value
-        async with client_session(self._token(), timeout=None, tls=tls) as http:
+        async with self._identity.session(timeout=None) as http:
             return await self._hold(http, target, linked, limit)
 
     async def _hold(self, http: aiohttp.ClientSession, target: tuple[str, bytes], linked: Told, limit: float) -> bool:

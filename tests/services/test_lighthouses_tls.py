@@ -3,53 +3,78 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from certificates import Authority
 from etcd_server import EtcdCluster
+from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.auth import Tokens, watched_tokens
+from keepstep_mesh.http import client_session, leader_of
 from keepstep_mesh.messages import MemberInfo
 from keepstep_mesh.session import LighthouseSession, SessionSettings
 from keepstep_mesh.tls import TlsFiles
 from lighthouse_driver import DEADLINE, eventually, lighthouse
 
-WORKER, OLD, NEW = "worker-" * 3, "old-" * 5, "new-" * 5
+WORKER, ADMIN, OLD, NEW = "worker-" * 3, "admin-" * 4, "old-" * 5, "new-" * 5
+
+
+@asynccontextmanager
+async def standby_of(settings: dict[str, Any]) -> AsyncIterator[Lighthouse]:
+    one = Lighthouse(LighthouseSettings(**{"bind": "127.0.0.1:0", **settings}))
+    await one.start()
+    try:
+        yield one
+    finally:
+        await one.stop()
 
 
 async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tls(
     etcd: EtcdCluster, tmp_path: Path
 ) -> None:
     authority, file = Authority(tmp_path), tmp_path / "tokens"
-    file.write_text(f"worker = {WORKER}\nservice = {OLD}\n")
+    file.write_text(f"worker = {WORKER}\nservice = {OLD}\nadmin = {ADMIN}\n")
     tls, tokens = authority.service(mutual=True), watched_tokens({}, file)
     one_mesh = {"store": f"{etcd.address}/{uuid.uuid4()}", "tls": tls, "peer_tls": tls, "tokens": tokens}
-    async with lighthouse(**one_mesh) as leader:
-        await eventually(lambda: leader.term is not None)
-        async with lighthouse(**one_mesh) as standby:
-            await eventually(lambda: len(leader._followers._links) == 1)
-            client = authority.client()
-            session = LighthouseSession(
-                SessionSettings((standby.address,), "job", "r0:1", WORKER, DEADLINE, tls=client), lambda _: None
-            )
-            await session.start()
-            assert session.lighthouse == leader.address
-            info = MemberInfo("http://10.0.0.1:1")
-            first = await session.quorum(step=0, lineage="", info=info, timeout=DEADLINE)
+    async with lighthouse(**one_mesh) as leader, standby_of(one_mesh) as standby:
+        await eventually(lambda: len(leader._followers._links) == 1)
+        client = authority.client()
+        session = LighthouseSession(
+            SessionSettings((standby.address,), "job", "r0:1", WORKER, DEADLINE, tls=client), lambda _: None
+        )
+        await session.start()
+        assert session.lighthouse == leader.address
+        info = MemberInfo("http://10.0.0.1:1")
+        first = await session.quorum(step=0, lineage="", info=info, timeout=DEADLINE)
 
-            await leader.stop()
-            second = await session.quorum(step=1, lineage="", info=info, timeout=DEADLINE)
-            assert session.lighthouse == standby.address
-            assert second.quorum_id >= first.quorum_id
+        url = f"{standby.address}/v1/jobs/job"
+        async with client_session(WORKER, tls=client.client_context()) as http:
+            async with http.get(url) as answer:
+                assert (answer.status, (await answer.json())["members"]) == (200, 1)
+            async with http.patch(url, json={"min_replicas": 2}, allow_redirects=False) as answer:
+                assert answer.status == 403
+        async with (
+            client_session(ADMIN, tls=client.client_context()) as http,
+            http.patch(url, json={"min_replicas": 2}, allow_redirects=False) as answer,
+        ):
+            assert leader_of(answer) == leader.address
 
-            # The next link shows the token of the moment.
-            file.write_text(f"worker = {WORKER}\nservice = {NEW}\n")
-            tokens.refresh()
-            async with lighthouse(**one_mesh):
-                await eventually(lambda: len(standby._followers._links) == 1)
-            await session.close()
+        await leader.stop()
+        second = await session.quorum(step=1, lineage="", info=info, timeout=DEADLINE)
+        assert session.lighthouse == standby.address
+        assert second.quorum_id >= first.quorum_id
+
+        # The next link shows the token of the moment.
+        file.write_text(f"worker = {WORKER}\nservice = {NEW}\n")
+        tokens.refresh()
+        async with standby_of(one_mesh):
+            await eventually(lambda: len(standby._followers._links) == 1)
+        await session.close()
 
 
 async def test_a_standby_that_the_leader_does_not_take_says_what_to_mend(
@@ -64,11 +89,9 @@ async def test_a_standby_that_the_leader_does_not_take_says_what_to_mend(
     ):
         caplog.clear()
         settings = {"store": store, "tls": tls, "peer_tls": authority.trusted(), "tokens": tokens}
-        async with lighthouse(**settings) as leader:
-            await eventually(lambda: leader.term is not None)
-            async with lighthouse(**{**settings, **changes}):
-                await eventually(lambda: "no link to the leader" in caplog.text)
-                assert says in caplog.text
+        async with lighthouse(**settings), standby_of({**settings, **changes}):
+            await eventually(lambda: "no link to the leader" in caplog.text)
+            assert says in caplog.text
 
 
 def test_lighthouses_show_each_other_a_service_token_else_an_admin_one() -> None:

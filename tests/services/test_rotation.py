@@ -19,6 +19,7 @@ from keepstep_mesh.auth import Access, ClientToken, watched_tokens
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.http import Route, client_session
 from keepstep_mesh.messages import Leave, MemberInfo, NotLeader
+from keepstep_mesh.registration import Registration, registered
 from keepstep_mesh.service import Service, serving
 from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
@@ -176,6 +177,26 @@ async def test_what_was_said_over_tls_is_not_repeated_in_plain_text(tmp_path: Pa
         assert (await peer.say_goodbye()) == Leave("done")
         await leaving
         await group.session.close()
+
+
+async def test_a_service_registers_over_tls_and_again_with_its_new_token(tmp_path: Path) -> None:
+    authority, known, mine = Authority(tmp_path), tmp_path / "tokens", tmp_path / "token"
+    known.write_text(f"service = {OLD}\n")
+    mine.write_text(f"{OLD}\n")
+    tokens, token = watched_tokens({}, known), ClientToken({"KEEPSTEP_TOKEN_FILE": str(mine)})
+    relay = Registration("relay", "relay-1", "http://10.0.0.7:29520", ttl=1.0)
+    async with (
+        lighthouse(tokens=tokens, tls=authority.service(mutual=True)) as one,
+        registered([one.address], relay, token=token, tls=authority.client()) as registrar,
+        asyncio.timeout(DEADLINE),
+    ):
+        await registrar.known.wait()
+        known.write_text(f"service = {NEW}\n")
+        tokens.refresh()
+        await eventually(lambda: not registrar.known.is_set())
+        assert "the token is wrong" in (registrar.trouble or "")
+        mine.write_text(f"{NEW}\n")
+        await registrar.known.wait()
 
 
 # ---- a whole process

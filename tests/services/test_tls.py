@@ -24,7 +24,7 @@ from keepstep_mesh.errors import AuthError
 from keepstep_mesh.http import Route, client_session
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
-from keepstep_mesh.tls import TlsError, TlsFiles, explained
+from keepstep_mesh.tls import TlsError, TlsFiles, as_safe, explained
 from keepstep_mesh.websocket import Link
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -273,6 +273,13 @@ def test_what_has_nothing_to_do_with_tls_is_said_as_it_is() -> None:
         (TimeoutError("no answer within 5 s"), "no answer within 5 s"),
     ):
         assert explained(error, "http://x:1") == explained(error, "https://x:1") == says
+
+
+def test_what_was_said_over_tls_is_said_over_tls_where_that_sends_us() -> None:
+    assert as_safe("http://leader:1", "https://a:1") == "https://leader:1"
+    assert as_safe("https://leader:1", "https://a:1/v1/jobs") == "https://leader:1"
+    for address in ("http://leader:1", "https://leader:1"):
+        assert as_safe(address, "http://a:1") == address
 
 
 def test_nothing_older_than_tls_1_2_is_spoken(authority: Authority) -> None:

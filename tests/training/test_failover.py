@@ -1,0 +1,139 @@
+"""The coordinator dies, freezes, is cut off; etcd loses nodes. Training goes on, nobody exits, the history holds.
+
+That quorum_id and epoch only grow, that no step is counted twice and no deposed leader acts is what ``check-history``
+finds in the logs at the end of each test (``Job``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from etcd_server import EtcdCluster
+
+from .job import Group
+from .mesh import LEASE, Mesh
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+
+
+async def two_groups(mesh: Mesh) -> tuple[Group, Group]:
+    a, b = [await mesh.start(name) for name in ("a", "b")]
+    await mesh.advance(a, b)
+    return a, b
+
+
+def nobody_left(*groups: Group) -> None:
+    assert [one.exit_code for group in groups for one in group.ranks] == [None] * len(groups)
+
+
+async def test_the_leader_is_killed_again_and_again(etcd: EtcdCluster):
+    async with Mesh(etcd, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        for _ in range(4):
+            leader = await mesh.leader()
+            await mesh.stop_node(leader, signal.SIGKILL)
+            assert await mesh.leader() != leader
+            await mesh.advance(a, b)
+            await mesh.restart_node(leader)
+        nobody_left(a, b)
+        assert not [event for group in (a, b) for event in group.lines if event["event"] == "discarded"]
+        assert mesh.assert_identical() > 20
+
+
+async def test_a_leader_that_is_told_to_stop_hands_over(etcd: EtcdCluster):
+    async with Mesh(etcd, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        assert await mesh.stop_node(0, signal.SIGTERM) == 0
+        assert await mesh.leader() == 1
+        await mesh.advance(a, b)
+        nobody_left(a, b)
+        assert not [event for group in (a, b) for event in group.lines if event["event"] == "discarded"]
+
+
+async def test_a_group_dies_together_with_the_leader(etcd: EtcdCluster):
+    async with Mesh(etcd) as mesh:
+        a, b = await two_groups(mesh)
+        b.kill()
+        await mesh.stop_node(0, signal.SIGKILL)
+        await mesh.advance(a)
+        await mesh.start("b")
+        await mesh.advance(a, b)
+        nobody_left(a, b)
+        mesh.assert_identical()
+
+
+async def test_a_frozen_leader_is_succeeded_and_changes_nothing_when_it_goes_on(etcd: EtcdCluster):
+    async with Mesh(etcd, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        await mesh.signal_node(0, signal.SIGSTOP)
+        assert await mesh.leader() == 1
+        await mesh.advance(a, b)
+        await mesh.signal_node(0, signal.SIGCONT)
+        await mesh.advance(a, b, steps=30)
+        assert await mesh.leader() == 1
+        nobody_left(a, b)
+        assert mesh.assert_identical() > 20
+
+
+async def test_a_leader_that_loses_etcd_alone_stops_before_its_lease_ends(etcd: EtcdCluster):
+    async with Mesh(etcd, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        for proxy in mesh.to_etcd[0]:
+            proxy.freeze()
+        await mesh.advance(a, b)  # it goes on with the quorum as it is
+        while await mesh.leader() == 0:
+            await mesh.advance(a, b)
+        await mesh.advance(a, b)
+        for proxy in mesh.to_etcd[0]:
+            proxy.thaw()
+        await mesh.advance(a, b)
+        nobody_left(a, b)
+        assert mesh.assert_identical() > 20
+
+
+async def test_a_leader_that_the_standby_alone_does_not_reach_is_succeeded_without_a_second_leader(etcd: EtcdCluster):
+    async with Mesh(etcd, proxied=True, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        mesh.to_each_other[0].refuse()
+        while await mesh.leader() == 0:
+            await mesh.advance(a, b)
+        await mesh.advance(a, b)
+        mesh.to_each_other[0].accept()
+        await mesh.advance(a, b)
+        nobody_left(a, b)
+        assert mesh.assert_identical() > 20
+
+
+async def test_both_lighthouses_are_killed_and_started_again(etcd: EtcdCluster):
+    async with Mesh(etcd, min_replicas=2) as mesh:
+        a, b = await two_groups(mesh)
+        for number in (1, 0):
+            await mesh.stop_node(number, signal.SIGKILL)
+        for number in (1, 0):
+            await mesh.restart_node(number)
+        await mesh.advance(a, b)
+        nobody_left(a, b)
+        assert mesh.assert_identical() >= 10
+
+
+async def test_an_etcd_of_three_loses_one_node_and_then_two(etcd: EtcdCluster, tmp_path: Path):
+    with EtcdCluster(tmp_path / "etcd", size=3) as own:
+        async with Mesh(own) as mesh:
+            a, b = await two_groups(mesh)
+            own.nodes[0].kill()
+            b.kill()  # a change of membership, which has to be written
+            await mesh.advance(a)
+            await mesh.start("b")
+            await mesh.advance(a, b)
+            own.nodes[1].kill()
+            await mesh.advance(a, b)  # until the lease ends
+            await asyncio.sleep(1.5 * LEASE)  # nobody can lead now
+            for node in own.nodes[:2]:
+                node.start()
+            await mesh.advance(a, b)
+            nobody_left(a, b)
+            mesh.assert_identical()
