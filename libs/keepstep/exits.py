@@ -37,11 +37,11 @@ class GroupFailedExit(SystemExit):
         return self.reason
 
 
-def end_process(reason: str) -> None:
+def end_process(reason: str, code: int = EXIT_GROUP_FAILED) -> None:
     """Ends this process now, from any thread: its training thread may be stuck in a collective or in C++."""
-    print(f"keepstep: {reason}; ending this rank (exit {EXIT_GROUP_FAILED})", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"keepstep: {reason}; ending this rank (exit {code})", file=sys.stderr, flush=True)  # noqa: T201
     sys.stdout.flush()
-    os._exit(EXIT_GROUP_FAILED)
+    os._exit(code)
 
 
 class TerminationFlag:

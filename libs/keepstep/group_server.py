@@ -25,6 +25,7 @@ from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    Evicted,
     Failed,
     Goodbye,
     Healing,
@@ -424,6 +425,8 @@ class GroupServer:
                 await peer.send(Heartbeat())
 
     def _pushed(self, push: Push) -> None:
+        if isinstance(push, Evicted):
+            self._leaving = True  # its ranks end, one after the other, and none has failed
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
             for peer in tuple(self._ranks.values()):

@@ -29,7 +29,14 @@ from keepstep import environment
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.http import HTTPTransport
 from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.exits import EvictedExit, GroupFailedExit, TerminationFlag, end_process
+from keepstep.exits import (
+    EXIT_EVICTED,
+    EXIT_GROUP_FAILED,
+    EvictedExit,
+    GroupFailedExit,
+    TerminationFlag,
+    end_process,
+)
 from keepstep.futures import future_timeout
 from keepstep.group import Leaving, RankLink
 from keepstep.group_core import DisagreeError
@@ -706,7 +713,7 @@ class Manager:
 
     def _group_failed(self, reason: str) -> None:
         if not self._shut_down and self._group_world_size > 1:
-            end_process(reason)
+            end_process(reason, EXIT_EVICTED if isinstance(self._fatal, EvictedExit) else EXIT_GROUP_FAILED)
 
     def _pushed(self, push: Push) -> None:
         """What the lighthouse says between answers. On the mesh thread."""

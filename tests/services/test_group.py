@@ -14,12 +14,13 @@ from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group_server import GroupServer
 from keepstep.rank_client import RankClient
 from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.events import EvictOrdered
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
-from keepstep_mesh.messages import MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
+from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 from lighthouse_driver import eventually
 
@@ -241,6 +242,16 @@ async def test_the_first_difference_of_two_layouts_is_named(pair):
     assert "here 'b (4,)', in a:1 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
     assert "only in a:1: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
     assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
+
+
+async def test_the_ranks_of_an_evicted_group_end_in_any_order_and_none_has_failed(lighthouse, pair):
+    told = asyncio.get_running_loop().create_future()
+    pair.hear = pair.clients[0]._on_push = lambda push: told.done() or told.set_result(push)
+    await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
+    assert await asyncio.wait_for(told, DEADLINE) == Evicted("bad GPU", 0.0)
+    await pair.clients[0]._socket.close()  # a process that ends says no goodbye
+    await eventually(lambda: not pair.server._ranks)
+    assert not [reason for reason in pair.failed if "died" in reason]
 
 
 async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):

@@ -37,12 +37,11 @@ async def tell_to_leave(job: Job, group: Group, how: str) -> None:
 @pytest.mark.parametrize("how", ["drain", "SIGTERM"])
 async def test_a_planned_replacement_costs_no_step_and_nobody_waits(how: str) -> None:
     async with Job(*PATIENT) as job:
-        log = job.directory / "steps"
-        a, b = [await job.start(name, KEEPSTEP_STEP_LOG=str(log)) for name in ("a", "b")]
+        a, b = [await job.start(name) for name in ("a", "b")]
         await job.advance(a, b)
         failed_before = len(discarded(a, b))
         since = max(a.step(), b.step())
-        c = await job.start("c", KEEPSTEP_STEP_LOG=str(log))
+        c = await job.start("c")
         await job.until(c.step, "the replacement commits")
         await job.advance(a, b, c)
         await tell_to_leave(job, a, how)
@@ -53,10 +52,11 @@ async def test_a_planned_replacement_costs_no_step_and_nobody_waits(how: str) ->
         (left,) = [event for event in a.lines if event["event"] == "left"]
         assert left["reason"] == ("new machine" if how == "drain" else "SIGTERM")
         assert left["step"] == a.step(), "it finished the step that it was in"
-        steps = [json.loads(line) for line in log.read_text().splitlines()]
-        assert not [one for one in steps if one["event"] == "discarded" and one["step"] >= since]
-        for group in (b, c):
-            mine = [one for one in steps if one["replica_id"].startswith(f"{group.name}:")]
+        logs = {name: (job.logs / f"{name}.jsonl").read_text().splitlines() for name in "abc"}
+        steps = {name: [json.loads(line) for line in lines] for name, lines in logs.items()}
+        for mine in steps.values():
+            assert not [one for one in mine if one["event"] == "discarded" and one["step"] >= since]
+        for mine in (steps["b"], steps["c"]):
             times = [one["t"] for one in mine if one["event"] == "committed" and one["step"] > since]
             gaps = [later - earlier for earlier, later in pairwise(times)]
             assert max(gaps) < 10, "a wait for somebody takes 30 s; a step and a join take less than one"
@@ -126,7 +126,7 @@ async def test_keepstep_run_starts_an_evicted_group_when_its_ban_is_over() -> No
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=2**20,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "KEEPSTEP_STEP_LOG": str(job.logs / "run.jsonl")},
         )
         assert run.stdout is not None
         said: list[str] = []
