@@ -37,6 +37,6 @@ async def first_layout_difference(
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
-        return f"the difference cannot be named: {address} does not answer ({error or type(error).__name__})"
+        return f"the difference cannot be named: {address} does not answer ({str(error) or type(error).__name__})"
     lines = answer["lines"]
     return first_difference(ours, list(lines) if isinstance(lines, list) else [], str(answer["replica_id"]))

@@ -306,7 +306,9 @@ class _There:
             raise RendezvousAbortedError(self._reason)
 
     def _gone(self, error: Exception) -> NoReturn:
-        raise RendezvousError(f"the rendezvous host {self._peer} is gone: {error or type(error).__name__}") from error
+        raise RendezvousError(
+            f"the rendezvous host {self._peer} is gone: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _split(address: str) -> tuple[str, int]:

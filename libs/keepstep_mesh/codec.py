@@ -216,7 +216,7 @@ def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any
         # A list is allocated as long as its header says, so nested headers would cost far more than their bytes.
         return msgpack.unpackb(frame, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"frame is not msgpack: {error or type(error).__name__}") from error
+        raise ProtocolError(f"frame is not msgpack: {str(error) or type(error).__name__}") from error
 
 
 def encode(message: Message) -> bytes:

@@ -257,7 +257,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Problem(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error or type(error).__name__}") from error
+        raise Problem(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {str(error) or type(error).__name__}") from error
     if not isinstance(body, dict):
         raise Problem(HTTPStatus.BAD_REQUEST, "the body must be a JSON object")
     return body

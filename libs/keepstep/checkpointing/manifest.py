@@ -193,7 +193,7 @@ def _unpack(data: bytes, what: str) -> Any:
     try:
         return msgpack.unpackb(data)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ManifestError(f"{what} is not msgpack: {error or type(error).__name__}") from error
+        raise ManifestError(f"{what} is not msgpack: {str(error) or type(error).__name__}") from error
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:
