@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import click
+import failover
 import kill_to_commit
 import quorum_round
 import step_cost
@@ -25,7 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from sides import WORK, Side, keepstep_side, torchft_side
 
-BENCHMARKS = {"quorum": quorum_round.run, "kill": kill_to_commit.run, "step": step_cost.run, "transfer": transfer.run}
+BENCHMARKS = {
+    "quorum": quorum_round.run,
+    "kill": kill_to_commit.run,
+    "failover": failover.run,
+    "step": step_cost.run,
+    "transfer": transfer.run,
+}
 
 
 def machine() -> dict[str, object]:
