@@ -75,10 +75,13 @@ class Driver:
                     pass
         return decisions
 
-    def restart(self) -> None:
-        """The lighthouse dies; another starts from what was written. All sessions are gone."""
+    def restart(self, fenced_until: float = 0.0) -> None:
+        """The lighthouse dies; another starts from what was written. All sessions are gone.
+
+        ``fenced_until``: it may be alive till then.
+        """
         self.session_of.clear()
-        self.core = JobCore("job", self.record, self.now, self.unix, restarted=True)
+        self.core = JobCore("job", self.record, self.now, self.unix, restarted=True, fenced_until=fenced_until)
 
     # ---- groups
 

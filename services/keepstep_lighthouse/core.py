@@ -167,8 +167,9 @@ class JobCore:
             case ReadmitOrdered(target, by):
                 record = bans.readmit(self.record, target, now_unix)
                 if record != self.record:
-                    self._persist(record)
+                    # logged first: a lighthouse killed in between must not leave a return that nothing explains
                     self._log("readmitted", target, by=by)
+                    self._persist(record)
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
             case Tick():
@@ -192,6 +193,7 @@ class JobCore:
         self._groups.heard(group, now)
         if group.member and self._takeover.fenced:  # it speaks after our welcome, so it has the new epoch
             self._takeover.accepted(now)
+            self._end_grace_of_all(now)
 
     def _opened(self, event: Opened, now: float, now_unix: float) -> None:
         seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
@@ -233,7 +235,11 @@ class JobCore:
 
     def _came_back(self, replica_id: str, now: float) -> None:
         self._takeover.absent.discard(replica_id)
-        if not self._takeover.absent:
+        self._end_grace_of_all(now)
+
+    def _end_grace_of_all(self, now: float) -> None:
+        """Nobody is waited for any more, unless a member has yet to speak."""
+        if self._takeover.until is not None and not self._takeover.absent and not self._takeover.fenced:
             self._end_grace(now)
 
     def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
@@ -429,7 +435,7 @@ class JobCore:
             self._log("drain", group.replica_id, reason=order.reason, by=order.by)
 
     def _change_policy(self, policy: Policy, by: str, now: float) -> None:
-        old, grace_before = self.record.policy, self._takeover_grace
+        old = self.record.policy
         if policy == old or policy_problem(policy) is not None:
             return
         self._persist(replace(self.record, policy=policy))
@@ -439,7 +445,7 @@ class JobCore:
         if policy.heartbeat_timeout < old.heartbeat_timeout:
             self._beats_counted_from = now
         if self._takeover.until is not None:
-            self._takeover.until += self._takeover_grace - grace_before
+            self._takeover.change_grace(self._takeover_grace)
 
     # ---- time
 

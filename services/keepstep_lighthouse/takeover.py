@@ -20,8 +20,8 @@ class Takeover:
     def __init__(self) -> None:
         self.until: float | None = None
         self._began = 0.0
-        self._fenced_until = 0.0
         self._grace = 0.0
+        self._fenced_until = 0.0
         self.absent: set[str] = set()
         """Members that are not back; empty during a grace means that it is not known who was there."""
         self._holding: dict[str, Group] = {}
@@ -31,8 +31,9 @@ class Takeover:
 
     def wait(self, members: Iterable[str], now: float, grace: float, fenced_until: float = 0.0) -> None:
         self.absent = set(members)
-        self._began, self._grace, self._fenced_until = now, grace, fenced_until
-        self.until = max(now + grace, fenced_until)
+        self._began, self._grace = now, grace
+        self._fenced_until = max(fenced_until, self._fenced_until)
+        self.until = max(now + grace, self._fenced_until)
 
     @property
     def fenced(self) -> bool:
@@ -43,9 +44,15 @@ class Takeover:
         self._fenced_until = 0.0
         self.until = max(now, self._began + self._grace)
 
+    def change_grace(self, grace: float) -> None:
+        """While there is a grace: it is so long from its beginning. The fence stays as it is."""
+        self._grace = grace
+        self.until = max(self._began + grace, self._fenced_until)
+
     def end_grace(self) -> None:
         self.absent.clear()
         self.until = None
+        self._fenced_until = 0.0
 
     def forget_answers(self) -> None:
         """Whoever held an older answer has been told that it is over, or has asked for a new one."""
