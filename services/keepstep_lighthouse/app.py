@@ -103,6 +103,9 @@ class Lighthouse:
         self._settled = asyncio.Event()
         """It is known who leads."""
         self._endpoint: Endpoint | None = None
+        self._link: LeaderLink
+        self._alone_since = 0.0
+        """When a follower was first offered a session since there was one here; 0: it was not, or there is one."""
         self._identity: Identity
         """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
         self._asker: Identity
@@ -148,7 +151,7 @@ class Lighthouse:
 
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
-        link = Route("GET", LINK_PATH, self._link, Access.SERVICE, "another lighthouse's link to this leader")
+        link = Route("GET", LINK_PATH, self._followed, Access.SERVICE, "another lighthouse's link to this leader")
         return [session, link, *(replace(one, handler=self._led(one.handler)) for one in admin.routes(self))]
 
     def service(self) -> Service:
@@ -211,12 +214,13 @@ class Lighthouse:
         await self._listening.wait()
         address = self.settings.advertise or self._reachable_address()
         self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
+        self._link = LeaderLink(self._identity)
         leadership = self.leadership = Leadership(
             self.store,
             self.node,
             address,
             self.settings.lease,
-            LeaderLink(self._identity),
+            self._link,
             self._term_is_over,
             self._another_leads,
         )
@@ -228,8 +232,13 @@ class Lighthouse:
                 term = await leadership.term()
                 try:
                     await self._begin(term)
-                except (StoreError, TimeoutError) as error:
-                    leadership.give_up(f"the jobs cannot be read: {str(error) or 'the store does not answer'}")
+                except Exception as error:
+                    # Whatever it is: without this task there is no leader here any more. Others go first.
+                    if not isinstance(error, StoreError | TimeoutError):
+                        log.exception("fault at the begin of a term")
+                    silent = "the store does not answer" if isinstance(error, TimeoutError) else repr(error)
+                    reason = str(error) or silent
+                    leadership.give_up(f"the jobs cannot be taken up: {reason}", stand_back=True)
                 await self._over.wait()
                 reason = self.trouble or "the last term is over"
                 leadership.give_up(reason)
@@ -279,6 +288,7 @@ class Lighthouse:
             return
         self.events.begin_epoch(term.epoch)
         self._welcomed.clear()
+        self.registry.term_begins()
         self.term, self.trouble, self._led_since = term, None, time.monotonic()
         for key, record in found.items():
             name = key.removeprefix(records.JOB_PREFIX)
@@ -305,7 +315,7 @@ class Lighthouse:
 
     def _term_is_over(self, reason: str) -> None:
         """Called in the middle of anything: from here on nothing is said; the rest is the keeper's."""
-        log.error("term over", reason=reason)
+        (log.error if self.serving else log.info)("term over", reason=reason)
         self.term, self.trouble = None, f"the last term is over: {reason}"
         self._settled.clear()
         for job in self.jobs.values():
@@ -365,14 +375,19 @@ class Lighthouse:
 
         return handle
 
-    async def _link(self, request: web.Request) -> web.StreamResponse:
+    async def _followed(self, request: web.Request) -> web.StreamResponse:
         self.leading()
         return await self._followers.serve(request)
 
     def _offered_elsewhere(self) -> None:
         """A follower was offered sessions. If none of them is here, none of the workers reaches this leader."""
-        led = time.monotonic() - self._led_since
-        if self.leadership is not None and self.term is not None and not self.sessions and led > ALONE_SECONDS:
+        if self.leadership is None or self.term is None:
+            return
+        now = time.monotonic()
+        if self.sessions or not self._alone_since:
+            self._alone_since = 0.0 if self.sessions else now
+        elif now - max(self._led_since, self._alone_since) > ALONE_SECONDS:
+            self._alone_since = 0.0
             self.leadership.give_up("no worker reaches this lighthouse, but another", stand_back=True)
 
     # ---- sessions
@@ -399,12 +414,14 @@ class Lighthouse:
         )
         response = await session.accept(request)
         self.sessions[session.number] = session
+        self._alone_since = 0.0
         await session.ended()
         return response
 
     def _greeted(self, session: Session, hello: Hello) -> None:
         term = self.term
         if term is None and (leader := self._leader_elsewhere()) is not None:
+            self._link.offered()
             session.redirect(leader)
         elif term is None:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")

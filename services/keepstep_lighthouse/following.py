@@ -14,6 +14,7 @@ from keepstep_mesh.tls import explained
 
 PASS_ON_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+PASSED_ON = "X-Keepstep-Passed-On"
 
 
 async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.StreamResponse:
@@ -23,12 +24,20 @@ async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.
     """
     if request.method != hdrs.METH_GET or "follow" in request.query:
         raise web.HTTPTemporaryRedirect(f"{leader}{request.rel_url}")
-    headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
+    if PASSED_ON in request.headers:
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the lighthouses do not agree yet who leads; ask again")
+    headers = {PASSED_ON: "1"}
+    if hdrs.AUTHORIZATION in request.headers:
+        headers[hdrs.AUTHORIZATION] = request.headers[hdrs.AUTHORIZATION]
     try:
         async with identity.session(timeout=PASS_ON_SECONDS) as http:
             answer = await http.get(f"{leader}{request.rel_url}", headers=headers, allow_redirects=False)
-            body = await answer.content.read(MAX_ANSWER_BYTES)
-            return web.Response(body=body, status=answer.status, content_type=answer.content_type)
+            body = bytearray()
+            async for part in answer.content.iter_any():
+                body += part
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise Problem(HTTPStatus.BAD_GATEWAY, f"the answer is too long to be passed on; ask {leader}")
+            return web.Response(body=bytes(body), status=answer.status, content_type=answer.content_type)
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = explained(error, leader)
         raise Problem(HTTPStatus.BAD_GATEWAY, f"{leader} leads and does not answer: {reason}") from error

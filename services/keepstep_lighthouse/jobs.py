@@ -44,6 +44,8 @@ MIN_WAIT = 0.001
 
 log = get_logger("keepstep.lighthouse")
 
+LAPSED = "its lease is over by its own clock"
+
 Step = Decision | Callable[[], None]
 """What is carried out in order: the core's decisions, and what the shell puts between them."""
 
@@ -132,6 +134,9 @@ class Job:
         """``arranged`` puts what the shell has to do between the decisions."""
         if self._over:
             return
+        if self.term.lapsed:
+            self._fail(LAPSED)
+            return
         try:
             self._carry_out(arranged([*self.core.handle(event, time.monotonic(), time.time())]))
         except Exception:
@@ -156,6 +161,8 @@ class Job:
     async def _carry_out_outbox(self) -> None:
         try:
             while self._outbox:
+                if self.term.lapsed:
+                    raise TermOverError(LAPSED)
                 decision = self._outbox.popleft()
                 if type(decision) is Persist:
                     await self._write(decision.record)

@@ -12,13 +12,15 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from keepstep_lighthouse.election import Election, Leader, Renew, StepDown, Take
+from keepstep_lighthouse.election import TRY_AGAIN_SECONDS, Election, Leader, Renew, StepDown, Take
 from keepstep_lighthouse.leader_link import LeaderLink
 from keepstep_lighthouse.store import Compare, Store, StoreError, Write
 from keepstep_lighthouse.term import EPOCH_KEY, STORE_TIMEOUT, Term, parse_epoch
 from keepstep_mesh.logging import get_logger
 
 LEADER_KEY = "leader"
+LONGEST_KEY = "longest_lease"
+"""Seconds; of all that ever led here: the --lease of lighthouses may differ."""
 WATCH_AGAIN_SECONDS = 1.0
 
 log = get_logger("keepstep.lighthouse")
@@ -61,6 +63,8 @@ class Leadership:
         self._released.set()
         self._wake = asyncio.Event()
         self._look_at = 0.0
+        self._told = 0
+        """Changes that the watch told of."""
         self._revoking: set[asyncio.Task[None]] = set()
 
     # ---- for the owner of the term
@@ -92,7 +96,13 @@ class Leadership:
         linking = asyncio.create_task(self._link.run(self._linked, self._link_broke), name="keepstep leader link")
         try:
             while True:
-                await self._once()
+                try:
+                    await self._once()
+                except Exception:
+                    # without this task a leader would lead for ever, and a follower never
+                    log.exception("fault in the election")
+                    self.give_up("a fault in the election; the log has it")
+                    await asyncio.sleep(TRY_AGAIN_SECONDS)
         finally:
             for task in (watching, linking, *self._revoking):
                 task.cancel()
@@ -123,7 +133,12 @@ class Leadership:
         self._look_at = time.monotonic() + self.core.lease / 3
         try:
             async with asyncio.timeout(STORE_TIMEOUT):
-                self._heard(await self._store.get(LEADER_KEY))
+                told = self._told
+                value = await self._store.get(LEADER_KEY)
+                if told == self._told:
+                    self._heard(value)
+                else:
+                    self._look_at = 0.0  # the watch told something meanwhile, which may be newer
         except (StoreError, TimeoutError) as error:
             self.doubt = f"the store does not say who leads: {str(error) or 'no answer'}"
             log.warning("no answer who leads", reason=self.doubt)
@@ -136,11 +151,19 @@ class Leadership:
             async with asyncio.timeout(min(STORE_TIMEOUT, self.core.lease / 2)):
                 lease = await self._store.grant_lease(self.core.lease)
                 stored = await self._store.get(EPOCH_KEY)
+                longest = await self._store.get(LONGEST_KEY)
+                fence = max(self.core.lease, _seconds(longest))
                 epoch = parse_epoch(stored) + 1
                 record = Leader(self._node, self._address, lease).encode()
                 compare = (Compare(LEADER_KEY, expected), Compare(EPOCH_KEY, stored))
-                writes = (Write(LEADER_KEY, record, lease), Write(EPOCH_KEY, b"%d" % epoch))
+                writes = [Write(LEADER_KEY, record, lease), Write(EPOCH_KEY, b"%d" % epoch)]
+                if fence > _seconds(longest):
+                    writes.append(Write(LONGEST_KEY, b"%r" % fence))
                 taken = await self._store.transact(compare, writes)
+        except asyncio.CancelledError:
+            if lease:  # the key may become ours after we are gone
+                await self._revoke(lease)
+            raise
         except (StoreError, TimeoutError) as error:
             self.trouble = f"the store does not let a term begin: {str(error) or 'it does not answer'}"
             log.error("no term", reason=self.trouble)
@@ -152,8 +175,9 @@ class Leadership:
         self.core.took(record, sent)
         self.leader, self._lease = None, lease
         self._link.follow(None, b"")
-        # who was deposed, and not gone, may confirm what it wrote until its lease is over by its own clock
-        fenced_until = 0.0 if expected is None else time.monotonic() + self.core.lease
+        # Who was deposed, and not gone, may confirm what it wrote until its lease is over by its own clock. A key that
+        # is gone proves nothing: it may have been that of a deposer, which gave it back or lost it meanwhile.
+        fenced_until = time.monotonic() + fence
         self._term = Term(self._store, epoch, Compare(LEADER_KEY, record), lambda: self.core.until, fenced_until)
         self._released.clear()
         self._led.set()
@@ -202,6 +226,7 @@ class Leadership:
                 async with self._store.watch(LEADER_KEY) as watch:
                     async for change in watch:
                         if change.key == LEADER_KEY:
+                            self._told += 1
                             self._heard(change.value)
                             self._wake.set()
             except StoreError as error:
@@ -217,6 +242,8 @@ class Leadership:
         except StoreError as error:
             log.error("no leader", reason=str(error))
             leader = None
+        if leader is not None and (leader.node == self._node or leader.address == self._address):
+            leader = None  # what we gave up, or who was at our address before us: nobody is to be sent there
         self._known(leader)
         if leader is None or value is None:
             self._link.follow(None, b"")
@@ -250,3 +277,10 @@ class Leadership:
         task = asyncio.create_task(self._revoke(lease))
         self._revoking.add(task)
         task.add_done_callback(self._revoking.discard)
+
+
+def _seconds(stored: bytes | None) -> float:
+    try:
+        return float(stored or 0)
+    except ValueError as error:
+        raise StoreError(f"{LONGEST_KEY} in the store is {stored!r} and no number of seconds; delete it") from error

@@ -49,6 +49,10 @@ class Registry:
     def addresses(self) -> tuple[ServiceAddress, ...]:
         return tuple(record.told for record in self.records)
 
+    def term_begins(self) -> None:
+        """Leases of an earlier term prove nothing: another leader may have written the records since, under its own."""
+        self._leases.clear()
+
     # ---- orders
 
     async def put(self, epoch: int, record: ServiceRecord) -> ServiceRecord:

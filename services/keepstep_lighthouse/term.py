@@ -52,6 +52,11 @@ class Term:
         self._until = until
         self._one_write = asyncio.Lock()
 
+    @property
+    def lapsed(self) -> bool:
+        """The lease is over by our own clock, whether or not the election has come to notice: we may have slept."""
+        return self._until is not None and time.monotonic() >= self._until()
+
     @classmethod
     async def begin(cls, store: Store) -> Term:
         """In a store that only this lighthouse can use. Raises ``StoreError`` when the store does not do it."""
