@@ -31,6 +31,7 @@ QUICK_KILLS = 5
 STEPS_AFTER = 100
 GIVE_UP = 60.0
 POLL = 0.02
+"""Between two looks at what other processes tell (files of commits, metrics); no figure has it in it."""
 
 
 class Mesh:
@@ -76,6 +77,16 @@ class Mesh:
             time.sleep(POLL)
         raise TimeoutError(f"no lighthouse leads; see {self.log}")
 
+    def await_standby(self) -> None:
+        """Until the other lighthouse holds its link to the leader."""
+        deadline = time.monotonic() + GIVE_UP
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[self.leader()]}/metrics", timeout=5) as answer:
+                if b"\nkeepstep_lighthouse_standbys 1.0" in answer.read():
+                    return
+            time.sleep(POLL)
+        raise TimeoutError(f"no lighthouse stands by; see {self.log}")
+
     def commits(self) -> list[float]:
         """Unix times of the commits of group 0."""
         path = self.folder / "0"
@@ -115,7 +126,7 @@ def measure(side: Side, how: signal.Signals, times: int, log: Path) -> list[floa
             mesh.await_commits(STEPS_AFTER)
             seconds = []
             for _ in range(times):
-                time.sleep(2)  # the other is a standby again: linked to the leader
+                mesh.await_standby()
                 seconds.append(mesh.gap(how))
                 print(f"{seconds[-1]:.3f} ", end="", flush=True)
             print()

@@ -59,7 +59,7 @@ class EtcdNode:
             except OSError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"etcd does not listen on port {self.port}") from None
-                time.sleep(0.02)
+                time.sleep(0.02)  # etcd tells nobody that it listens
             else:
                 return
 

@@ -98,7 +98,7 @@ class Lighthouse:
         self._life: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._led_since = 0.0
-        self._followers = FollowerLinks(self._offered_elsewhere)
+        self.followers = FollowerLinks(self._offered_elsewhere)
         self._listening = asyncio.Event()
         self._settled = asyncio.Event()
         """It is known who leads."""
@@ -330,7 +330,7 @@ class Lighthouse:
         self.jobs.clear()
         for session in self.sessions.values():
             session.end(reason, websocket.CLOSE_GOING_AWAY)
-        self._followers.close(reason)
+        self.followers.close(reason)
         while self._writes:
             done, _ = await asyncio.wait(self._writes)
             self._writes -= done
@@ -377,7 +377,7 @@ class Lighthouse:
 
     async def _followed(self, request: web.Request) -> web.StreamResponse:
         self.leading()
-        return await self._followers.serve(request)
+        return await self.followers.serve(request)
 
     def _offered_elsewhere(self) -> None:
         """A follower was offered sessions. If none of them is here, none of the workers reaches this leader."""

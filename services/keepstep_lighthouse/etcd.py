@@ -188,21 +188,6 @@ class EtcdStore(Store):
         skip = len(self._base)
         return {kv.key.decode()[skip:]: kv.value for kv in answer.kvs}, answer.header.revision
 
-    async def _read(self, call: Callable[[Any], T]) -> T:
-        def anywhere() -> T:
-            for left in range(2 * len(self._address.endpoints), -1, -1):
-                client = None
-                try:
-                    client = self._connected()
-                    return call(client)
-                except (etcd3.Etcd3Exception, grpc.RpcError, ValueError) as error:
-                    failure = self._failed(client, error)
-                    if not left or (failure.refused and not failure.token_is_over):
-                        raise StoreError(f"etcd cannot be read: {failure}") from error
-            raise AssertionError("unreachable")
-
-        return await self._in_thread(anywhere)
-
     # ---- writes
 
     async def transact(self, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
@@ -244,8 +229,18 @@ class EtcdStore(Store):
 
         await self._write(act)
 
+    # ---- the connection
+
+    async def _read(self, call: Callable[[Any], T]) -> T:
+        return await self._ask(call, changes=False)
+
     async def _write(self, call: Callable[[Any], T]) -> T:
-        def somewhere() -> T:
+        return await self._ask(call, changes=True)
+
+    async def _ask(self, call: Callable[[Any], T], *, changes: bool) -> T:
+        """In a thread, of one endpoint after the other. What ``changes`` something is asked once, if it got there."""
+
+        def anywhere() -> T:
             for left in range(2 * len(self._address.endpoints), -1, -1):
                 client = None
                 try:
@@ -253,19 +248,16 @@ class EtcdStore(Store):
                     return call(client)
                 except (etcd3.Etcd3Exception, grpc.RpcError, ValueError) as error:
                     failure = self._failed(client, error)
-                    if client is not None and not failure.nothing_done:
+                    if changes and client is not None and not failure.nothing_done:
                         raise OutcomeUnknownError(f"etcd did not answer a write: {failure}") from error
                     if not left or (failure.refused and not failure.token_is_over):
-                        raise WriteFailedError(f"etcd did not take a write: {failure}") from error
+                        if changes:
+                            raise WriteFailedError(f"etcd did not take a write: {failure}") from error
+                        raise StoreError(f"etcd cannot be read: {failure}") from error
             raise AssertionError("unreachable")
 
-        return await self._in_thread(somewhere)
-
-    # ---- the connection
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
         self._check_open()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, anywhere)
 
     def _connected(self) -> Any:
         """The client in use. In a thread; raises what etcd3, gRPC or a certificate's file say."""

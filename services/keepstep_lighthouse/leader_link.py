@@ -146,6 +146,9 @@ class FollowerLinks:
         self._offered = offered
         self._links: set[Link] = set()
 
+    def __len__(self) -> int:
+        return len(self._links)
+
     async def serve(self, request: web.Request) -> web.StreamResponse:
         link = Link(lambda _: self._offered(), lambda _: None, limit_bytes=MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         response = await link.accept(request)

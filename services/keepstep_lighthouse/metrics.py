@@ -53,6 +53,9 @@ class _Lighthouse(Collector):
             "keepstep_lighthouse_epoch", "its term; 0 without one", one.term.epoch if one.term else 0
         )
         yield GaugeMetricFamily("keepstep_lighthouse_sessions", "open connections of workers", len(one.sessions))
+        yield GaugeMetricFamily(
+            "keepstep_lighthouse_standbys", "lighthouses that stand by for this one", len(one.followers)
+        )
         yield CounterMetricFamily(
             "keepstep_lighthouse_bad_messages", "sessions that broke the protocol", one.bad_messages.total
         )

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from command import process
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings
@@ -32,23 +31,6 @@ class Said:
     code: int
     out: str
     err: str
-
-
-@asynccontextmanager
-async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A `keepstep` command, killed at the end if it still runs."""
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "keepstep_cli", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables,
-    )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
 
 
 async def keepstep(*arguments: str, **variables: str) -> Said:

@@ -154,6 +154,7 @@ async def test_three_nodes_go_on_when_their_leader_dies(etcd: EtcdCluster, tmp_p
                 while int(state.get("n", b"0")) < counter.acknowledged:
                     changed.clear()
                     await changed.wait()
+            assert counter.acknowledged >= 100
 
 
 def leader_of(cluster: EtcdCluster) -> EtcdNode:
@@ -223,6 +224,7 @@ async def test_a_watch_that_lost_its_connection_and_its_history_tells_what_diffe
         await until_equal(state, {"stays": b"2", "comes": b"1"}, changed)
         await direct.put("comes", b"2")
         await until_equal(state, {"stays": b"2", "comes": b"2"}, changed)
+        assert state == await direct.get_prefix("")
         follower.cancel()
         await asyncio.wait((follower,))
 

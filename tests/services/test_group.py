@@ -264,5 +264,6 @@ async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
         await eventually(lambda: [link.services for link in group.links] == [(relay,)] * 2)
         await lighthouse.registry.delete(epoch, "relay", "a")
         await eventually(lambda: [link.services for link in group.links] == [()] * 2)
+        assert lighthouse.registry.addresses() == ()
     finally:
         await group.close()

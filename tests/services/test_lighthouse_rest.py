@@ -317,7 +317,8 @@ async def test_a_body_that_will_not_do_is_a_problem_that_names_the_field(order: 
 
 async def test_a_body_without_end_is_cut_off() -> None:
     async with scene(1) as (_, rest, _members):
-        await rest.call("POST", f"{JOB}/replicas/r0/evict", 413, data=io.BytesIO(b" " * 3_000_000))
+        problem = await rest.call("POST", f"{JOB}/replicas/r0/evict", 413, data=io.BytesIO(b" " * 3_000_000))
+        assert problem["status"] == 413
 
 
 # ---- events
@@ -336,7 +337,8 @@ async def test_events_are_paged_and_their_numbers_grow() -> None:
 @pytest.mark.parametrize("query", ["after=-1", "after=x", "limit=1.5", "after=" + "9" * 30, "follow=yes", "limit=%00"])
 async def test_a_query_that_will_not_do_is_a_problem(query: str) -> None:
     async with scene(1) as (_, rest, _members):
-        await rest.get(f"{JOB}/events?{query}", 400)
+        problem = await rest.get(f"{JOB}/events?{query}", 400)
+        assert query.partition("=")[0] in problem["detail"]
 
 
 async def next_event(stream: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -371,7 +373,8 @@ async def test_followers_are_limited_and_one_that_goes_makes_room(monkeypatch: p
     monkeypatch.setattr(admin, "SIGN_OF_LIFE_SECONDS", 0.05)
     async with scene(1) as (_, rest, _members):
         first = await rest.http.get(f"{rest.address}{JOB}/events?follow=1")
-        await rest.get(f"{JOB}/events?follow=1", 503)
+        problem = await rest.get(f"{JOB}/events?follow=1", 503)
+        assert problem["status"] == 503
         first.close()
         async with asyncio.timeout(DEADLINE):
             while True:

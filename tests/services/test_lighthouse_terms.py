@@ -188,11 +188,14 @@ async def test_an_order_whose_write_failed_says_that_it_is_not_known(monkeypatch
 async def test_a_store_that_hangs_ends_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(term, "STORE_TIMEOUT", 0.1)
     async with faulty_lighthouse(monkeypatch) as (one, store), workers(one.address, 1) as members:
+        assert one.term is not None
+        before = one.term.epoch
         store.fault = "slow"
         await members[0].ask(0)
         await members[0].ended()
         store.fault = ""
         await eventually(lambda: one.term is not None)
+        assert one.term.epoch > before
 
 
 async def test_a_store_that_somebody_else_changed_ends_the_term(monkeypatch: pytest.MonkeyPatch) -> None:

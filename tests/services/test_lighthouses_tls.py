@@ -42,7 +42,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
     tls, tokens = authority.service(mutual=True), watched_tokens({}, file)
     one_mesh = {"store": f"{etcd.address}/{uuid.uuid4()}", "tls": tls, "peer_tls": tls, "tokens": tokens}
     async with lighthouse(**one_mesh) as leader, standby_of(one_mesh) as standby:
-        await eventually(lambda: len(leader._followers._links) == 1)
+        await eventually(lambda: len(leader.followers) == 1)
         client = authority.client()
         session = LighthouseSession(
             SessionSettings((standby.address,), "job", "r0:1", WORKER, DEADLINE, tls=client), lambda _: None
@@ -73,7 +73,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
         file.write_text(f"worker = {WORKER}\nservice = {NEW}\n")
         tokens.refresh()
         async with standby_of(one_mesh):
-            await eventually(lambda: len(standby._followers._links) == 1)
+            await eventually(lambda: len(standby.followers) == 1)
         await session.close()
 
 

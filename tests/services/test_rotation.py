@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from certificates import Authority
+from command import process
 from keepstep_mesh.auth import Access, ClientToken, watched_tokens
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.http import Route, client_session
@@ -87,6 +84,7 @@ async def test_during_a_rotation_both_tokens_count_and_after_it_the_new_one(tmp_
             async with asyncio.timeout(DEADLINE):
                 while (await status(endpoint.url, OLD), await status(endpoint.url, NEW)) != expected:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+            assert (await status(endpoint.url, OLD), await status(endpoint.url, NEW)) == expected
 
 
 async def test_a_group_whose_token_was_replaced_comes_back_with_the_new_one(tmp_path: Path) -> None:
@@ -202,20 +200,7 @@ async def test_a_service_registers_over_tls_and_again_with_its_new_token(tmp_pat
 # ---- a whole process
 
 
-@asynccontextmanager
-async def process(*flags: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "keepstep_cli", "lighthouse", "--bind", "127.0.0.1:0", "--log-format", "json", *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables,
-    )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
+LIGHTHOUSE = ("lighthouse", "--bind", "127.0.0.1:0", "--log-format", "json")
 
 
 async def logged(started: asyncio.subprocess.Process, text: str, times: int = 1) -> None:
@@ -240,7 +225,7 @@ async def test_sighup_has_a_lighthouse_read_its_files_again_and_sigterm_still_en
     files = authority.service()
     assert files.cert is not None
     flags = ("--token-file", str(tokens))
-    async with process(*flags, KEEPSTEP_LIGHTHOUSE_TLS_CERT=str(files.cert)) as started:
+    async with process(*LIGHTHOUSE, *flags, KEEPSTEP_LIGHTHOUSE_TLS_CERT=str(files.cert)) as started:
         url = f"{await url_of(started)}/v1/jobs"
         assert await status(url, OLD, authority.trusted()) == 200
         tokens.write_text(f"admin = {NEW}\n")
@@ -257,7 +242,7 @@ async def test_sighup_has_a_lighthouse_read_its_files_again_and_sigterm_still_en
 async def test_files_are_read_again_without_a_signal_too(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin = {OLD}\n")
-    async with process("--token-file", str(tokens)) as started:
+    async with process(*LIGHTHOUSE, "--token-file", str(tokens)) as started:
         url = f"{await url_of(started)}/v1/jobs"
         (tmp_path / "next").write_text(f"admin = {NEW}\n")
         (tmp_path / "next").replace(tokens)
@@ -266,7 +251,7 @@ async def test_files_are_read_again_without_a_signal_too(tmp_path: Path) -> None
 
 
 async def test_sighup_ends_a_lighthouse_that_has_no_files() -> None:
-    async with process() as started:
+    async with process(*LIGHTHOUSE) as started:
         await url_of(started)
         started.send_signal(signal.SIGHUP)
         async with asyncio.timeout(DEADLINE):

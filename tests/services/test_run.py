@@ -1,4 +1,7 @@
-"""`keepstep run` with real processes. The scripts say on stdout what happens to them; nothing waits by the clock."""
+"""`keepstep run` with real processes. The scripts say on stdout what happens to them; nothing waits by the clock.
+
+A script that sleeps 1000 s is a rank at work: it is there to be ended by what the test does, and no test waits for it.
+"""
 
 import contextlib
 import os
@@ -276,7 +279,8 @@ sys.stdout.flush()
 
 def test_a_line_without_an_end_is_shown_while_the_rank_goes_on(started) -> None:
     run = started('sys.stdout.write("thinking"); sys.stdout.flush(); time.sleep(1000)', "--replicas", "1")
-    run.wait_for(r"^\[r0/0\] thinking$")
+    shown = run.wait_for(r"^\[r0/0\] thinking$")
+    assert run.process.poll() is None, f"{shown[0]} came with the end"
 
 
 def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ async def test_a_request_made_while_no_lighthouse_is_there_is_asked_when_one_is(
         await asyncio.sleep(0)
         proxy.accept()
         peer = await lighthouse.session()
-        peer.answer(await peer.next(QuorumRequest))
-        await asking
+        request = await peer.next(QuorumRequest)
+        peer.answer(request)
+        assert request.request == 1
+        assert (await asking).quorum_id == 1
 
 
 async def test_a_hello_after_a_break_says_what_is_held_until_the_step_is_finished() -> None:
@@ -400,6 +402,8 @@ async def test_leaving_is_said_again_on_the_next_connection() -> None:
         peer.link.abort("test")
         await (await lighthouse.session()).say_goodbye()
         await leaving
+        with pytest.raises(SessionClosed, match="left the job"):
+            await worker.ask()
 
 
 async def test_leaving_gives_up_when_nobody_confirms() -> None:

@@ -29,7 +29,7 @@ def store(etcd: EtcdCluster) -> str:
 async def two(store: str) -> AsyncIterator[tuple[Lighthouse, Lighthouse]]:
     """The leader and one that follows it."""
     async with lighthouse(store=store, lease=3.0) as leader, lighthouse(store=store, lease=3.0) as follower:
-        await eventually(lambda: leader._followers._links != set())
+        await eventually(lambda: len(leader.followers) == 1)
         yield leader, follower
 
 
