@@ -197,7 +197,7 @@ class Lighthouse:
             return self.trouble
         if self.term is not None or self.leadership.leader is not None:
             return self.leadership.doubt
-        return self.trouble
+        return self.leadership.doubt or self.trouble
 
     def _reachable_address(self) -> str:
         host = urlsplit(self.address).hostname or ""
@@ -338,7 +338,7 @@ class Lighthouse:
     def leading(self) -> Term:
         """The term. Raises ``Problem`` 503 while there is none."""
         if self.term is None:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.trouble or "the lighthouse is not ready")
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.not_ready() or "the lighthouse is not ready")
         return self.term
 
     # ---- other lighthouses

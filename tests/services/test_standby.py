@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from etcd_server import EtcdCluster
-from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.election import Leader
 from keepstep_lighthouse.leadership import LEADER_KEY
 from keepstep_lighthouse.store import open_store
@@ -97,6 +97,18 @@ async def test_a_lighthouse_that_finds_its_own_address_in_the_key_sends_nobody_t
         await before.revoke(lease)
         await before.close()
         await eventually(lambda: one.term is not None)
+
+
+async def test_a_lighthouse_whose_etcd_is_away_says_so(etcd: EtcdCluster) -> None:
+    assert etcd.nodes  # gRPC is warm
+    one = Lighthouse(LighthouseSettings(bind="127.0.0.1:0", store="etcd://127.0.0.1:1/x"))
+    await one.start()
+    try:
+        await eventually(lambda: "etcd cannot be read" in (one.not_ready() or ""))
+        async with aiohttp.ClientSession() as http, http.get(f"{one.address}/v1/jobs") as answer:
+            assert (answer.status, "etcd cannot be read" in await answer.text()) == (503, True)
+    finally:
+        await one.stop()
 
 
 async def test_after_a_takeover_strangers_wait_until_the_lease_before_is_over(store: str) -> None:
