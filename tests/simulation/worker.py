@@ -34,7 +34,7 @@ from keepstep_mesh.session_core import SessionCore
 from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
-    from simulation.simulator import Simulation
+    from simulation.training import Training
 
 COLLECTIVE_TIMEOUT = 1000.0
 """Longer than any simulation: who waits for a peer that will not come has to be told."""
@@ -58,7 +58,7 @@ class Collective:
 class Worker:
     """One incarnation. ``part`` of a healing group in the collective is None: zeros, not in the divisor."""
 
-    def __init__(self, simulation: Simulation, name: str, number: int) -> None:
+    def __init__(self, simulation: Training, name: str, number: int) -> None:
         self.sim = simulation
         self.random = simulation.random
         self.name = name
