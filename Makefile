@@ -34,8 +34,9 @@ lint: $(STAMP) ## style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-simulate: $(STAMP) ## the lighthouse against a lossy network in virtual time: make simulate SEEDS=100000
-	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
+simulate: $(STAMP) ## one lighthouse, then several with a store, against all faults in virtual time: make simulate SEEDS=100000
+	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 1
+	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 2
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)
