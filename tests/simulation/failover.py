@@ -44,7 +44,7 @@ SCRIPT_SECONDS = 60.0
 
 
 class Failover(Training):
-    """``faults``: those of the seed, if none are given. ``rates``: of the lighthouses' clocks."""
+    """``faults``: those of the seed, if none are given. ``rate``: of the lighthouses' clocks, else each has its own."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Failover(Training):
         policy: Policy | None = None,
         lighthouses: int | None = None,
         lease: float | None = None,
-        rates: Sequence[float] | None = None,
+        rate: float | None = None,
         careful: bool = False,
         quiet_at: float = FAULT_SECONDS,
     ) -> None:
@@ -83,13 +83,14 @@ class Failover(Training):
         """By epoch: the last quorum_id in the store while it was the epoch."""
         self._announced: tuple[int, tuple[str, ...]] = (0, ())
         """The highest quorum so far."""
+        self.announced_by = ""
+        """Name of the lighthouse that announced last."""
         self._numbers = itertools.count(1)
-        lease = lease or random.choice(LEASES)
         names = "ABC"[:lighthouses]
-        self._lease = dict.fromkeys(names, lease)
-        if random.random() < 0.1:  # in the middle of a change of --lease
+        self._lease = dict.fromkeys(names, lease or random.choice(LEASES))
+        if lease is None and random.random() < 0.1:  # in the middle of a change of --lease
             self._lease[names[0]] = random.choice(LEASES)
-        self._rate = dict(zip(names, rates or [random.uniform(*RATES) for _ in names], strict=True))
+        self._rate = {name: rate or random.uniform(*RATES) for name in names}
         self.nodes: dict[str, Node] = {}
         """By address."""
         with simulated(self):
@@ -160,14 +161,14 @@ class Failover(Training):
                 before, after = int(self.store.values.get(EPOCH_KEY, b"0")), int(write.value or b"0")
                 if after <= before:
                     self.violated(f"the epoch goes back from {before} to {after}")
-                self._last_quorum_of[before] = self._stored.quorum_id
+                self._last_quorum_of[before] = self.stored.quorum_id
             elif write.key == JOB_KEY:
                 self._record_written(records.decode(JOB_KEY, write.value or b""))
         self.note(f"   store  {[(one.key, one.value) for one in writes]}")
 
     def _record_written(self, record: JobRecord) -> None:
-        if record.quorum_id < self._stored.quorum_id:
-            self.violated(f"in the store quorum_id goes back from {self._stored.quorum_id} to {record.quorum_id}")
+        if record.quorum_id < self.stored.quorum_id:
+            self.violated(f"in the store quorum_id goes back from {self.stored.quorum_id} to {record.quorum_id}")
         if self._written_quorums.setdefault(record.quorum_id, record.members) != record.members:
             self.violated(
                 f"quorum {record.quorum_id} is {self._written_quorums[record.quorum_id]} and {record.members}"
@@ -175,7 +176,7 @@ class Failover(Training):
         self._written_evictions.update(record.evicted)
 
     @property
-    def _stored(self) -> JobRecord:
+    def stored(self) -> JobRecord:
         value = self.store.values.get(JOB_KEY)
         return JobRecord() if value is None else records.decode(JOB_KEY, value)
 
@@ -185,6 +186,7 @@ class Failover(Training):
             return  # an answer that is given again
         node = self._node_of(job)
         self.rounds += 1
+        self.announced_by = node.name
         self.note(f"{node.name} announces quorum {quorum_id} of {members}, step {announce.step}")
         if self._memberships.setdefault(quorum_id, members) != members:
             self.violated(f"quorum {quorum_id} is {self._memberships[quorum_id]} and {members}")
@@ -204,7 +206,7 @@ class Failover(Training):
         self._done = self._done or (self._quiet and self._recovered())
 
     def _announced_by_the_leader(self, node: Node, members: tuple[str, ...], quorum_id: int) -> None:
-        record = self._stored
+        record = self.stored
         if (record.quorum_id, record.members) != (quorum_id, members):
             self.violated(f"{node.name} announces quorum {quorum_id} of {members}, {record} is written")
         if quorum_id < self._announced[0]:
@@ -245,6 +247,11 @@ class Failover(Training):
     def _node_of(self, job: Job) -> Node:
         return next(node for node in self.nodes.values() if node.loop is job._loop)
 
+    @property
+    def announced_quorum(self) -> int:
+        """The highest so far."""
+        return self._announced[0]
+
     def running_node(self) -> str:
         return next((node.name for node in self.nodes.values() if node.loop.is_running()), "-")
 
@@ -275,13 +282,12 @@ class Failover(Training):
         node = self.nodes[worker.address]
         if node.loop.dead:
             return None
-        parted = (worker.name, node.address) in self.parted_groups
-        if parted and self.random.random() < 0.5:
-            return None
+        if (worker.name, node.address) in self.parted_groups:
+            nowhere = Connection(0, worker, worker, self.time, self.random)
+            nowhere.part()
+            return nowhere if self.random.random() < 0.5 else None
         socket = Socket(node)
         connection = socket.connection = self.connect(worker, socket)
-        if parted:
-            connection.part()
         node.loop.call_soon(lambda: node.loop.create_task(node.serve(socket)))
         return connection
 
@@ -330,6 +336,10 @@ class Failover(Training):
 
     def join_with_the_store(self, node: Node) -> None:
         node.store.cut_off = False
+        self._catch_up()
+
+    def hear_again(self, node: Node) -> None:
+        node.store.deaf = False
         self._catch_up()
 
     def bring_the_store_back(self) -> None:

@@ -63,7 +63,20 @@ def make_the_store_unsure(sim: Failover, _: Worker, fault: Fault) -> None:
 
 def lose_the_next_write(sim: Failover, _: Worker, fault: Fault) -> None:
     """Its outcome is unknown to the leader: it did not happen, it did, or it happens later."""
-    chosen(sim, fault).store.next_write = ("lost", "done", "late", "done", "late")[fault.other]
+    chosen(sim, fault).store.fates["transact"] = ("lost", "done", "late", "done", "late")[fault.other]
+
+
+def lose_a_call_about_a_lease(sim: Failover, _: Worker, fault: Fault) -> None:
+    call = ("grant", "keep_alive", "revoke")[fault.other % 3]
+    for node in sim.nodes.values():
+        node.store.fates[call] = sim.random.choice(("lost", "done", "late", "slow", "hangs"))
+
+
+def deafen_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+    """What changes in the store it learns from what it reads only."""
+    node = chosen(sim, fault)
+    node.store.deaf = True
+    sim.time.after(fault.seconds, sim.hear_again, node)
 
 
 def delay_the_watches(sim: Failover, _: Worker, fault: Fault) -> None:
@@ -127,6 +140,8 @@ WEIGHTS: dict[Act, int] = {
     slow_the_store: 1,
     make_the_store_unsure: 2,
     lose_the_next_write: 3,
+    lose_a_call_about_a_lease: 2,
+    deafen_a_lighthouse: 2,
     delay_the_watches: 1,
     break_the_watches: 1,
     break_the_links_of_lighthouses: 4,

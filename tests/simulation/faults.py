@@ -89,6 +89,10 @@ def fail_a_step(sim: Training, worker: Worker, _: Fault) -> None:
     worker.fail_next = True
 
 
+def fail_a_commit(_: Training, worker: Worker, __: Fault) -> None:
+    worker.fail_commit()
+
+
 def ask_with_shrink_only(sim: Training, worker: Worker, _: Fault) -> None:
     worker.shrink_next = True
 
@@ -184,6 +188,7 @@ GROUP_WEIGHTS: dict[Act, int] = {
     freeze: 2,
     give_up_a_request: 2,
     fail_a_step: 2,
+    fail_a_commit: 2,
     ask_with_shrink_only: 1,
     start_twice: 1,
     break_the_connection: 4,

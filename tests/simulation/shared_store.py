@@ -29,6 +29,7 @@ EXPIRY_SECONDS = 0.5
 """A lease may live so much longer than it has to."""
 HANGS = 30.0
 """Longer than anybody waits."""
+SLOW_ANSWER = 0.9
 Written = Callable[[Sequence[Write]], None]
 
 
@@ -136,7 +137,7 @@ class ClientWatch(Watch):
         client = self._client
         if self.ended or not change.key.startswith(self.prefix):
             return
-        if client.unreachable:
+        if client.unreachable or client.deaf:
             self._missed = True
             return
         delay = 0.001 + 0.01 * client.random.random()
@@ -174,8 +175,11 @@ class StoreClient(Store):
         self.shared, self.loop = shared, loop
         self.time, self.random = time, random
         self.cut_off = False
-        self.next_write = ""
-        """Fate of the next write, once: ``lost`` on its way, ``done`` and the answer is lost, or ``late``."""
+        self.deaf = False
+        """Its watches tell nothing."""
+        self.fates: dict[str, str] = {}
+        """By the name of a method of ``SharedStore``: what becomes of the next such call, once. ``lost`` on its way,
+        ``done`` and the answer is lost, ``late`` (it happens later), ``slow`` (the answer takes 0.9 s), ``hangs``."""
 
     @property
     def unreachable(self) -> bool:
@@ -225,31 +229,28 @@ class _Call:
 
     def arrives(self) -> None:
         client, random = self._client, self._client.random
-        fate = ""
-        if self._act == client.shared.transact and self._changes:
-            fate, client.next_write = client.next_write, ""
+        fate = client.fates.pop(self._act.__name__, "") if self._changes else ""
         if client.unreachable:
             fate = fate or random.choice(("refused", "lost", "hangs"))
         elif client.shared.unsure and not fate:
             fate = random.choice(("", "", "refused", "lost", "done", "late", "hangs"))
         if client.loop.dead and random.random() < 0.5:
             return  # it died with the process
-        if fate in ("", "done", "late"):
-            if fate == "late":
-                client.time.after(3.0 * random.random(), self._carry_out)
-            else:
-                self._carry_out(answered=not fate)
-        if fate:
+        if fate == "late":
+            client.time.after(3.0 * random.random(), self._carry_out, None)
+        elif fate in ("", "done", "slow"):
+            self._carry_out(None if fate == "done" else SLOW_ANSWER if fate else client.shared.delay())
+        if fate not in ("", "slow"):
             wait = HANGS if fate == "hangs" else 0.3 * random.random()
             client.time.after(wait, self._fail, fate)
 
-    def _carry_out(self, *, answered: bool = False) -> None:
+    def _carry_out(self, answered_after: float | None) -> None:
         try:
             result, error = self._act(*self._args), None
         except StoreError as raised:
             result, error = None, raised
-        if answered:
-            self._client.time.after(self._client.shared.delay(), self._comes_back, result, error)
+        if answered_after is not None:
+            self._client.time.after(answered_after, self._comes_back, result, error)
 
     def _comes_back(self, result: Any, error: StoreError | None) -> None:
         if self._client.unreachable:

@@ -342,6 +342,16 @@ class Worker:
         self.plan = None
         self.soon(0.01 + 0.03 * self.random.random(), self.ask)
 
+    def fail_commit(self) -> None:
+        """The step does not commit here, though the all-reduce completes for the others."""
+        if self._collective is not None and self._result is None and not self._errored:
+            self._errored = True
+            self._vote()
+
+    @property
+    def contributed(self) -> bool:
+        return self._collective is not None and self._result is None
+
     def rank_dies(self) -> None:
         """Its rank 0 says so, and all exit."""
         self._say(Failed("rank 1 died"))
