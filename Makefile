@@ -6,7 +6,7 @@ STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
 
-.PHONY: help setup demo test lint types bench simulate clean
+.PHONY: help setup demo test lint types bench simulate mutants clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -37,6 +37,9 @@ lint: $(STAMP) ## style and types
 simulate: $(STAMP) ## one lighthouse, then several with a store, against all faults in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 1
 	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 2
+
+mutants: $(STAMP) ## planted mistakes, each of which a stored test has to catch
+	@$(BIN)/python tests/mutants/run.py
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)

@@ -319,6 +319,10 @@ class Failover(Training):
             node.kill()
             self.time.after(seconds, self.start_lighthouse, node.name)
 
+    def restart_with_lease(self, node: Node, lease: float) -> None:
+        self._lease[node.name] = lease
+        self.kill_lighthouse(node, 0.1)
+
     def pause(self, node: Node, seconds: float) -> None:
         if not node.loop.dead and not node.loop.asleep:
             self.note(f"{node.name} sleeps")

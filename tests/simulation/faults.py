@@ -90,7 +90,8 @@ def fail_a_step(sim: Training, worker: Worker, _: Fault) -> None:
 
 
 def fail_a_commit(_: Training, worker: Worker, __: Fault) -> None:
-    worker.fail_commit()
+    if worker.alive and not worker.frozen:
+        worker.fail_commit()
 
 
 def ask_with_shrink_only(sim: Training, worker: Worker, _: Fault) -> None:

@@ -115,10 +115,13 @@ def _unknown(fate: str) -> Callable[..., Script]:
         """The leader does not know what became of the write of a quorum; then it is cut off, and another one leads."""
         yield from training(sim)
         a, before = leader(sim), sim.stored.quorum_id
+        term = a.keeper.term
         a.store.fates["transact"] = fate
         group(sim, 0).fail_next = True
         yield lambda: "transact" not in a.store.fates
-        yield 0.5
+        yield 1.0
+        if a.keeper.term is not term or sim.announced_quorum == before:
+            sim.violated("it did not read back, and try again, in the time that its lease left")
         sim.cut_from_the_store(a, 2 * LEASE)
         sim.part_lighthouses(a, other(sim, a), 2 * LEASE, silently=False)
         yield lambda: sim.announced_quorum > before
@@ -200,20 +203,34 @@ def a_leader_that_is_cut_off_closes_its_sessions(sim: Failover) -> Script:
 def two_groups_at_an_equal_step_with_different_weights(sim: Failover) -> Script:
     """r1 does not commit the step that r0 commits; it goes on alone to the same step, then r0 comes back."""
     yield from training(sim)
-    a, b = leader(sim), other(sim, leader(sim))
-    r0, r1 = group(sim, 0), group(sim, 1)
-    yield lambda: r1.contributed and not r0.contributed and r0.plan is not None
-    yield lambda: not r1.contributed or r0.contributed
+    a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
+    so_far = r0.commits
+    yield lambda: r0.contributed and r1.contributed and r0.commits == so_far
     r1.fail_commit()
-    committed = r0.commits
-    yield lambda: r0.commits > committed or r0.plan is None
-    step = r0.step
-    for node in (a, b):
-        sim.part_group("r0", node, 9.0)
+    yield lambda: r0.commits > so_far
+    for node in sim.nodes.values():
+        sim.parted_groups.add((r0.name, node.address))
     if r0.connection is not None:
         r0.connection.cut()
-    yield lambda: r1.step >= step
-    r1.freeze(1.0)
+    yield lambda: r1.step == r0.step
+    r1.freeze(2.0)
+    sim.parted_groups.clear()
+    yield from comes_to(sim, r0, a)
+
+
+@trace(lease=6.0)
+def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Failover) -> Script:
+    yield from training(sim)
+    a = leader(sim)
+    b, r0 = other(sim, a), group(sim, 0)
+    b.store.fates["revoke"] = "lost"
+    sim.cut_from_the_store(a, 20.0)
+    sim.part_lighthouses(a, b, 20.0, silently=False)
+    yield lambda: sim.leader is b
+    yield from comes_to(sim, r0, b)
+    yield lambda: r0.welcomed
+    yield from comes_to(sim, r0, a)
+    yield 3.0
 
 
 # ---- what was found later
@@ -265,10 +282,13 @@ def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Failover) -> Scr
     """The store does it and does not answer, so the key is known to be gone while the term is not yet closed."""
     yield from training(sim)
     a = leader(sim)
-    a.store.fates["revoke"] = "hangs"
-    sim.part_lighthouses(a, other(sim, a), LONG, silently=True)
-    sim.store.revoke(a.keeper.leadership._lease)
-    yield lambda: sim.leader is not None and sim.leader is not a
+    b = other(sim, a)
+    b.store.fates["transact"] = "lost"  # it tries twice
+    sim.kill_lighthouse(a, LONG)
+    yield lambda: sim.leader is b
+    b.store.fates["revoke"] = "hangs"
+    sim.store.revoke(b.keeper.leadership._lease)
+    yield lambda: sim.leader is b and b.keeper.term.epoch > 2
 
 
 @trace()
@@ -306,9 +326,8 @@ def a_leader_that_no_group_reaches_gives_way(sim: Failover) -> Script:
     yield lambda: sim.rounds > so_far + 4
 
 
-@trace()
-def a_takeover_while_a_stranger_asks(sim: Failover) -> Script:
-    """A leads r0, cut off from B and the store; r1, a member of nothing, asks B."""
+def a_stranger_asks_the_next_leader(sim: Failover) -> Script:
+    """A leads r0 and is cut off from B and the store, and does not hear of it; r1, a member of nothing, asks B."""
     yield lambda: sim.leader is not None and len(leader(sim).keeper.followers) == 1
     a = leader(sim)
     b = other(sim, a)
@@ -323,7 +342,19 @@ def a_takeover_while_a_stranger_asks(sim: Failover) -> Script:
     b.store.fates["revoke"] = "lost"
     yield lambda: sim.leader is b
     yield from comes_to(sim, group(sim, 1), b)
-    yield LEASE + 2
+    yield 8.0
+
+
+trace(lease=6.0)(a_stranger_asks_the_next_leader)
+
+
+@trace(lease=6.0)
+def the_next_leader_has_a_shorter_lease(sim: Failover) -> Script:
+    """In the middle of a change of --lease."""
+    yield lambda: sim.leader is not None
+    b = other(sim, leader(sim))
+    sim.restart_with_lease(b, 2.0)
+    yield from a_stranger_asks_the_next_leader(sim)
 
 
 @trace()
