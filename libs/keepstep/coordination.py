@@ -17,7 +17,7 @@ from keepstep.environment import address_towards, variable
 from keepstep.group import GroupSettings
 from keepstep.group_peers import checkpoint_metadata
 from keepstep.group_server import GroupServer
-from keepstep.mesh_thread import MeshThread
+from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
 
 log = get_logger("keepstep.coordination")
-
-SLACK = 5.0
-"""Seconds that a caller waits beyond a deadline that the loop keeps."""
 
 
 @dataclass(frozen=True, slots=True)
