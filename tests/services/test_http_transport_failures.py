@@ -27,7 +27,7 @@ from keepstep.checkpointing.serialization import load_state, save_state
 # ---- slow and dead readers
 
 
-def test_row_09_a_slow_reader_never_stalls_the_source_and_gets_its_own_step(transports):
+def test_a_slow_reader_never_stalls_the_source_and_gets_its_own_step(transports):
     source = transports()
     source.send_checkpoint([1], 1, state_of(1, 32), MINUTE)
     expected_manifest, expected = save_state(state_of(1, 32))
@@ -216,7 +216,7 @@ def answer(body, status="200 OK", length=None):
         (answer(save_state(1)[0]), ManifestError, "asked for step 1, got step 0"),
     ],
 )
-def test_row_14_a_lying_source_is_a_clear_error(transports, liar, sent, error, words):
+def test_a_lying_source_is_a_clear_error(transports, liar, sent, error, words):
     liar.answer = sent
     with pytest.raises(error, match=words):
         transports().recv_checkpoint(0, liar.url, 1, MINUTE)
