@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from tests.services.session.worker import Worker, in_session
+from tests.services.session.worker import beats, in_session
 
 from keepstep_mesh.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
 from keepstep_mesh.session import Connected, Disconnected
-from keepstep_mesh.testing import DEADLINE, ChaosProxy, scripted_lighthouse
+from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 
 
 async def test_a_broken_session_moves_on_to_the_next_address() -> None:
@@ -54,60 +52,39 @@ async def test_a_lighthouse_of_a_lower_epoch_is_not_believed() -> None:
 
 
 async def test_heartbeats_are_sent_only_while_nothing_else_is() -> None:
-    async with scripted_lighthouse() as lighthouse:
-        worker = Worker(lighthouse.url)
-        starting = asyncio.create_task(worker.session.start())
-        peer = await lighthouse.session(welcome_epoch=None)
-        peer.welcome(heartbeat=0.02)
-        await starting
-        async with asyncio.timeout(DEADLINE):
-            while peer.heartbeats < 3:
-                peer.heard.clear()
-                await peer.heard.wait()
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse, heartbeat=0.02) as (_, peer):
+        await beats(peer, 3)
         assert peer.received.empty()
-        await worker.session.close()
 
 
 async def test_other_heartbeats_than_the_welcomes_hold_at_once() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
         peer.send(Timing(20, 3000, 200))
-        async with asyncio.timeout(DEADLINE):
-            while peer.heartbeats < 3:
-                await peer.heard.wait()
-                peer.heard.clear()
+        await beats(peer, 3)
         assert (worker.session.heartbeat_interval, worker.session.heartbeat_timeout) == (0.02, 3.0)
 
 
 async def test_a_silent_lighthouse_is_given_up() -> None:
-    async with scripted_lighthouse() as other, scripted_lighthouse() as first, ChaosProxy.before(first.url) as proxy:
-        worker = Worker(proxy.url, other.url)
-        starting = asyncio.create_task(worker.session.start())
-        peer = await first.session(welcome_epoch=None)
-        peer.welcome(heartbeat=0.02, timeout=0.4)
-        await starting
-        await worker.next_push(Connected)
+    async with (
+        scripted_lighthouse() as other,
+        scripted_lighthouse() as first,
+        ChaosProxy.before(first.url) as proxy,
+        in_session(first, proxy.url, other.url, heartbeat=0.02, timeout=0.4) as (worker, _),
+    ):
         proxy.freeze()
         lost = await worker.next_push(Disconnected)
         assert "nothing heard for" in lost.reason
         await other.session()
         assert await worker.next_push(Connected) == Connected(other.url, 1)
-        await worker.session.close()
 
 
 async def test_a_lighthouse_that_only_answers_pings_is_alive() -> None:
-    async with scripted_lighthouse() as lighthouse:
-        worker = Worker(lighthouse.url)
-        starting = asyncio.create_task(worker.session.start())
-        peer = await lighthouse.session(welcome_epoch=None)
-        peer.welcome(heartbeat=0.02, timeout=0.2)
-        await starting
-        await worker.next_push(Connected)
-        async with asyncio.timeout(DEADLINE):
-            while peer.heartbeats < 30:
-                peer.heard.clear()
-                await peer.heard.wait()
+    async with (
+        scripted_lighthouse() as lighthouse,
+        in_session(lighthouse, heartbeat=0.02, timeout=0.2) as (worker, peer),
+    ):
+        await beats(peer, 30)
         assert worker.pushes.empty()
-        await worker.session.close()
 
 
 async def test_garbage_from_the_lighthouse_is_a_broken_connection_and_no_more() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.session.worker import in_session
+from tests.services.session.worker import cut_off, in_session
 
 from keepstep_mesh.errors import SessionClosed
 from keepstep_mesh.messages import Evicted, Failed, Leave, QuorumRequest
-from keepstep_mesh.session import Disconnected
-from keepstep_mesh.testing import DEADLINE, ChaosProxy, scripted_lighthouse
+from keepstep_mesh.testing import DEADLINE, scripted_lighthouse
 
 
 async def test_leaving_waits_for_goodbye_and_ends_the_session() -> None:
@@ -49,13 +48,7 @@ async def test_a_failed_group_is_reported_and_the_connection_closed() -> None:
 
 
 async def test_a_failed_group_without_a_lighthouse_does_not_wait() -> None:
-    async with (
-        scripted_lighthouse() as lighthouse,
-        ChaosProxy.before(lighthouse.url) as proxy,
-        in_session(lighthouse, proxy.url) as (worker, _),
-    ):
-        proxy.refuse()
-        await worker.next_push(Disconnected)
+    async with cut_off() as (worker, _, _):
         await worker.session.failed("rank 1 died", DEADLINE)
 
 

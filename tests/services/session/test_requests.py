@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.session.worker import INFO, in_session
+from tests.services.session.worker import INFO, cut_off, in_session
 
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 from keepstep_mesh.messages import CancelRequest, Denied, HeldAnswer, MemberInfo, MemberLost, Moved, QuorumRequest
 from keepstep_mesh.session import Connected, Disconnected
-from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from keepstep_mesh.testing import scripted_lighthouse
 
 
 async def test_a_request_is_answered_and_held_until_finished() -> None:
@@ -49,13 +49,7 @@ async def test_an_open_request_is_asked_again_on_the_next_connection() -> None:
 
 
 async def test_a_request_made_while_no_lighthouse_is_there_is_asked_when_one_is() -> None:
-    async with (
-        scripted_lighthouse() as lighthouse,
-        ChaosProxy.before(lighthouse.url) as proxy,
-        in_session(lighthouse, proxy.url) as (worker, _),
-    ):
-        proxy.refuse()
-        await worker.next_push(Disconnected)
+    async with cut_off() as (worker, lighthouse, proxy):
         asking = worker.ask()
         await asyncio.sleep(0)
         proxy.accept()
@@ -133,13 +127,7 @@ async def test_a_request_ends_at_its_deadline_even_when_the_lighthouse_says_noth
 
 
 async def test_a_deadline_without_a_lighthouse_says_that_none_is_reachable() -> None:
-    async with (
-        scripted_lighthouse() as lighthouse,
-        ChaosProxy.before(lighthouse.url) as proxy,
-        in_session(lighthouse, proxy.url) as (worker, _),
-    ):
-        proxy.refuse()
-        await worker.next_push(Disconnected)
+    async with cut_off() as (worker, _, proxy):
         with pytest.raises(TimeoutError, match=rf"no lighthouse is reachable \({proxy.url}"):
             await worker.ask(timeout=0.05)
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from keepstep_mesh.messages import MemberInfo, Quorum
-from keepstep_mesh.session import Connected, LighthouseSession, Push, SessionSettings
-from keepstep_mesh.testing import DEADLINE, ScriptedLighthouse, ScriptedSession
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
+from keepstep_mesh.testing import DEADLINE, ChaosProxy, ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 
 INFO = MemberInfo(address="http://me:1")
 NOWHERE = "http://127.0.0.1:1"
@@ -35,13 +35,14 @@ class Worker:
 
 @asynccontextmanager
 async def in_session(
-    lighthouse: ScriptedLighthouse, *addresses: str, **changes: float | str
+    lighthouse: ScriptedLighthouse, *addresses: str, token: str | None = None, **timing: float
 ) -> AsyncIterator[tuple[Worker, ScriptedSession]]:
-    """A worker that ``lighthouse`` has welcomed, and the lighthouse's end of it."""
-    worker = Worker(*(addresses or (lighthouse.url,)), **changes)
+    """A worker that ``lighthouse`` has welcomed, with this ``timing``, and the lighthouse's end of it."""
+    worker = Worker(*(addresses or (lighthouse.url,)), token=token)
     starting = asyncio.create_task(worker.session.start())
     try:
-        peer = await lighthouse.session()
+        peer = await lighthouse.session(welcome_epoch=None)
+        peer.welcome(**timing)
         await starting
         assert await worker.next_push(Connected) == Connected(worker.session.lighthouse, 1)
         yield worker, peer
@@ -49,3 +50,24 @@ async def in_session(
         starting.cancel()
         await asyncio.wait([starting], timeout=DEADLINE)
         await worker.session.close()
+
+
+@asynccontextmanager
+async def cut_off() -> AsyncIterator[tuple[Worker, ScriptedLighthouse, ChaosProxy]]:
+    """A worker that was in session and now reaches no lighthouse, until the proxy accepts again."""
+    async with (
+        scripted_lighthouse() as lighthouse,
+        ChaosProxy.before(lighthouse.url) as proxy,
+        in_session(lighthouse, proxy.url) as (worker, _),
+    ):
+        proxy.refuse()
+        await worker.next_push(Disconnected)
+        yield worker, lighthouse, proxy
+
+
+async def beats(peer: ScriptedSession, count: int) -> None:
+    """Returns when so many heartbeats of the session were heard."""
+    async with asyncio.timeout(DEADLINE):
+        while peer.heartbeats < count:
+            peer.heard.clear()
+            await peer.heard.wait()
