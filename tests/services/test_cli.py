@@ -331,7 +331,7 @@ async def test_what_makes_no_sense_is_an_error_of_usage(arguments: tuple[str, ..
     assert said.err.startswith("Usage:")
 
 
-async def test_version() -> None:
+async def test_version_says_name_and_number() -> None:
     assert re.fullmatch(r"keepstep, version \d+\.\d+\.\d+\n", (await keepstep("--version")).out)
 
 

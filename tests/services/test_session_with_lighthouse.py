@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, LayoutMismatch, SessionClosed
@@ -17,16 +16,7 @@ from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
 from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
-
-
-@asynccontextmanager
-async def lighthouse(bind: str = "127.0.0.1:0", store: str = "memory://", **changes) -> AsyncIterator[Lighthouse]:
-    one = Lighthouse(LighthouseSettings(bind=bind, store=store, **changes))
-    await one.start()
-    try:
-        yield one
-    finally:
-        await one.stop()
+from lighthouse_driver import eventually, lighthouse
 
 
 class Group:
@@ -190,9 +180,10 @@ async def test_a_deadline_says_who_is_missing() -> None:
 async def test_a_cancelled_request_is_not_in_the_next_quorum() -> None:
     async with lighthouse(policy=Policy(min_replicas=2)) as one, groups(3, one.address) as members:
         asking = asyncio.create_task(members[0].ask())
-        await asyncio.sleep(0.05)
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ("r0:1",))
         asking.cancel()
         await asyncio.wait([asking])
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ())
         await members[0].session.leave("gone", DEADLINE)
         quorum = await round_of(members[1:], 0)
         assert [member.replica_id for member in quorum.members] == ["r1:1", "r2:1"]
