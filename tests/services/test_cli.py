@@ -21,7 +21,7 @@ from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route
 from keepstep_mesh.messages import Drain, Evicted
 from keepstep_mesh.service import Service, serving
-from lighthouse_driver import lighthouse
+from lighthouse_driver import eventually, lighthouse
 
 DEADLINE = 60.0
 WORKER, ADMIN = "worker-token-of-the-test", "admin-token-of-the-test"
@@ -116,8 +116,7 @@ async def test_inspect_takes_a_name_or_an_incarnation(name: str) -> None:
 async def test_quorum_explains_why_the_next_one_is_not_there() -> None:
     async with running("r0", "r1") as job:
         asking = asyncio.create_task(job.groups[0].ask(2))
-        while "r0:1" not in json.loads((await keepstep("quorum", *job.at, "--json")).out)["asking"]:
-            pass
+        await eventually(lambda: job.lighthouse.jobs["default"].core.quorum_view(0.0).asking == ("r0:1",))
         plain = await keepstep("quorum", *job.at)
         assert "job default: quorum 1 of epoch 1" in plain.out
         assert re.search(r"r0:1 +yes", plain.out)
