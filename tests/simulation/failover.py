@@ -35,7 +35,7 @@ from simulation.wires import Socket
 from simulation.worker import Worker
 
 JOB_KEY = JOB_PREFIX + "job"
-LEASES = (3.0, 3.0, 3.0, 6.0)
+LEASES = (3.0, 3.0, 6.0)
 RATES = (0.95, 1.05)
 Script = Generator[float | Callable[[], bool], None, None]
 """Faults by hand: yields seconds to wait, or what to wait for."""
@@ -63,11 +63,12 @@ class Failover(Training):
         groups = groups or random.randint(1, 5)
         lighthouses = lighthouses or random.choice((2, 2, 2, 3))
         policy = policy or Policy(
-            min_replicas=random.randint(1, groups),
+            min_replicas=random.choice((1, random.randint(1, groups))),
             max_replicas=random.choice((0, 0, 0, groups)),
-            join_timeout=4.0,
+            join_timeout=random.choice((1.0, 4.0)),
             heal_timeout=3.0,
-            takeover_grace=random.choice((None, None, 0.5)),
+            heartbeat_timeout=random.choice((2.5, 5.0)),
+            takeover_grace=random.choice((None, None, 0.2)),
         )
         super().__init__(random, [f"r{number}" for number in range(groups)], policy, careful=careful, quiet_at=quiet_at)
         self.violation: Violation | None = None
@@ -88,7 +89,7 @@ class Failover(Training):
         self._numbers = itertools.count(1)
         names = "ABC"[:lighthouses]
         self._lease = dict.fromkeys(names, lease or random.choice(LEASES))
-        if lease is None and random.random() < 0.1:  # in the middle of a change of --lease
+        if lease is None and random.random() < 0.2:  # in the middle of a change of --lease
             self._lease[names[0]] = random.choice(LEASES)
         self._rate = {name: rate or random.uniform(*RATES) for name in names}
         self.nodes: dict[str, Node] = {}
@@ -381,6 +382,16 @@ class Failover(Training):
         for connection in self.between(name, node.address):
             connection.part()
         self.time.after(seconds, self._join_group, name, node.address)
+
+    def keep_away(self, name: str, node: Node, seconds: float, *, silently: bool) -> None:
+        """As ``part_group``; unless ``silently`` the connections that are there end first."""
+        if not silently:
+            for connection in self.between(name, node.address):
+                connection.cut()
+            self.time.after(0.01, self.part_group, name, node, seconds)
+            self.parted_groups.add((name, node.address))
+        else:
+            self.part_group(name, node, seconds)
 
     def _join_group(self, name: str, address: str) -> None:
         self.parted_groups.discard((name, address))

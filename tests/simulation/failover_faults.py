@@ -124,6 +124,38 @@ def isolate_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
             sim.part_lighthouses(node, other, fault.seconds, silently=bool(fault.other % 2))
 
 
+def split_the_mesh(sim: Failover, _: Worker, fault: Fault) -> None:
+    """The leader with some groups on one side, all else on the other; first for the groups, later all of it."""
+    leader = sim.leader
+    if leader is not None:
+        there = {name for name in sim.names if sim.random.random() < 0.5}
+        first = sim.random.choice((0.0, 0.5, 3.0, 7.0))
+        for name in sim.names:
+            for node in sim.nodes.values():
+                if (node is leader) != (name in there):
+                    sim.keep_away(name, node, first + fault.seconds, silently=bool(fault.other % 2))
+        sim.time.after(first, _part_from_all, sim, leader, fault.seconds)
+
+
+def _part_from_all(sim: Failover, leader: Node, seconds: float) -> None:
+    sim.cut_from_the_store(leader, seconds)
+    for node in sim.nodes.values():
+        if node is not leader:
+            sim.part_lighthouses(leader, node, seconds, silently=sim.random.random() < 0.3)
+
+
+def depose_unnoticed(sim: Failover, _: Worker, fault: Fault) -> None:
+    """The leader hears of nothing, and its lease object stays."""
+    leader = sim.leader
+    if leader is not None:
+        leader.store.deaf = True
+        sim.time.after(fault.seconds, sim.hear_again, leader)
+        for node in sim.nodes.values():
+            if node is not leader:
+                node.store.fates["revoke"] = "lost"
+                sim.part_lighthouses(leader, node, fault.seconds, silently=False)
+
+
 def break_some_connections(sim: Failover, _: Worker, __: Fault) -> None:
     for worker in sim.latest.values():
         if worker.connection is not None and sim.random.random() < 0.5:
@@ -149,6 +181,8 @@ WEIGHTS: dict[Act, int] = {
     part_from_a_lighthouse: 2,
     part_some_from_a_lighthouse: 2,
     isolate_a_lighthouse: 2,
+    split_the_mesh: 5,
+    depose_unnoticed: 2,
     break_some_connections: 1,
 }
 FAULTS = {act.__name__: act for act in WEIGHTS}

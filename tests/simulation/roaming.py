@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep_mesh import codec
 from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.liveness import Liveness
 from keepstep_mesh.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
 from keepstep_mesh.session_core import Addresses, StaleLighthouseError
 from simulation.network import FIN, Connection
@@ -14,11 +15,6 @@ from simulation.worker import Worker
 
 if TYPE_CHECKING:
     from simulation.failover import Failover
-
-HEARTBEAT_SECONDS = 0.5
-SILENCE_SECONDS = 5.0
-"""As ``LighthouseSession`` has it: it asks after half of that, and goes after the other half."""
-STALLED_SECONDS = 1.25
 
 
 class Roaming(Worker):
@@ -29,7 +25,7 @@ class Roaming(Worker):
         """(epoch, quorum_id) that it has accepted."""
         self._dialing = False
         self._came_at = self._heard_at = 0.0
-        self._pinged: float | None = None
+        self.liveness = Liveness(0.5, 5.0)
         addresses = list(simulation.nodes)
         simulation.random.shuffle(addresses)
         self.addresses = Addresses(addresses)
@@ -55,12 +51,12 @@ class Roaming(Worker):
             self.soon(5.0, self._give_up_on, self.connection)
 
     def hang_up(self) -> None:
-        self._leave_behind(silent=False)
+        self._leave_behind()
         super().hang_up()
 
-    def _leave_behind(self, *, silent: bool) -> None:
+    def _leave_behind(self) -> None:
         if self.welcomed:
-            self.addresses.lost(self.address, self.sim.time.now - self._came_at, silent=silent)
+            self.addresses.lost(self.address, self.sim.time.now - self._came_at, silent=self.liveness.silent)
 
     def _move(self) -> None:
         self._say(Moved())
@@ -71,20 +67,16 @@ class Roaming(Worker):
     def _beat(self, connection: Connection, due: float) -> None:
         if connection is not self.connection:
             return
-        now = self.sim.time.now
+        now, live = self.sim.time.now, self.liveness
         self._say(Heartbeat())
-        stalled, quiet = now - due > STALLED_SECONDS, now - self._heard_at
-        if quiet < SILENCE_SECONDS / 2:
-            self._pinged = None
-        elif self._pinged is None or stalled:
-            self._pinged = now
+        live.sent(now)
+        verdict = live.judge(now, self._heard_at, stalled=live.is_late(now, due))
+        if verdict == "ask":
             connection.send(self, PING)
-        elif now - self._pinged >= SILENCE_SECONDS / 2:
-            self._leave_behind(silent=True)
-            self.welcomed = False
-            super().hang_up()
+        elif verdict == "silent":
+            self.hang_up()
             return
-        self.soon(HEARTBEAT_SECONDS, self._beat, connection, now + HEARTBEAT_SECONDS)
+        self.soon(live.interval, self._beat, connection, now + live.interval)
 
     # ---- what it is told
 
@@ -108,10 +100,13 @@ class Roaming(Worker):
 
     def _take(self, connection: Connection, message: Any) -> None:
         if message is FIN:
-            self._leave_behind(silent=False)
+            self._leave_behind()
         if isinstance(message, Welcome):
-            self._came_at, self._pinged = self.sim.time.now, None
-            self.soon(HEARTBEAT_SECONDS, self._beat, connection, self.sim.time.now + HEARTBEAT_SECONDS)
+            now, live = self.sim.time.now, self.liveness
+            self._came_at = now
+            live.interval, live.timeout = message.heartbeat_interval_ms / 1000, message.heartbeat_timeout_ms / 1000
+            live.begins(now)
+            self.soon(live.interval, self._beat, connection, now + live.interval)
         try:
             super()._receive(connection, message)
         except StaleLighthouseError:
