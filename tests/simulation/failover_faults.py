@@ -9,7 +9,7 @@ from simulation.faults import GROUP_WEIGHTS, Act, Fault, draw
 from simulation.worker import Worker
 
 if TYPE_CHECKING:
-    from simulation.failover import Failover
+    from simulation.mesh import Mesh
     from simulation.node import Node
 
 
@@ -17,7 +17,7 @@ def faults_of(seed: int) -> tuple[Fault, ...]:
     return draw(Random(f"failover faults {seed}"), KINDS)
 
 
-def chosen(sim: Failover, fault: Fault) -> Node:
+def chosen(sim: Mesh, fault: Fault) -> Node:
     """The leader every other time."""
     nodes = list(sim.nodes.values())
     return (sim.leader if fault.who % 2 else None) or nodes[fault.other % len(nodes)]
@@ -26,65 +26,65 @@ def chosen(sim: Failover, fault: Fault) -> Node:
 # ---- lighthouses
 
 
-def kill_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+def kill_a_lighthouse(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.kill_lighthouse(chosen(sim, fault), fault.seconds)
 
 
-def kill_all_lighthouses(sim: Failover, _: Worker, fault: Fault) -> None:
+def kill_all_lighthouses(sim: Mesh, _: Worker, fault: Fault) -> None:
     for node in list(sim.nodes.values()):
         sim.kill_lighthouse(node, fault.seconds * sim.random.random())
 
 
-def pause_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+def pause_a_lighthouse(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.pause(chosen(sim, fault), fault.seconds)
 
 
 # ---- the store
 
 
-def cut_a_lighthouse_from_the_store(sim: Failover, _: Worker, fault: Fault) -> None:
+def cut_a_lighthouse_from_the_store(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.cut_from_the_store(chosen(sim, fault), fault.seconds)
 
 
-def take_the_store_away(sim: Failover, _: Worker, fault: Fault) -> None:
+def take_the_store_away(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.store.away = True
     sim.time.after(fault.seconds, sim.bring_the_store_back)
 
 
-def slow_the_store(sim: Failover, _: Worker, fault: Fault) -> None:
+def slow_the_store(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.store.slow = True
     sim.time.after(fault.seconds, setattr, sim.store, "slow", False)
 
 
-def make_the_store_unsure(sim: Failover, _: Worker, fault: Fault) -> None:
+def make_the_store_unsure(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.store.unsure = True
     sim.time.after(fault.seconds, setattr, sim.store, "unsure", False)
 
 
-def lose_the_next_write(sim: Failover, _: Worker, fault: Fault) -> None:
+def lose_the_next_write(sim: Mesh, _: Worker, fault: Fault) -> None:
     """Its outcome is unknown to the leader: it did not happen, it did, or it happens later."""
     chosen(sim, fault).store.fates["transact"] = ("lost", "done", "late", "done", "late")[fault.other]
 
 
-def lose_a_call_about_a_lease(sim: Failover, _: Worker, fault: Fault) -> None:
+def lose_a_call_about_a_lease(sim: Mesh, _: Worker, fault: Fault) -> None:
     call = ("grant", "keep_alive", "revoke")[fault.other % 3]
     for node in sim.nodes.values():
         node.store.fates[call] = sim.random.choice(("lost", "done", "late", "slow", "hangs"))
 
 
-def deafen_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+def deafen_a_lighthouse(sim: Mesh, _: Worker, fault: Fault) -> None:
     """What changes in the store it learns from what it reads only."""
     node = chosen(sim, fault)
     node.store.deaf = True
     sim.time.after(fault.seconds, sim.hear_again, node)
 
 
-def delay_the_watches(sim: Failover, _: Worker, fault: Fault) -> None:
+def delay_the_watches(sim: Mesh, _: Worker, fault: Fault) -> None:
     sim.store.watches_are_late = True
     sim.time.after(fault.seconds, setattr, sim.store, "watches_are_late", False)
 
 
-def break_the_watches(sim: Failover, _: Worker, __: Fault) -> None:
+def break_the_watches(sim: Mesh, _: Worker, __: Fault) -> None:
     for watch in sim.store.watches:
         watch.breaks()
 
@@ -92,30 +92,30 @@ def break_the_watches(sim: Failover, _: Worker, __: Fault) -> None:
 # ---- links
 
 
-def break_the_links_of_lighthouses(sim: Failover, _: Worker, fault: Fault) -> None:
+def break_the_links_of_lighthouses(sim: Mesh, _: Worker, fault: Fault) -> None:
     """They end, and there is no way from one to the other for a while."""
     for one, other in sim.pairs():
         sim.part_lighthouses(one, other, fault.seconds, silently=False)
 
 
-def part_the_lighthouses(sim: Failover, _: Worker, fault: Fault) -> None:
+def part_the_lighthouses(sim: Mesh, _: Worker, fault: Fault) -> None:
     """Nothing arrives, and nobody is told."""
     for one, other in sim.pairs():
         sim.part_lighthouses(one, other, fault.seconds, silently=True)
 
 
-def part_from_a_lighthouse(sim: Failover, worker: Worker, fault: Fault) -> None:
+def part_from_a_lighthouse(sim: Mesh, worker: Worker, fault: Fault) -> None:
     sim.part_group(worker.name, chosen(sim, fault), fault.seconds)
 
 
-def part_some_from_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+def part_some_from_a_lighthouse(sim: Mesh, _: Worker, fault: Fault) -> None:
     node = chosen(sim, fault)
     for name in sim.names:
         if sim.random.random() < 0.6:
             sim.part_group(name, node, fault.seconds)
 
 
-def isolate_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
+def isolate_a_lighthouse(sim: Mesh, _: Worker, fault: Fault) -> None:
     """From the store and the other lighthouses, not from the groups."""
     node = chosen(sim, fault)
     sim.cut_from_the_store(node, fault.seconds)
@@ -124,7 +124,7 @@ def isolate_a_lighthouse(sim: Failover, _: Worker, fault: Fault) -> None:
             sim.part_lighthouses(node, other, fault.seconds, silently=bool(fault.other % 2))
 
 
-def split_the_mesh(sim: Failover, _: Worker, fault: Fault) -> None:
+def split_the_mesh(sim: Mesh, _: Worker, fault: Fault) -> None:
     """The leader with some groups on one side, all else on the other; first for the groups, later all of it."""
     leader = sim.leader
     if leader is not None:
@@ -137,14 +137,14 @@ def split_the_mesh(sim: Failover, _: Worker, fault: Fault) -> None:
         sim.time.after(first, _part_from_all, sim, leader, fault.seconds)
 
 
-def _part_from_all(sim: Failover, leader: Node, seconds: float) -> None:
+def _part_from_all(sim: Mesh, leader: Node, seconds: float) -> None:
     sim.cut_from_the_store(leader, seconds)
     for node in sim.nodes.values():
         if node is not leader:
             sim.part_lighthouses(leader, node, seconds, silently=sim.random.random() < 0.3)
 
 
-def depose_unnoticed(sim: Failover, _: Worker, fault: Fault) -> None:
+def depose_unnoticed(sim: Mesh, _: Worker, fault: Fault) -> None:
     """The leader hears of nothing, and its lease object stays."""
     leader = sim.leader
     if leader is not None:
@@ -156,7 +156,7 @@ def depose_unnoticed(sim: Failover, _: Worker, fault: Fault) -> None:
                 sim.part_lighthouses(leader, node, fault.seconds, silently=False)
 
 
-def break_some_connections(sim: Failover, _: Worker, __: Fault) -> None:
+def break_some_connections(sim: Mesh, _: Worker, __: Fault) -> None:
     for worker in sim.latest.values():
         if worker.connection is not None and sim.random.random() < 0.5:
             worker.connection.cut()

@@ -35,7 +35,7 @@ from simulation.shared_store import StoreClient
 from simulation.wires import IdentityOf, Socket, Wire
 
 if TYPE_CHECKING:
-    from simulation.failover import Failover
+    from simulation.mesh import Mesh
 
 UPGRADE_SECONDS = 0.002
 
@@ -43,7 +43,7 @@ UPGRADE_SECONDS = 0.002
 class Node:
     """``rate``: of its clock. One process; started anew it is another ``Node`` at the same address."""
 
-    def __init__(self, sim: Failover, name: str, number: int, rate: float, lease: float) -> None:
+    def __init__(self, sim: Mesh, name: str, number: int, rate: float, lease: float) -> None:
         self.sim = sim
         self.name = name
         self.address = address_of(name)
@@ -171,7 +171,7 @@ class _WatchedJob(Job):
 class _Log:
     """What the product logs goes to the trace; what it logs as a fault of its own is one."""
 
-    def __init__(self, sim: Failover) -> None:
+    def __init__(self, sim: Mesh) -> None:
         self._sim = sim
 
     def exception(self, event: str, **fields: object) -> None:
@@ -187,10 +187,10 @@ class _Log:
     debug = info = warning = error = _note
 
 
-_current: list[Failover] = []
+_current: list[Mesh] = []
 
 
-def _sim() -> Failover:
+def _sim() -> Mesh:
     return _current[-1]
 
 
@@ -199,7 +199,7 @@ LOGGING = [event_log, jobs, keeper, leader_link, leadership, metrics, nodes, reg
 
 
 @contextmanager
-def simulated(sim: Failover) -> Iterator[None]:
+def simulated(sim: Mesh) -> Iterator[None]:
     """Processes run on the simulation's time and wires while this lasts."""
     log = _Log(sim)
     with ExitStack() as stack:

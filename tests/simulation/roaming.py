@@ -14,11 +14,11 @@ from simulation.wires import PING, PONG, CloseFrame
 from simulation.worker import Worker
 
 if TYPE_CHECKING:
-    from simulation.failover import Failover
+    from simulation.mesh import Mesh
 
 
 class Roaming(Worker):
-    def __init__(self, simulation: Failover, name: str, number: int) -> None:
+    def __init__(self, simulation: Mesh, name: str, number: int) -> None:
         self.mesh = simulation
         self.address = ""
         self.highest = (0, 0)

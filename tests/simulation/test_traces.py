@@ -17,5 +17,5 @@ def test_a_trace_that_broke_a_draft_of_the_rules_passes(name: str) -> None:
             sim = TRACES[name].prepare(seed)
             sim.tracing = True
             with pytest.raises(Violation):
-                sim.run(TRACES[name].script)
+                sim.play(TRACES[name].script)
             pytest.fail(f"{name}, seed {seed}: {violation}\n" + "\n".join(sim.trace[-200:]))
