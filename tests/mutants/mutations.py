@@ -254,6 +254,13 @@ MUTATIONS = (
         Trace("a_stranger_asks_the_next_leader"),
     ),
     Mutation(
+        "a group that goes to another lighthouse counts as lost",
+        f"{LIGHTHOUSE}/core.py",
+        'self._part(group, "moved", "goes on with another lighthouse", now)',
+        'self._lose(group, "moved", now)',
+        Test("tests/unit/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+    ),
+    Mutation(
         "a cancelled request stays open",
         f"{LIGHTHOUSE}/core.py",
         "request.request == number:\n            self._groups.withdraw(group)\n",
@@ -343,6 +350,13 @@ MUTATIONS = (
         "            held=self.held,\n",
         "            held=None,\n",
         Trace("a_round_that_only_some_members_heard_of"),
+    ),
+    Mutation(
+        "who slept takes the other end for silent",
+        f"{MESH}/liveness.py",
+        "        if self._asked is None or stalled:\n",
+        "        if self._asked is None:\n",
+        Test("tests/unit/test_liveness.py::test_who_slept_asks_again_instead"),
     ),
     Mutation(
         "a request is not sent again on a new connection",

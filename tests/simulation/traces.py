@@ -173,12 +173,11 @@ def a_round_that_only_some_members_heard_of(sim: Failover) -> Script:
     """The leader dies when r0 has its answer and r1 has not."""
     yield from training(sim)
     a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
-    yield lambda: r1.session.open is not None and r0.session.open is None and r0.contributed is False
-    yield 0.01
-    while r1.session.open is None or r0.session.open is not None:
-        yield 0.0
+    asked_first = False
+    while not asked_first:
         yield lambda: r1.session.open is not None and r0.session.open is None
-        yield 0.006
+        yield 0.006  # its request has arrived
+        asked_first = r0.session.open is None and r1.session.open is not None
     sim.part_group("r1", a, LONG)
     yield lambda: r0.plan is not None and r1.plan is None
     sim.kill_lighthouse(a, LONG)
@@ -246,15 +245,14 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
     b = other(sim, a)
     c = other(sim, a, b)
     yield lambda: len(a.keeper.followers) == 2
-    for number in (0, 1):
-        yield lambda number=number: f"r{number}" in sim.latest  # type: ignore[misc]
+    yield lambda: "r0" in sim.latest and "r1" in sim.latest
     for node in (b, c):
         sim.part_group("r0", node, 20.0)
     sim.part_group("r1", a, 20.0)
     if group(sim, 1).connection is not None:
         group(sim, 1).connection.cut()
     yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"]
-    yield lambda: a.keeper.leadership._look_at >= 0 and group(sim, 0).commits > 2
+    yield lambda: group(sim, 0).commits > 2
     a.store.deaf = True
     sim.cut_from_the_store(a, 20.0)
     b.store.fates["revoke"] = "lost"
