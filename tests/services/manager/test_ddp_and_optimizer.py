@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -114,6 +116,34 @@ def test_no_sync_accumulates_and_the_last_pass_averages_all(lighthouse):
         ddp(torch.ones(1, 1)).sum().backward()
         assert m.should_commit()
         assert model.weight.grad.item() == 2.0
+
+
+FIRST_WRAP_OF_A_PROCESS = """
+import sys, torch
+from keepstep import DistributedDataParallel, Manager, ProcessGroupGloo
+manager = Manager(ProcessGroupGloo(), lighthouse_addr=sys.argv[1], replica_id="a")
+model = torch.nn.Linear(1, 1)
+before = torch.get_rng_state()
+with torch.no_grad():
+    ddp = DistributedDataParallel(manager, model)
+assert torch.equal(torch.get_rng_state(), before), "the random generator moved"
+manager.start_quorum()
+ddp(torch.ones(1, 1)).sum().backward()
+assert manager.should_commit()
+manager.shutdown()
+"""
+
+
+def test_wrapping_a_model_leaves_the_random_generator_alone_needs_no_gradients_and_no_warning_follows(lighthouse):
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_WRAP_OF_A_PROCESS, lighthouse],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters" not in done.stderr
 
 
 def test_batch_norm_with_several_buckets_trains_and_stays_equal(lighthouse):
