@@ -153,8 +153,8 @@ class _SyncedBuffers:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient on its own at the end of the backward pass. Simple, and slow for many
-    parameters.
+    """Averages each parameter's gradient on its own at the end of the backward pass, and waits for all of them. Simple,
+    and slow for many parameters.
 
     All parameters are reduced in the module's order, those without a gradient as zeros: so groups whose passes took
     different ways never average one parameter with another.
@@ -184,11 +184,14 @@ class PureDistributedDataParallel(nn.Module):
 
     def _average(self) -> None:
         self._averaging = False
+        works = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._keepstep_manager.allreduce(parameter.grad)  # should_commit waits for it
+                works.append(self._keepstep_manager.allreduce(parameter.grad))
+        for work in works:
+            work.wait()
 
 
 def _layout(module: nn.Module, bucket_cap_mb: float | None) -> list[str]:

@@ -64,6 +64,30 @@ def test_gradients_are_averaged_over_the_groups(lighthouse, pure):
     assert together(lambda: group("a", 1.0), lambda: group("b", 3.0)) == [(True, [[2.0] * 3])] * 2
 
 
+@pytest.mark.parametrize("pure", [False, True])
+def test_when_the_backward_pass_returns_the_gradients_are_those_of_all_groups(lighthouse, pure):
+    ready, gone_on = threading.Barrier(2), threading.Event()
+
+    def group(name: str, scale: float) -> float:
+        model = nn.Linear(500, 1, bias=False)
+        with manager(lighthouse, name, min_replica_size=2, init_sync=False) as m:
+            wrapped = PureDistributedDataParallel(m, model) if pure else DistributedDataParallel(m, model)
+            ready.wait(30)
+            m.start_quorum()
+            m.wait_quorum()
+            if name == "b":
+                gone_on.wait(0.3)  # it does not: it waits for us
+            wrapped(torch.full((1, 500), scale)).sum().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+            gone_on.set()
+            assert m.should_commit()
+            ready.wait(30)
+            return norm
+
+    norms = together(lambda: group("a", 1.0), lambda: group("b", 3.0))
+    assert norms == pytest.approx([2.0 * 500**0.5] * 2)
+
+
 def test_an_unused_parameter_counts_with_a_gradient_of_zero_in_every_group(lighthouse):
     ready = threading.Barrier(2)
 
