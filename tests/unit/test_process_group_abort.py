@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -296,6 +299,23 @@ def test_an_abort_touches_no_connection_of_another_group(cohort) -> None:
         with server:
             client.send(b"y")
             assert server.recv(1) == b"y"
+
+
+LOCK_FILE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+def test_an_abort_lets_go_of_no_file_lock(cohort, tmp_path) -> None:
+    path = tmp_path / "locked"
+
+    def other_process_gets_it() -> bool:
+        tried = [sys.executable, "-c", LOCK_FILE, path]
+        return subprocess.run(tried, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
+
+    assert other_process_gets_it()
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        cohort(2).groups[0].abort("whatever the reason")
+        assert not other_process_gets_it()
 
 
 def test_a_listening_socket_is_never_shut_down() -> None:
