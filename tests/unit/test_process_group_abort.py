@@ -150,7 +150,7 @@ def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
     group.shutdown()
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future"])
+@pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future", "joint"])
 def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, operation) -> None:
     ranks = cohort(3, timeout=LONG)
     started = threading.Barrier(3)
@@ -167,9 +167,10 @@ def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, oper
             "allgather": lambda: group.allgather([[torch.ones(4) for _ in range(3)]], [tensor]),
             "broadcast": lambda: group.broadcast(tensor, 2),
             "future": lambda: group.allreduce([tensor]),
+            "joint": lambda: group.allgather_into_tensor_coalesced([torch.ones(12), torch.ones(12)], [tensor, tensor]),
         }[operation]()
         started.wait(30)
-        waiting = work.get_future() if operation == "future" else work
+        waiting = work.get_future() if operation in {"future", "joint"} else work
         with pytest.raises(RuntimeError) as raised:
             waiting.wait()
         return raised.value
@@ -178,7 +179,7 @@ def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, oper
     waits[2].result(30)
     ranks.groups[0].abort("r2 was lost")
     errors = [wait.result(60) for wait in waits[:2]]
-    if operation != "future":
+    if operation not in {"future", "joint"}:
         assert isinstance(errors[0], ProcessGroupAbortedError)
         assert "r2 was lost" in str(errors[0])
         assert isinstance(errors[1], ProcessGroupError)
