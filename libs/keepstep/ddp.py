@@ -98,7 +98,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._keepstep_manager = manager
         self._synced = _SyncedBuffers(manager, module) if sync_buffers and any(True for _ in module.buffers()) else None
         self.register_comm_hook(self, _average_bucket)
-        manager.set_layout(_layout(module, kwargs.get("bucket_cap_mb")))
+        manager.add_layout(_layout(module, kwargs.get("bucket_cap_mb")))
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -172,7 +172,7 @@ class PureDistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._at_the_end)  # type: ignore[no-untyped-call]
-        manager.set_layout(_layout(module, None))
+        manager.add_layout(_layout(module, None))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)

@@ -16,12 +16,14 @@ from keepstep import DistributedDataParallel, Optimizer, PureDistributedDataPara
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 
 
-def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(lighthouse):
+@pytest.mark.parametrize("others", [(), (3,)], ids=["only", "first-of-two"])
+def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(lighthouse, others):
     ready, done = threading.Barrier(2), threading.Event()
 
     def veteran() -> None:
         with manager(lighthouse, "a") as m:
-            DistributedDataParallel(m, nn.Linear(4, 2))
+            for inputs in (4, *others):
+                DistributedDataParallel(m, nn.Linear(inputs, 2))
             m.start_quorum()
             assert m.should_commit()
             ready.wait(30)
@@ -30,7 +32,8 @@ def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(
     def stranger() -> str:
         ready.wait(30)
         with manager(lighthouse, "b") as m:
-            DistributedDataParallel(m, nn.Linear(5, 2))
+            for inputs in (5, *others):
+                DistributedDataParallel(m, nn.Linear(inputs, 2))
             try:
                 with pytest.raises(LayoutMismatch) as refused:
                     m.start_quorum()
