@@ -227,14 +227,14 @@ class Manager:
         """Until allowed again no healing group is given this state: it is in the middle of a change."""
         self._context.state.readable = False
 
-    def set_layout(self, lines: list[str]) -> None:
-        """What all groups must have in common, one line a parameter or bucket; DDP says so for its module.
+    def add_layout(self, lines: list[str]) -> None:
+        """More of what all groups must have in common, one line a parameter or bucket; each DDP adds its module's.
 
-        A group whose lines differ from the job's is refused, with the first difference named.
+        A group whose lines, in their order, differ from the job's is refused, with the first difference named.
         """
-        self._context.layout = lines
-        self._layout_digest = layout_digest(lines)
-        self._context.link.layout_lines = lines
+        self._context.layout = [*self._context.layout, *lines]
+        self._layout_digest = layout_digest(self._context.layout)
+        self._context.link.layout_lines = self._context.layout
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's own checkpoint: step, batches_committed and, once there is one, the lineage."""

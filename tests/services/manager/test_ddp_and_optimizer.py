@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -14,12 +16,14 @@ from keepstep import DistributedDataParallel, Optimizer, PureDistributedDataPara
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 
 
-def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(lighthouse):
+@pytest.mark.parametrize("others", [(), (3,)], ids=["only", "first-of-two"])
+def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(lighthouse, others):
     ready, done = threading.Barrier(2), threading.Event()
 
     def veteran() -> None:
         with manager(lighthouse, "a") as m:
-            DistributedDataParallel(m, nn.Linear(4, 2))
+            for inputs in (4, *others):
+                DistributedDataParallel(m, nn.Linear(inputs, 2))
             m.start_quorum()
             assert m.should_commit()
             ready.wait(30)
@@ -28,7 +32,8 @@ def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(
     def stranger() -> str:
         ready.wait(30)
         with manager(lighthouse, "b") as m:
-            DistributedDataParallel(m, nn.Linear(5, 2))
+            for inputs in (5, *others):
+                DistributedDataParallel(m, nn.Linear(inputs, 2))
             try:
                 with pytest.raises(LayoutMismatch) as refused:
                     m.start_quorum()
@@ -60,6 +65,30 @@ def test_gradients_are_averaged_over_the_groups(lighthouse, pure):
             return committed, model.weight.grad.tolist()
 
     assert together(lambda: group("a", 1.0), lambda: group("b", 3.0)) == [(True, [[2.0] * 3])] * 2
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_when_the_backward_pass_returns_the_gradients_are_those_of_all_groups(lighthouse, pure):
+    ready, gone_on = threading.Barrier(2), threading.Event()
+
+    def group(name: str, scale: float) -> float:
+        model = nn.Linear(500, 1, bias=False)
+        with manager(lighthouse, name, min_replica_size=2, init_sync=False) as m:
+            wrapped = PureDistributedDataParallel(m, model) if pure else DistributedDataParallel(m, model)
+            ready.wait(30)
+            m.start_quorum()
+            m.wait_quorum()
+            if name == "b":
+                gone_on.wait(0.3)  # it does not: it waits for us
+            wrapped(torch.full((1, 500), scale)).sum().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+            gone_on.set()
+            assert m.should_commit()
+            ready.wait(30)
+            return norm
+
+    norms = together(lambda: group("a", 1.0), lambda: group("b", 3.0))
+    assert norms == pytest.approx([2.0 * 500**0.5] * 2)
 
 
 def test_an_unused_parameter_counts_with_a_gradient_of_zero_in_every_group(lighthouse):
@@ -114,6 +143,34 @@ def test_no_sync_accumulates_and_the_last_pass_averages_all(lighthouse):
         ddp(torch.ones(1, 1)).sum().backward()
         assert m.should_commit()
         assert model.weight.grad.item() == 2.0
+
+
+FIRST_WRAP_OF_A_PROCESS = """
+import sys, torch
+from keepstep import DistributedDataParallel, Manager, ProcessGroupGloo
+manager = Manager(ProcessGroupGloo(), lighthouse_addr=sys.argv[1], replica_id="a")
+model = torch.nn.Linear(1, 1)
+before = torch.get_rng_state()
+with torch.no_grad():
+    ddp = DistributedDataParallel(manager, model)
+assert torch.equal(torch.get_rng_state(), before), "the random generator moved"
+manager.start_quorum()
+ddp(torch.ones(1, 1)).sum().backward()
+assert manager.should_commit()
+manager.shutdown()
+"""
+
+
+def test_wrapping_a_model_leaves_the_random_generator_alone_needs_no_gradients_and_no_warning_follows(lighthouse):
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_WRAP_OF_A_PROCESS, lighthouse],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters" not in done.stderr
 
 
 def test_batch_norm_with_several_buckets_trains_and_stays_equal(lighthouse):

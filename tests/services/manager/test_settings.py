@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_bad_duration_in_the_environment_is_named(monkeypatch, lighthouse):
     monkeypatch.setenv("KEEPSTEP_TIMEOUT_SEC", "soon")
     with pytest.raises(ValueError, match=r"KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"):
         Manager(ProcessGroupGloo(), lighthouse_addr=lighthouse)
+
+
+def test_a_lighthouse_and_a_port_that_are_given_are_not_those_of_the_environment(lighthouse, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE", "http://127.0.0.1:9")
+    monkeypatch.setenv("KEEPSTEP_MANAGER_PORT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with manager(lighthouse, "a", port=port, hostname="127.0.0.1") as m:
+        m.start_quorum()
+        assert m.should_commit()
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
 
 
 OVERRIDES = {
