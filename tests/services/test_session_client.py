@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from keepstep_mesh import session as session_module
+from keepstep_mesh import session_core
 from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, KeepstepError, LayoutMismatch, SessionClosed, VersionError
 from keepstep_mesh.messages import (
@@ -480,7 +481,7 @@ async def test_a_start_where_nobody_welcomes_says_so(monkeypatch) -> None:
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_module, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(session_core, "CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):
