@@ -6,7 +6,7 @@ STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
 
-.PHONY: help setup demo test lint types bench simulate clean
+.PHONY: help setup demo test lint types bench simulate faults clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -36,6 +36,9 @@ lint: $(STAMP) ## style and types
 
 simulate: $(STAMP) ## the lighthouse against a lossy network in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
+
+faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (20 minutes): make faults FAULTS=--list
+	@$(BIN)/python -m tests.faults $(FAULTS)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)
