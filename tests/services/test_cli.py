@@ -436,8 +436,8 @@ async def test_a_service_that_cannot_start_says_why() -> None:
     for flags, told in (
         (("--bind", "0.0.0.0:0"), "--insecure"),
         (("--bind", "nonsense"), "host:port"),
-        (("--store", "nonsense"), "memory://"),
-        (("--min-replicas", "0"), "min_replicas"),
+        (("--bind", "127.0.0.1:0", "--store", "nonsense"), "memory://"),
+        (("--bind", "127.0.0.1:0", "--min-replicas", "0"), "min_replicas"),
     ):
         said = await keepstep("lighthouse", *flags)
         assert said.code == 1
