@@ -87,11 +87,9 @@ class ChaosProxy:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self._flowing.set()
-        tasks = list(self._pairs)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=DEADLINE)
+        self.cut()
+        if self._pairs:
+            await asyncio.wait(list(self._pairs), timeout=DEADLINE)
         await self._server.wait_closed()
 
     def cut(self, only: bytes = b"") -> None:

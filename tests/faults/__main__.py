@@ -36,11 +36,11 @@ async def play_all(options: argparse.Namespace) -> list[Outcome]:
             print(f"{name}: left out, it needs network namespaces", flush=True)
             continue
         print(f"{name}: {ROWS[name].what}", flush=True)
-        one = await play(name, options.times, proxies=options.proxies, say=_say, keep=RESULTS)
+        one = await play(name, options.times, proxies=options.proxies, say=_say, keep=options.results)
         outcomes.append(one)
         for sentence in one.broken:
             print(f"BROKEN {name}: {sentence}", flush=True)
-        _write(outcomes)
+        _write(outcomes, options.results)
     return outcomes
 
 
@@ -52,9 +52,9 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _write(outcomes: list[Outcome]) -> None:
+def _write(outcomes: list[Outcome], folder: Path) -> None:
     record = {"when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"), "rows": [one.json() for one in outcomes]}
-    (RESULTS / "results.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -62,13 +62,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows instead of all")
     parser.add_argument("--times", type=int, default=0, metavar="N", help="do each so often")
     parser.add_argument("--proxies", action="store_true", help="cut the network by TCP proxies, not in namespaces")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results.json and logs")
     parser.add_argument("--list", action="store_true", help="what rows there are")
     options = parser.parse_args()
     if options.list:
         for row in ROWS.values():
             print(f"{row.name:24} {row.times:3} times  {row.what}")
         return 0
-    RESULTS.mkdir(exist_ok=True)
+    options.results.mkdir(exist_ok=True)
     why_not = namespaces.why_not()
     if why_not and not options.proxies:
         print(f"{why_not}: networks are cut by TCP proxies instead", flush=True)
@@ -78,7 +79,7 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("ended; everything that was started is gone", file=sys.stderr)
         return 130
-    print(f"\n{table(outcomes)}\n\n{time.monotonic() - began:.0f} s; every figure: {RESULTS / 'results.json'}")
+    print(f"\n{table(outcomes)}\n\n{time.monotonic() - began:.0f} s; every figure: {options.results / 'results.json'}")
     for one in outcomes:
         for sentence in one.broken:
             print(f"BROKEN {one.name}: {sentence}")
