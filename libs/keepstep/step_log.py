@@ -10,7 +10,8 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
   without healing; only if true)
 * ``discarded``: ``epoch``, ``reason``
 
-``keepstep check-history`` reads it.
+``keepstep check-history`` reads it. A line that the disk does not take is left out, which ``n`` shows; no step fails
+for it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import time
 from pathlib import Path
 
 from keepstep.quorum_plan import QuorumPlan
+from keepstep_mesh.logging import get_logger
 
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
+
+log = get_logger("keepstep.step_log")
 
 
 class StepLog:
@@ -34,6 +38,9 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
+        self._left_out = 0
+        self._cut = False
+        """The last line is there in part."""
         self._plan: QuorumPlan | None = None
         """The quorum that was written last."""
         self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
@@ -45,8 +52,17 @@ class StepLog:
             if self._file >= 0:
                 n = self._lines = self._lines + 1
                 head = {"t": time.time(), **self._who, "n": n, "event": event, "step": step, "quorum_id": quorum_id}
-                # one write: lines of two processes never mix
-                os.write(self._file, (json.dumps({**head, **detail}) + "\n").encode())
+                self._append((json.dumps({**head, **detail}) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        """In one write: lines of two processes never mix."""
+        line = b"\n" + line if self._cut else line
+        try:
+            self._cut = os.write(self._file, line) < len(line)
+        except OSError as error:
+            if not self._left_out:
+                log.error("the step log does not take a line; going on without", reason=str(error))
+            self._left_out += 1
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
         """Written when its process group was ``built``, or anything of it differs from the one before."""

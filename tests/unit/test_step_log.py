@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,3 +79,33 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     log.quorum(1, plan_of(1, "a:1"), built=True)
     log.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_fails_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STEP_LOG_ENV, "/dev/full")
+    log = StepLog("night", "a:1", 0)
+    for step in (1, 2):
+        log.write("started", step, 0, lineage="x")
+    log.close()
+
+
+def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> None:
+    script = """
+import os
+import resource
+from keepstep.step_log import StepLog
+
+log = StepLog("night", "a:1", 0)
+log.write("started", 0, 0, lineage="x")
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(log._file).st_size + 20, most))
+log.write("committed", 1, 1, lineage="x")
+log.write("committed", 2, 1, lineage="x")
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+log.write("committed", 3, 1, lineage="x")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    first, cut, last = path.read_text().splitlines()
+    assert json.loads(first)["n"] == 1
+    assert len(cut) == 20
+    assert json.loads(last)["n"] == 4, "the gap shows"
