@@ -33,6 +33,8 @@ HEARTBEAT_TIMEOUT = 5.0
 """The default too."""
 STEPS_AFTER = 100
 FROZEN_SECONDS = 30.0
+PARTED_SECONDS = 20.0
+"""Less than the collectives' timeout of ``trainer.py``."""
 MEMBERS_CHANGE_EVERY = 5
 """Kills of the leader; so that quorums are made under many leaders."""
 TURN_SECONDS = 300.0
@@ -249,8 +251,7 @@ async def _etcd_majority_killed(run: Run) -> None:
                 started = time.time()
                 first.start()
                 await mesh.advance(a, b, steps=STEPS_AFTER)
-            resumed = min(e["t"] for group in (a, b) for e in group.lines if e["t"] > started)
-            run.note(resumed - started)
+            run.note(_first_event_after(started, a, b) - started)
             second.start()
             await _listens(second)
 
@@ -303,6 +304,23 @@ async def _group_isolated(run: Run) -> None:
             await mesh.advance(*groups)
 
 
+async def _groups_parted(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, groups):
+        async for turn in run.turns():
+            one, other = groups[turn % 3], groups[(turn + 1) % 3]
+            async with asyncio.timeout(TURN_SECONDS):
+                mesh.part(one, other)
+                await asyncio.sleep(PARTED_SECONDS)
+                mesh.mend()
+                mended = time.time()
+                await mesh.advance(*groups, steps=STEPS_AFTER)
+            run.note(_first_event_after(mended, *groups) - mended)
+
+
+def _first_event_after(since: float, *groups: Group) -> float:
+    return min(event["t"] for group in groups for event in group.lines if event["t"] > since)
+
+
 async def _stands_still(*groups: Group) -> None:
     while time.time() - max(group.lines[-1]["t"] for group in groups) < HEARTBEAT_TIMEOUT:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
@@ -349,6 +367,13 @@ ROWS = {
             "group_isolated",
             "1 of 3 groups cut off from everything",
             *(3, _group_isolated, Limit("worst", HEARTBEAT_TIMEOUT + 0.5)),
+            parts_hosts=True,
+            namespaces_only=True,
+        ),
+        Row(
+            "groups_parted",
+            "2 of 3 groups cut off from each other for 20 s; from the mending on",
+            *(3, _groups_parted),
             parts_hosts=True,
             namespaces_only=True,
         ),

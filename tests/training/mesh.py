@@ -149,6 +149,11 @@ class Mesh(Job):
             if other != f"group-{group.name}":
                 self._network.cut(f"group-{group.name}", other)
 
+    def part(self, one: Group, other: Group) -> None:
+        """These two groups alone do not reach each other, until ``mend``. In a ``network`` only."""
+        assert self._network is not None
+        self._network.cut(f"group-{one.name}", f"group-{other.name}")
+
     def mend(self) -> None:
         if self._network is not None:
             self._network.mend()
