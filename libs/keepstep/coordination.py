@@ -17,7 +17,7 @@ from keepstep.environment import address_towards, variable
 from keepstep.group import GroupSettings
 from keepstep.group_peers import checkpoint_metadata
 from keepstep.group_server import GroupServer
-from keepstep.mesh_thread import MeshThread
+from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
 
 log = get_logger("keepstep.coordination")
-
-SLACK = 5.0
-"""Seconds that a caller waits beyond a deadline that the loop keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +130,15 @@ class LighthouseServer:
         self._mesh.stop()
 
 
+def _leave(mesh: MeshThread, session: LighthouseSession | RankClient, reason: str) -> None:
+    """Ends ``session`` with a goodbye or, where nobody takes one, without."""
+    try:
+        mesh.call(session.leave(reason, 1.0), 1.0 + SLACK)
+    except (TimeoutError, KeepstepError, OSError) as error:
+        log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+    mesh.call(session.close(), SLACK)
+
+
 class LighthouseClient:
     """Asks for quorums under any replica_id; each id has a session of its own.
 
@@ -214,11 +220,7 @@ class LighthouseClient:
         with self._lock:
             sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            try:
-                self._mesh.call(session.leave("client shut down", 1.0), 1.0 + SLACK)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-            self._mesh.call(session.close(), SLACK)
+            _leave(self._mesh, session, "client shut down")
         self._mesh.stop()
 
 
@@ -394,9 +396,5 @@ class ManagerClient:
 
     def shutdown(self) -> None:
         for client in self._clients.values():
-            try:
-                self._mesh.call(client.leave("shutdown", 1.0), 1.0 + SLACK)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-            self._mesh.call(client.close(), SLACK)
+            _leave(self._mesh, client, "shutdown")
         self._mesh.stop()

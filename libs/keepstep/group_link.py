@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 from keepstep import environment
 from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
-from keepstep.mesh_thread import MeshThread
+from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.rank_client import RankClient
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
@@ -140,7 +140,7 @@ def connect_group(
             on_failed,
             on_push,
         )
-        mesh.call(server.start(), limit + 5.0)
+        mesh.call(server.start(), limit + SLACK)
         if store is not None:
             store.set(key, server.address)
         return server, store
@@ -155,7 +155,7 @@ def connect_group(
         on_push,
         settings.quorum_retries,
     )
-    mesh.call(client.start(limit), limit + 5.0)
+    mesh.call(client.start(limit), limit + SLACK)
     return client, store
 
 

@@ -15,6 +15,9 @@ from keepstep_mesh.event_loop import new_event_loop
 
 T = TypeVar("T")
 
+SLACK = 15.0
+"""Seconds that a caller waits beyond a deadline that the mesh thread keeps."""
+
 
 class MeshThread:
     """An event loop in a thread of its own.

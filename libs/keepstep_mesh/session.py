@@ -28,6 +28,7 @@ from keepstep_mesh.errors import (
     VersionError,
 )
 from keepstep_mesh.http import Identity
+from keepstep_mesh.liveness import Liveness
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     CancelRequest,
@@ -126,9 +127,8 @@ class LighthouseSession:
         self._log = log.bind(replica_id=settings.replica_id)
         self.lighthouse: str | None = None
         """Address of the lighthouse that welcomed us, None while there is none."""
-        self.heartbeat_interval = settings.heartbeat_interval
-        self.heartbeat_timeout = 5.0
-        """Seconds, both as told by the lighthouse."""
+        self._liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
+        """The lighthouse says what counts instead."""
         self.services: tuple[ServiceAddress, ...] = ()
         """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
 
@@ -141,9 +141,6 @@ class LighthouseSession:
         self._ended: KeepstepError | None = None
         self._last_problem = "no lighthouse was tried yet"
         self._problem_logged = float("-inf")
-        self._last_sent = 0.0
-        self._pinged = 0.0
-        self._silent = False
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
@@ -162,6 +159,15 @@ class LighthouseSession:
     def quorum_id(self) -> int:
         """Highest quorum_id seen."""
         return self._core.quorum_id
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds, as told by the lighthouse."""
+        return self._liveness.interval
+
+    @property
+    def heartbeat_timeout(self) -> float:
+        return self._liveness.timeout
 
     # ---- life
 
@@ -326,7 +332,7 @@ class LighthouseSession:
         except TimeoutError:
             raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
         reason = await link.closed
-        self._addresses.lost(address, self._loop.time() - began, silent=self._silent)
+        self._addresses.lost(address, self._loop.time() - began, silent=self._liveness.silent)
         if self._ended is None:
             self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
 
@@ -372,7 +378,7 @@ class LighthouseSession:
     def _send(self, message: ToLighthouse) -> None:
         """Sends within the session; what is said while there is none is lost, or said again by ``_let_in``."""
         if self.lighthouse and self._link is not None:
-            self._last_sent = self._loop.time()
+            self._liveness.sent(self._loop.time())
             self._link.send(codec.encode(message))
 
     def _send_request(self, timeout_ms: int) -> None:
@@ -391,7 +397,7 @@ class LighthouseSession:
     def _tick(self) -> None:
         """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
         now = self._loop.time()
-        stalled = self._timer is not None and now - self._due > self.heartbeat_timeout / 4
+        stalled = self._timer is not None and self._liveness.is_late(now, self._due)
         due = []
         if self._asker is not None:
             deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
@@ -400,23 +406,18 @@ class LighthouseSession:
             else:
                 due.append(deadline)
         if self.lighthouse and self._link is not None:
-            if now - self._last_sent >= self.heartbeat_interval:
+            if now >= self._liveness.beat_due:
                 self._send(Heartbeat())
-            due.append(self._last_sent + self.heartbeat_interval)
+            due.append(self._liveness.beat_due)
             self._watch(self._link, now, stalled=stalled)
         self._set_timer(min(due, default=None))
 
     def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
-        """Ends a connection whose other end went silent. ``stalled``: it was we who slept, so it is asked again."""
-        half = self.heartbeat_timeout / 2
-        if now - link.last_received < half:
-            self._pinged = 0.0
-        elif not self._pinged or stalled:
-            self._pinged = now
-            link.ping()
-        elif now - self._pinged >= half:
-            self._silent = True
-            link.abort(f"nothing heard for {now - link.last_received:.1f} s")
+        match self._liveness.judge(now, link.last_received, stalled=stalled):
+            case "ask":
+                link.ping()
+            case "silent":
+                link.abort(f"nothing heard for {now - link.last_received:.1f} s")
 
     def _why(self) -> str:
         if self.lighthouse:
@@ -492,8 +493,8 @@ class LighthouseSession:
         self._set_timing(welcome)
         self.lighthouse = self._trying
         self._problem_logged = float("-inf")
-        self._pinged, self._silent = 0.0, False
-        now = self._last_sent = self._loop.time()
+        now = self._loop.time()
+        self._liveness.begins(now)
         self._welcomed.set_result(None)
         if self._farewell is not None:
             self._send(self._farewell)
@@ -507,8 +508,8 @@ class LighthouseSession:
             self._started.set_result(None)
 
     def _set_timing(self, told: Welcome | Timing) -> None:
-        self.heartbeat_interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
-        self.heartbeat_timeout = told.heartbeat_timeout_ms / 1000 or self.heartbeat_timeout
+        self._liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self._liveness.timeout = told.heartbeat_timeout_ms / 1000 or self._liveness.timeout
 
     def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
         if services != self.services:

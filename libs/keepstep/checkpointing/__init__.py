@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keepstep.checkpointing.errors import ManifestError, TransferError, UnsupportedValue
 from keepstep.checkpointing.http import HTTPTransport
+from keepstep.checkpointing.pg import PGTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 
-__all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "TransferError", "UnsupportedValue"]
+__all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "PGTransport", "TransferError", "UnsupportedValue"]
