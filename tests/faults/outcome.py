@@ -13,6 +13,7 @@ from keepstep_cli.history import Report
 COLUMNS = (
     "what is done",
     "times",
+    "what must hold",
     "gap between commits: p50 / p95 / worst",
     "trainers that exited",
     "history",
@@ -48,6 +49,7 @@ class Outcome:
     what: str
     wanted: int
     limit: Limit | None
+    holds: str = ""
     network: str = ""
     seconds: list[float] = field(default_factory=list)
     """One for each time."""
@@ -88,14 +90,15 @@ class Outcome:
 
     def cells(self) -> tuple[str, ...]:
         gaps = " / ".join(f"{of(self.seconds):.2f}" for of in STATISTICS.values()) if self.seconds else "none"
-        limit = f" ({self.limit})" if self.limit else ""
+        limit = [f"gap: {self.limit}"] if self.limit else []
         history = f"no violation in {_count(self.steps, 'step')}, {_count(self.epochs, 'epoch')}"
         if self.violations or not self.steps:
             history = _count(self.violations, "violation") if self.steps else "not checked"
         return (
             self.what + (f" ({self.network})" if self.network else ""),
             f"{len(self.seconds)}",
-            f"{gaps} s{limit}",
+            "; ".join([self.holds, *limit]),
+            f"{gaps} s",
             ", ".join(self.exited) or "none",
             history,
             "**broken**" if self.broken else f"identical ({self.compared:,} compared)",
