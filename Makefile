@@ -37,7 +37,7 @@ lint: $(STAMP) ## style and types
 simulate: $(STAMP) ## the lighthouse against a lossy network in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
 
-faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (20 minutes): make faults FAULTS=--list
+faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (15 minutes): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
