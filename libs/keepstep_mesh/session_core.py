@@ -38,7 +38,7 @@ BACKOFF_FIRST = 0.02
 BACKOFF_MOST = 1.0
 CONNECT_SECONDS = 5.0
 """What an address is given for TCP, TLS and the upgrade."""
-SILENT_FIRST = 1.0
+SILENT_FIRST = 0.5
 """The same for one that fell silent; doubles each time that it does not answer, up to the other."""
 SETTLED_SECONDS = 1.0
 """A connection that lasted this long starts the passes anew when it ends."""

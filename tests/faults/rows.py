@@ -81,25 +81,26 @@ class Run:
                         groups = [await mesh.start(name) for name in names]
                         await mesh.advance(*groups)
                         yield mesh, groups
-                        self._look_at(mesh)
+                        self.outcome.exited = gone(mesh)
+                        self.outcome.compared = mesh.assert_identical()
+                    except Exception:
+                        self.outcome.exited = gone(mesh, but=-signal.SIGKILL)  # that we may have sent
+                        raise
                     finally:
                         self._keep_logs(mesh)
             finally:
                 self.outcome.take(mesh.history)
 
-    def _look_at(self, mesh: Mesh) -> None:
-        gone = {group.name for group in mesh.groups.values() if any(one.exit_code is not None for one in group.ranks)}
-        self.outcome.exited = sorted(gone)
-        self.outcome.compared = mesh.assert_identical()
-
     def _keep_logs(self, mesh: Mesh) -> None:
         if self._keep is not None:
-            shutil.copytree(mesh.directory, self._keep / self._row.name, dirs_exist_ok=True)
-            (self._keep / self._row.name / "report.txt").write_text(mesh.report())
+            folder = self._keep / self._row.name
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(mesh.directory, folder)
+            (folder / "report.txt").write_text(mesh.report())
 
-    async def turns(self) -> AsyncIterator[int]:
-        for turn in range(self.outcome.wanted):
-            yield turn
+    @property
+    def turns(self) -> range:
+        return range(self.outcome.wanted)
 
     @asynccontextmanager
     async def gap(self, mesh: Mesh, *groups: Group) -> AsyncIterator[None]:
@@ -113,6 +114,12 @@ class Run:
     def note(self, seconds: float) -> None:
         self.outcome.seconds.append(seconds)
         self._say(f"  {self._row.name} {len(self.outcome.seconds)}/{self.outcome.wanted}: {seconds:.3f} s")
+
+
+def gone(mesh: Mesh, but: int | None = None) -> list[str]:
+    """Groups of which a process has ended, with another code than ``but``."""
+    codes = {group.name: {one.exit_code for one in group.ranks} - {None, but} for group in mesh.groups.values()}
+    return sorted(name for name, ended in codes.items() if ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ class Row:
 
 async def _leader_killed(run: Run) -> None:
     async with run.mesh("a", "b", "c", min_replicas=2) as (mesh, (a, b, c)):
-        async for turn in run.turns():
+        for turn in run.turns:
             leader = await mesh.leader(followed=True)
             async with run.gap(mesh, a, b):
                 await mesh.stop_node(leader, signal.SIGKILL)
@@ -157,7 +164,7 @@ async def _leader_killed(run: Run) -> None:
 
 async def _leader_stopped(run: Run) -> None:
     async with run.mesh("a", "b", min_replicas=2) as (mesh, (a, b)):
-        async for _ in run.turns():
+        for _ in run.turns:
             leader = await mesh.leader(followed=True)
             async with run.gap(mesh, a, b):
                 assert await mesh.stop_node(leader, signal.SIGTERM) == 0, "it ended badly"
@@ -168,7 +175,7 @@ async def _leader_stopped(run: Run) -> None:
 
 async def _leader_frozen(run: Run) -> None:
     async with run.mesh("a", "b", min_replicas=2) as (mesh, (a, b)):
-        async for _ in run.turns():
+        for _ in run.turns:
             leader = await mesh.leader(followed=True)
             async with run.gap(mesh, a, b):
                 await mesh.signal_node(leader, signal.SIGSTOP)
@@ -196,7 +203,7 @@ async def _decided(mesh: Mesh, node: int) -> tuple[int, int]:
 def _leader_without(others: Others) -> Callable[[Run], Awaitable[None]]:
     async def play(run: Run) -> None:
         async with run.mesh("a", "b", min_replicas=2) as (mesh, (a, b)):
-            async for _ in run.turns():
+            for _ in run.turns:
                 leader = await mesh.leader(followed=True)
                 async with run.gap(mesh, a, b):
                     mesh.cut(leader, others)
@@ -215,7 +222,7 @@ async def _succeeded(mesh: Mesh, leader: int) -> None:
 
 async def _lighthouses_killed(run: Run) -> None:
     async with run.mesh("a", "b", min_replicas=2) as (mesh, (a, b)):
-        async for _ in run.turns():
+        for _ in run.turns:
             await mesh.leader(followed=True)
             async with run.gap(mesh, a, b):
                 for number in (0, 1):
@@ -229,7 +236,7 @@ async def _lighthouses_killed(run: Run) -> None:
 
 async def _etcd_node_killed(run: Run) -> None:
     async with run.mesh("a", "b", "c", min_replicas=2, nodes=3) as (mesh, (a, b, c)):
-        async for turn in run.turns():
+        for turn in run.turns:
             await mesh.leader(followed=True)
             node = run.etcd.nodes[turn % 3]
             async with run.gap(mesh, a, b):
@@ -243,7 +250,7 @@ async def _etcd_node_killed(run: Run) -> None:
 
 async def _etcd_majority_killed(run: Run) -> None:
     async with run.mesh("a", "b", min_replicas=2, nodes=3) as (mesh, (a, b)):
-        async for turn in run.turns():
+        for turn in run.turns:
             await mesh.leader(followed=True)
             first, second = [run.etcd.nodes[(turn + one) % 3] for one in (0, 1)]
             async with asyncio.timeout(TURN_SECONDS):
@@ -263,7 +270,7 @@ async def _etcd_majority_killed(run: Run) -> None:
 
 async def _group_and_leader_killed(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, (a, b, c)):
-        async for _ in run.turns():
+        for _ in run.turns:
             leader = await mesh.leader(followed=True)
             async with run.gap(mesh, a, b):
                 c.kill()
@@ -275,7 +282,7 @@ async def _group_and_leader_killed(run: Run) -> None:
 
 async def _group_killed(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, groups):
-        async for turn in run.turns():
+        for turn in run.turns:
             victim = groups[turn % 3]
             others = [group for group in groups if group is not victim]
             async with run.gap(mesh, *others):
@@ -286,7 +293,7 @@ async def _group_killed(run: Run) -> None:
 
 async def _group_frozen(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, groups):
-        async for turn in run.turns():
+        for turn in run.turns:
             victim = groups[turn % 3]
             others = [group for group in groups if group is not victim]
             async with run.gap(mesh, *others):
@@ -297,7 +304,7 @@ async def _group_frozen(run: Run) -> None:
 
 async def _group_isolated(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, groups):
-        async for turn in run.turns():
+        for turn in run.turns:
             victim = groups[turn % 3]
             others = [group for group in groups if group is not victim]
             async with run.gap(mesh, *others):
@@ -308,7 +315,7 @@ async def _group_isolated(run: Run) -> None:
 
 async def _groups_parted(run: Run) -> None:
     async with run.mesh("a", "b", "c") as (mesh, groups):
-        async for turn in run.turns():
+        for turn in run.turns:
             one, other = groups[turn % 3], groups[(turn + 1) % 3]
             async with asyncio.timeout(TURN_SECONDS):
                 mesh.part(one, other)

@@ -16,7 +16,7 @@ import pytest
 
 from namespaces import FOLDER
 from tests.faults.outcome import Limit, Outcome, table
-from tests.faults.rows import ROWS
+from tests.faults.rows import ROWS, Row, Run
 
 DEADLINE = 120.0
 
@@ -67,6 +67,16 @@ async def test_ctrl_c_in_the_middle_leaves_nothing(repository: Path, tmp_path: P
     _, alive = psutil.wait_procs(children, timeout=DEADLINE)
     assert not alive
     assert not list(FOLDER.glob(f"keepstep-{process.pid}-*"))
+
+
+async def test_a_row_that_fails_is_a_broken_promise_and_not_the_end() -> None:
+    async def fail(_: Run) -> None:
+        raise AssertionError("not seen\nand what was printed")
+
+    said: list[str] = []
+    outcome = await Run(Row("x", "something", 1, fail), 1, proxies=True, say=said.append, keep=None).play()
+    assert outcome.broken == ["AssertionError: not seen"]
+    assert "and what was printed" in said[0]
 
 
 def test_a_promise_that_does_not_hold_is_told() -> None:

@@ -207,7 +207,7 @@ def test_a_lighthouse_that_fell_silent_is_waited_for_briefly_and_longer_each_tim
     for _ in range(5):
         waits.append(addresses.connect_seconds("a"))
         addresses.timed_out("a")
-    assert waits == [1.0, 2.0, 4.0, CONNECT_SECONDS, CONNECT_SECONDS]
+    assert waits == [0.5, 1.0, 2.0, 4.0, CONNECT_SECONDS]
     assert addresses.connect_seconds("b") == CONNECT_SECONDS
     addresses.lost("a", 0.1)
     assert addresses.connect_seconds("a") == CONNECT_SECONDS, "it answered in between"
