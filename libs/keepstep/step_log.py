@@ -10,12 +10,12 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
   without healing; only if true)
 * ``discarded``: ``epoch``, ``reason``
 
-``keepstep check-history`` reads it. A line that the disk does not take is left out, which ``n`` shows; no step fails
-for it.
+``keepstep check-history`` reads it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -25,9 +25,9 @@ from pathlib import Path
 from keepstep.quorum_plan import QuorumPlan
 from keepstep_mesh.logging import get_logger
 
-STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
-
 log = get_logger("keepstep.step_log")
+
+STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
 
 class StepLog:
@@ -38,9 +38,10 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
-        self._left_out = 0
+        self._full = False
+        """The last line could not be written, which was logged."""
         self._cut = False
-        """The last line is there in part."""
+        """What is in the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
         """The quorum that was written last."""
         self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
@@ -55,14 +56,18 @@ class StepLog:
                 self._append((json.dumps({**head, **detail}) + "\n").encode())
 
     def _append(self, line: bytes) -> None:
-        """In one write: lines of two processes never mix."""
         line = b"\n" + line if self._cut else line
         try:
-            self._cut = os.write(self._file, line) < len(line)
-        except OSError as error:
-            if not self._left_out:
-                log.error("the step log does not take a line; going on without", reason=str(error))
-            self._left_out += 1
+            written = os.write(self._file, line)  # one write: lines of two processes never mix
+            self._cut = written < len(line)
+            if self._cut:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # the missing line shows in ``n``; the step goes on
+            if not self._full:
+                log.error("step log not written", reason=str(error))
+            self._full = True
+        else:
+            self._full = False
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
         """Written when its process group was ``built``, or anything of it differs from the one before."""

@@ -81,12 +81,13 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_fails_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_no_step_and_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setenv(STEP_LOG_ENV, "/dev/full")
     log = StepLog("night", "a:1", 0)
     for step in (1, 2):
-        log.write("started", step, 0, lineage="x")
+        log.write("committed", step, 1)
     log.close()
+    assert [record.getMessage().count("No space left on device") for record in caplog.records] == [1]
 
 
 def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> None:

@@ -75,16 +75,18 @@ class PGTransport(CheckpointTransport[T]):
         ``TransferError`` when a joiner is too slow or gone.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        try:
-            snapshot = self._staging.stage(step, state_dict)
-            manifest = build_manifest(Origin(step=step), snapshot.content_bytes, snapshot.pack)
-        except BaseException:
-            self._send(dst_ranks, [_head(step, NOT_SENT)], deadline)
-            raise
+        snapshot = self._staging.stage(step, state_dict)
+        manifest = build_manifest(Origin(step=step), snapshot.content_bytes, snapshot.pack)
         parts = [snapshot.pack[start : start + CHUNK_BYTES] for start in range(0, len(snapshot.pack), CHUNK_BYTES)]
         chunks = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         packed = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
         self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], deadline)
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """See ``CheckpointTransport``. Joiners are told to look into the source's log."""
+        del reason
+        if self._pg.errored() is None:  # else nobody receives
+            self._send(dst_ranks, [_head(step, NOT_SENT)], time.monotonic() + self._timeout)
 
     def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], deadline: float) -> None:
         pending: deque[tuple[Work, torch.Tensor]] = deque()

@@ -26,7 +26,7 @@ def manager(
     lighthouse: str, name: str, state: dict[str, Any] | None = None, *, heal_over_pg: bool = False, **options: Any
 ) -> Iterator[Manager]:
     held = state if state is not None else {}
-    pg = ProcessGroupGloo(timeout=20 * SECOND)
+    pg = options.pop("pg", None) or ProcessGroupGloo(timeout=20 * SECOND)
     if heal_over_pg:
         options["checkpoint_transport"] = PGTransport(pg, 20 * SECOND, torch.device("cpu"))
     one = Manager(

@@ -11,6 +11,7 @@ import torch
 from tests.services.manager.groups import SECOND, manager, together
 
 from keepstep import HTTPTransport
+from keepstep_mesh.errors import KeepstepError
 
 
 def test_at_the_first_step_all_groups_take_over_one_state_and_all_contribute(lighthouse):
@@ -204,7 +205,7 @@ def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthous
             m.allreduce(torch.zeros(1)).wait()
             committed = m.should_commit()
             done.set()
-            return committed, m.current_step(), str(m._standing.lineage).startswith("torn:"), str(m.errored())
+            return committed, m.current_step(), str(m._context.standing.lineage).startswith("torn:"), str(m.errored())
 
     assert together(source, joiner)[1] == (False, 0, True, "does not fit")
 
@@ -223,3 +224,62 @@ def test_groups_that_registered_different_states_do_not_heal_from_each_other(lig
             return str(m.errored())
 
     assert "register the same keys" in together(lambda: group("a"), lambda: group("b"))[1]
+
+
+def test_a_torn_group_that_nobody_can_heal_ends_and_hands_nothing_out(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, value: float) -> str:
+        with manager(lighthouse, name, {"w": torch.full((2,), value)}, init_sync=False, min_replica_size=2) as m:
+            m.mark_torn()
+            ready.wait(30)
+            m.start_quorum()
+            m.allreduce(torch.ones(1)).wait()
+            with pytest.raises((KeepstepError, RuntimeError)) as error:
+                assert m.should_commit() is False
+                raise KeepstepError(f"not healed: {m.errored()}")
+            assert m.current_step() == 0
+            return str(error.value)
+
+    ended, waited = sorted(together(lambda: group("a", 1.0), lambda: group("b", 2.0)))
+    assert "half written" in ended
+    assert "not healed" in waited
+
+
+def test_a_torn_group_takes_no_part_in_a_step_that_heals_nobody(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.mark_torn()
+        with pytest.raises(KeepstepError, match="half written"):
+            m.start_quorum(allow_heal=False)
+
+
+class Unstorable:
+    """No value that travels."""
+
+
+def test_a_joiner_is_told_at_once_why_there_is_nothing_to_heal_from(lighthouse):
+    ahead, joined, told = threading.Event(), threading.Event(), threading.Event()
+
+    def veteran() -> str:
+        with manager(lighthouse, "a", {"odd": Unstorable()}, timeout=120 * SECOND) as m:
+            m.start_quorum()
+            assert m.should_commit()
+            ahead.set()
+            assert joined.wait(30)
+            while not told.is_set():
+                m.start_quorum()
+                assert m.should_commit()
+            return "went on"
+
+    def joiner() -> str:
+        assert ahead.wait(30)
+        with manager(lighthouse, "b", {"odd": Unstorable()}, timeout=120 * SECOND) as m:
+            joined.set()
+            m.start_quorum()
+            assert not m.should_commit()
+            told.set()
+            return str(m.errored())
+
+    went_on, reason = together(veteran, joiner)
+    assert went_on == "went on"
+    assert "state['user']['default']['odd']" in reason

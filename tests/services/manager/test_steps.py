@@ -12,7 +12,7 @@ from tests.services.manager.groups import manager, together
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from keepstep import WorldSizeMode
+from keepstep import ProcessGroupDummy, WorldSizeMode
 
 
 def test_two_groups_average_and_commit(lighthouse):
@@ -145,3 +145,92 @@ def test_the_group_that_is_gone_in_the_middle_of_a_step_costs_the_other_that_ste
             # leaves in the middle of the step, without a word
 
     assert together(survivor, victim)[0] == ((False, False), (True, True, 1))
+
+
+def test_no_retry_at_all_is_a_limit_and_less_than_none_is_refused(lighthouse):
+    with manager(lighthouse, "a", max_retries=0) as m:
+        m.start_quorum()
+        assert m.should_commit()
+    with pytest.raises(ValueError, match="max_retries=-1 must be at least 0"), manager(lighthouse, "a", max_retries=-1):
+        pass
+
+
+def test_a_tensor_with_gaps_is_reduced_where_its_elements_are(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, value: float) -> list[list[float]]:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            ready.wait(30)
+            whole = torch.full((3, 2), -1.0)
+            column = whole[:, 0]
+            m.start_quorum()
+            column.copy_(value * torch.arange(3.0))
+            assert m.allreduce(column).wait()
+            ready.wait(30)
+            assert m.should_commit()
+            return whole.tolist()
+
+    expected = [[0.0, -1.0], [3.0, -1.0], [6.0, -1.0]]
+    assert together(lambda: group("a", 2.0), lambda: group("b", 4.0)) == [expected, expected]
+
+
+class LateFailure(ProcessGroupDummy):
+    """Its works succeed although it broke, as those of NCCL do."""
+
+    works_tell_all = False
+    broken: Exception | None = None
+
+    def errored(self) -> Exception | None:
+        return self.broken
+
+
+def test_a_process_group_that_broke_after_its_works_succeeded_commits_nothing(lighthouse):
+    pg = LateFailure()
+    with manager(lighthouse, "a", pg=pg) as m:
+        m.start_quorum()
+        assert m.allreduce(torch.ones(1)).wait()
+        pg.broken = RuntimeError("a peer is stuck")
+        assert not m.should_commit()
+        assert m.errored() is pg.broken
+        pg.broken = None
+        m.start_quorum()
+        m.allreduce(torch.ones(1)).wait()
+        assert m.should_commit()
+
+
+def test_a_step_that_is_given_up_counts_as_failed(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.start_quorum()
+        m.allreduce(torch.ones(1)).wait()
+        m.start_quorum()
+        assert m.should_commit()
+        assert m.current_step() == 1
+
+
+def test_a_rank_that_gives_its_step_up_makes_its_group_vote_no_at_once(lighthouse, unused_tcp_port):
+    ready, voted = threading.Barrier(2), threading.Event()
+
+    def rank(number: int) -> tuple[bool, int]:
+        place = {"rank": number, "world_size": 2, "store_addr": "127.0.0.1", "store_port": unused_tcp_port}
+        with manager(lighthouse, "g", **place) as m:
+            m.start_quorum()
+            m.wait_quorum()
+            ready.wait(30)
+            if number == 0:
+                m.start_quorum()  # what an exception in a batch leads to
+                assert voted.wait(30), "the other rank still waits for our vote"
+            else:
+                assert not m.should_commit()
+                voted.set()
+                m.start_quorum()
+            return m.should_commit(), m.current_step()
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [(True, 1)] * 2
+
+
+def test_a_constructor_that_fails_leaves_nothing_running(lighthouse, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_STEP_LOG", "/proc/nowhere/steps.jsonl")
+    before = threading.enumerate()
+    with pytest.raises(OSError, match="nowhere"), manager(lighthouse, "a"):
+        pass
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
