@@ -62,8 +62,6 @@ from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
 
-CONNECT_SECONDS = 5.0
-"""For one address: TCP, TLS and the upgrade."""
 WELCOME_SECONDS = 5.0
 """From hello to welcome."""
 ANSWER_MARGIN = 0.25
@@ -309,10 +307,11 @@ class LighthouseSession:
         self._welcomed = self._loop.create_future()
         link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
                 await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session")
         except TimeoutError:
-            raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s") from None
+            self._addresses.timed_out(address)
+            raise TimeoutError(f"no answer within {limit:g} s") from None
         self._trying = address
         self._link = link
         try:
