@@ -21,7 +21,7 @@ MAY_IMPORT = {
 MAY_IMPORT_LAZILY = {("keepstep/coordination.py", "keepstep_lighthouse")}
 """Inside a function only."""
 
-ONLY_TRAINERS = {"torch", "numpy", "xxhash"}
+ONLY_TRAINERS = {"torch", "numpy"}
 """Imported by ``keepstep`` and by no other."""
 ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.checkpointing.errors import ManifestError, TransferError, UnsupportedValue
+from keepstep.checkpointing.errors import TransferError, UnsupportedValue
 from keepstep.checkpointing.http import HTTPTransport
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep_mesh.errors import ManifestError
 
 __all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "TransferError", "UnsupportedValue"]
