@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import DEFAULT_PORT, Command, Seconds, make_folder
+from keepstep_cli.options import DEFAULT_PORT, Seconds, make_folder
+from keepstep_cli.service_options import FILE, all_of, service_options
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+_event_log_option = click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON.")
 
-
-def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def apply(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-_service_options = _apply(
-    click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{DEFAULT_PORT}]"),
-    click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON."),
-    click.option("--token-file", type=FILE, help="File with lines `role [name] = token` for worker, service, admin."),
-    click.option("--tls-cert", type=FILE, help="Its certificate (PEM), the intermediate ones after it: https only."),
-    click.option("--tls-key", type=FILE, help="The key of the certificate (PEM), if it is not in the same file."),
-    click.option("--tls-ca", type=FILE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."),
-    click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
-    click.option(
-        "--log-format",
-        type=click.Choice(["auto", "console", "json"]),
-        default="auto",
-        show_default=True,
-        help="auto: for people on a terminal, else JSON.",
-    ),
-    click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="info",
-        show_default=True,
-        help="What is logged, to standard error.",
-    ),
-)
-
-_policy_options = _apply(
+_policy_options = all_of(
     click.option("--min-replicas", "--min_replicas", type=int, help="Groups that a step needs at least.  [default: 1]"),
     click.option("--max-replicas", type=int, help="Groups that take part at most; 0: no limit.  [default: 0]"),
     click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
@@ -75,7 +41,8 @@ _policy_options = _apply(
 
 
 @click.command()
-@_service_options
+@service_options(DEFAULT_PORT)
+@_event_log_option
 @click.option(
     "--store",
     metavar="URL",
@@ -96,7 +63,8 @@ def lighthouse(**flags: Any) -> None:
 
 
 @click.command()
-@_service_options
+@service_options(DEFAULT_PORT)
+@_event_log_option
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),

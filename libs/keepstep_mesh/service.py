@@ -345,25 +345,55 @@ def run(
     SIGHUP has the files of tokens and certificates read again; where there are none it ends the process, as ever.
     ``service`` is called on the loop. ``uvloop``: use it where it is installed. ``started`` is told where it listens.
     """
+    hosted = Hosted(service, host, port, tokens, tls, insecure, started or (lambda _: None))
+    run_several([hosted], uvloop=uvloop, stop_seconds=stop_seconds)
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A service of a process, and what ``run`` says of it."""
+
+    service: Callable[[], Service]
+    host: str
+    port: int
+    tokens: Tokens | FromFiles[Tokens] | None = None
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    started: Callable[[Endpoint], None] = lambda _: None
+
+
+def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True, stop_seconds: float = STOP_SECONDS) -> None:
+    """As ``run``, for several services on one loop. Each starts when the one before listens; the last stops first."""
 
     async def main() -> None:
-        reread = asyncio.Event()
-        if tls or (isinstance(tokens, FromFiles) and tokens.files):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread.set)
-        async with serving(
-            service(),
-            host,
-            port,
-            tokens=tokens,
-            tls=tls,
-            insecure=insecure,
-            reread=reread,
-            stop_seconds=stop_seconds,
-        ) as at:
-            if started is not None:
-                started(at)
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            for one in hosted:
+                reread = asyncio.Event()
+                if one.tls or (isinstance(one.tokens, FromFiles) and one.tokens.files):
+                    rereads.append(reread)
+                    loop.add_signal_handler(signal.SIGHUP, reread_all)
+                at = await stack.enter_async_context(
+                    serving(
+                        one.service(),
+                        one.host,
+                        one.port,
+                        tokens=one.tokens,
+                        tls=one.tls,
+                        insecure=one.insecure,
+                        reread=reread,
+                        stop_seconds=stop_seconds,
+                    )
+                )
+                one.started(at)
             number = await until_signal()
             log.info("stopping", signal=number.name)
+
+    rereads: list[asyncio.Event] = []
+
+    def reread_all() -> None:
+        for every in rereads:
+            every.set()
 
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         runner.run(main())
