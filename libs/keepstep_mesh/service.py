@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import signal
 import socket
 import ssl
@@ -84,6 +85,12 @@ class Endpoint:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
+
+    @property
+    def near_url(self) -> str:
+        """As this machine itself reaches it."""
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host)  # noqa: S104 - compared, not bound
+        return self.url if near is None else Endpoint(near, self.port, self.scheme).url
 
 
 @asynccontextmanager
@@ -347,6 +354,12 @@ def run(
     """
     hosted = Hosted(service, host, port, tokens, tls, insecure, started or (lambda _: None))
     run_several([hosted], uvloop=uvloop, stop_seconds=stop_seconds)
+
+
+def raise_descriptor_limit() -> None:
+    """A connection is a descriptor, and the usual soft limit is a thousand."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @dataclass(frozen=True)

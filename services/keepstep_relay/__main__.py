@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from keepstep_mesh import logging, service
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.service import Endpoint
+from keepstep_mesh.service import Endpoint, Hosted
 from keepstep_mesh.settings import bind_address, byte_size, duration
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import LIMITS, RelaySettings, read_settings
 
 
-def run_relay(settings: RelaySettings, started: Callable[[Endpoint], None] | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ``KeepstepError`` or ``ValueError`` that says what to do.
-
-    ``started`` is told where it listens.
-    """
+def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None] | None = None) -> Hosted:
+    """For ``service.run_several``. Raises ``ValueError``. ``started`` is told where it listens."""
     host, port = bind_address(settings.bind)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    service.run(
+    return Hosted(
         lambda: Relay(settings).service(),
         host,
         port,
-        tokens=settings.tokens,
-        tls=settings.tls,
-        insecure=settings.insecure,
-        started=started,
+        settings.tokens,
+        settings.tls,
+        settings.insecure,
+        started or (lambda _: None),
     )
+
+
+def run_relay(settings: RelaySettings, started: Callable[[Endpoint], None] | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
+    service.raise_descriptor_limit()
+    service.run_several([hosted_relay(settings, started)])
 
 
 def _parser() -> argparse.ArgumentParser:
