@@ -293,20 +293,21 @@ class RelayCore:
             self._alive(one, rank, now)
             return []
         self._upload(key)
-        new = {digest for digest in table.digests if digest not in self.chunks}
+        new: dict[bytes, int] = {}
+        for number, digest in enumerate(table.digests):
+            length, known = table.length(number), self.chunks.get(digest)
+            expected = known.length if known is not None else new.setdefault(digest, length)
+            if expected != length:
+                raise RefusedError(
+                    Cause.CONFLICT,
+                    f"chunk {number} of rank {rank} is {length} bytes; the one of that digest that is known here is "
+                    f"{expected}",
+                )
         if len(self.chunks) + len(new) > self.limits.chunks:
             raise RefusedError(
                 Cause.FULL,
                 f"{key} needs {len(new)} more chunks; this relay has {len(self.chunks)} and keeps {self.limits.chunks}",
             )
-        for number, digest in enumerate(table.digests):
-            known = self.chunks.get(digest)
-            if known is not None and known.length != table.length(number):
-                raise RefusedError(
-                    Cause.CONFLICT,
-                    f"chunk {number} of rank {rank} is {table.length(number)} bytes; the one of that digest that is "
-                    f"known here is {known.length}",
-                )
         self._use(one, rank, table)
         self._alive(one, rank, now)
         return [Wake((key, *new))]
@@ -533,6 +534,9 @@ class RelayCore:
             assert key not in self.ended, "a checkpoint that is there and gone"
             assert set(one.tables) == set(one.lacking) <= set(range(one.facts.ranks))
             assert one.reported <= set(one.tables), "a rank reported without a table"
+            if one.committed_at is None:
+                assert not any(one.lacking[rank] for rank in one.reported), "a rank reported that lacks chunks"
+                assert one.sealing or one.heard, "an upload that nobody is waited for would stay for ever"
             for rank, table in one.tables.items():
                 assert one.root(rank) == table.root
                 here = {digest for digest in table.digests if self.chunks[digest].tiers}
