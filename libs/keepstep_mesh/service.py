@@ -71,6 +71,8 @@ class Service:
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
     max_body_bytes: int = MAX_BODY_BYTES
+    read_ahead_bytes: int = 2**18
+    """Of a body, beyond what was taken of it, when reading from its connection pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,12 @@ async def serving(
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(_heard_from(silent))
     runner = web.AppRunner(
-        app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2, lingering_time=LINGER_SECONDS
+        app,
+        handle_signals=False,
+        access_log=None,
+        shutdown_timeout=stop_seconds / 2,
+        lingering_time=LINGER_SECONDS,
+        read_bufsize=service.read_ahead_bytes,
     )
     # Before the service starts: one whose port is taken must not touch its store.
     with _listening(service.name, host, port) as listener:

@@ -153,8 +153,9 @@ class _Admin:
         length = requests.check_length(request, MAX_MANIFEST_BYTES, exactly=False)
         self._relay.take_manifest_slot()
         try:
-            manifest = bytes(await requests.body(request, length, self._relay.settings.body_timeout))
-            await self._store.put_manifest(key, rank, manifest)
+            manifest = bytearray(length)
+            await requests.body(request, memoryview(manifest), self._relay.settings.body_timeout)
+            await self._store.put_manifest(key, rank, bytes(manifest))
         finally:
             self._relay.give_manifest_slot()
         one = self._relay.core.checkpoint(key)

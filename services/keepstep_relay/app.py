@@ -25,7 +25,7 @@ from keepstep_relay.checkpoints import CheckpointStore
 from keepstep_relay.chunks import ChunkStore, GoneError
 from keepstep_relay.core import RelayCore
 from keepstep_relay.disk import DamagedError, DiskError, DiskTier
-from keepstep_relay.durable import DurableTier
+from keepstep_relay.durable import DurableError, DurableTier
 from keepstep_relay.events import Cause, Key, RefusedError
 from keepstep_relay.memory import MemoryFullError
 from keepstep_relay.settings import RelaySettings
@@ -33,6 +33,8 @@ from keepstep_relay.settings import RelaySettings
 MAX_WAITS = 10_000
 MAX_MANIFESTS_COMING = 8
 """Each may be large, and is not yet part of the memory tier."""
+READ_AHEAD_BYTES = 1 << 20
+"""Of a body, beyond what was taken of it."""
 AGAIN_SECONDS = 1.0
 """What ``Retry-After`` says."""
 STATUS = {
@@ -115,6 +117,7 @@ class Relay:
             lifespan=self._lifespan,
             listening=self._listens,
             registry=metrics.registry(self),
+            read_ahead_bytes=READ_AHEAD_BYTES,
         )
 
     def routes(self) -> list[Route]:
@@ -221,6 +224,8 @@ def _explained(handler: Handler) -> Handler:
             log.error("the disk tier failed a request", path=request.path, reason=str(error))
             status = HTTPStatus.INSUFFICIENT_STORAGE if error.full else HTTPStatus.SERVICE_UNAVAILABLE
             raise Problem(status, str(error), retry_after=None if error.full else AGAIN_SECONDS) from error
+        except DurableError as error:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
         except TimeoutError as error:
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE, "it did not come in time; ask again", retry_after=AGAIN_SECONDS

@@ -89,7 +89,8 @@ class _Bulk:
         try:
             await chunks.memory.reserve(length, ROOM_SECONDS)
             try:
-                data = await requests.body(request, length, self._relay.settings.body_timeout)
+                data = chunks.memory.buffer(length)
+                await requests.body(request, data, self._relay.settings.body_timeout)
             except BaseException:
                 chunks.memory.release(length)
                 raise

@@ -144,7 +144,7 @@ class CheckpointStore:
                 self._changed.set()
                 facts = self.core.checkpoints[key].facts
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
-                if facts.kind is Kind.DURABLE and self.chunks.durable is not None:
+                if facts.kind is Kind.DURABLE and self.chunks.durable is not None and key not in self.durable:
                     self._to_copy.put_nowait(key)
 
     async def _make_last(self, key: Key, digests: tuple[bytes, ...]) -> None:
@@ -158,7 +158,9 @@ class CheckpointStore:
             record = replace(self.records[key], committed=time.time())
             if self.chunks.disk is not None:
                 await self.chunks.in_thread(self.chunks.disk.commit, key, record)
-            self.records[key] = record
+        if self.chunks.disk is None and one.facts.kind is Kind.DURABLE:
+            await self._copy_one(key, record)  # nothing else would make it last
+        self.records[key] = record
 
     async def _write(self, key: Key, rank: int) -> None:
         disk = self.chunks.disk
@@ -218,7 +220,11 @@ class CheckpointStore:
                 async with asyncio.timeout(None if left == float("inf") else max(left, 0.01)):
                     await self._changed.wait()
             except TimeoutError:
-                self._step(Tick())
+                try:
+                    self._step(Tick())
+                except Exception:
+                    log.exception("fault while keeping times")
+                    await asyncio.sleep(1.0)
 
     # ---- what was there before
 
@@ -281,7 +287,7 @@ class CheckpointStore:
             key = await self._to_copy.get()
             while key in self.core.checkpoints:
                 try:
-                    await self._copy_one(key)
+                    await self._copy_one(key, self.records[key])
                     self.trouble = None
                     break
                 except (DurableError, DiskError, MemoryFullError, GoneError, TimeoutError) as error:
@@ -289,7 +295,7 @@ class CheckpointStore:
                     log.error("not in the durable tier yet", job=key.job, checkpoint=key.id, reason=str(error))
                     await asyncio.sleep(DURABLE_AGAIN_SECONDS)
 
-    async def _copy_one(self, key: Key) -> None:
+    async def _copy_one(self, key: Key, record: Record) -> None:
         durable, one = self.chunks.durable, self.core.checkpoints[key]
         if durable is None:
             return
@@ -301,6 +307,6 @@ class CheckpointStore:
             if self.core.checkpoints.get(key) is not one:
                 await self.chunks.in_thread(durable.forget, key)
                 return
-            await self.chunks.in_thread(durable.commit, key, self.records[key], manifests)
+            await self.chunks.in_thread(durable.commit, key, record, manifests)
             self._is_durable(one)
         log.info("in the durable tier", job=key.job, checkpoint=key.id, url=durable.url)

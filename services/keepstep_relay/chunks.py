@@ -8,7 +8,6 @@ one chunk after the other; a chunk that is wanted again in the meantime has its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -169,7 +168,7 @@ class ChunkStore:
         if self.disk is None:
             return
         try:
-            await self.in_thread(self.disk.read, digest, chunk.length)
+            await self.in_thread(self.disk.read, digest, memoryview(bytearray(chunk.length)))
         except DamagedError:
             self._damaged_on_disk(digest)
             raise
@@ -227,7 +226,8 @@ class ChunkStore:
     async def _load(self, digest: bytes, chunk: Chunk) -> memoryview | None:
         if self.disk is not None and Tier.DISK in chunk.tiers:
             try:
-                data = await self.in_thread(self.disk.read, digest, chunk.length)
+                data = self.memory.buffer(chunk.length)
+                await self.in_thread(self.disk.read, digest, data)
                 self._verified.add(digest)
                 return data
             except DamagedError:
@@ -263,18 +263,20 @@ class ChunkStore:
 
     async def _sweep(self) -> None:
         while True:
-            match await self._to_sweep.get():
-                case Drop(digests):
-                    for digest in digests:
-                        with contextlib.suppress(DiskError):
+            work = await self._to_sweep.get()
+            try:
+                match work:
+                    case Drop(digests):
+                        for digest in digests:
                             await self._delete(digest)
-                case Forget(key):
-                    try:
+                    case Forget(key):
                         await self.forget(key)
-                    except (DiskError, DurableError) as error:
-                        log.error("what is left of a checkpoint could not be deleted", key=str(key), reason=str(error))
-                case asyncio.Future() as settled:
-                    settled.set_result(None)
+                    case asyncio.Future() as settled if not settled.done():
+                        settled.set_result(None)
+            except (OSError, DiskError, DurableError) as error:
+                log.error("could not be deleted", what=repr(work)[:200], reason=str(error))
+            except Exception:
+                log.exception("fault while deleting", what=repr(work)[:200])
 
     async def _delete(self, digest: bytes) -> None:
         if self.disk is None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from keepstep_relay.events import (
     Aborted,
@@ -61,6 +62,8 @@ from keepstep_relay.events import (
 )
 from keepstep_relay.retention import retirements
 
+MAX_NAMED = 10
+"""Silent ranks, in a reason."""
 MAX_ENDED = 1000
 """Checkpoints that are gone and of which it is still known why."""
 NEVER = float("inf")
@@ -90,8 +93,9 @@ class Holder:
 class Checkpoint:
     key: Key
     facts: Facts
-    heard: dict[int, float]
-    """When each rank last gave a sign of life, until it has reported."""
+    began: float
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each rank last gave a sign of life, until it has reported; one that is not here gave none yet."""
     roots: dict[int, dict[str, bytes]] = field(default_factory=dict)
     """Of each rank, by producer; the first one counts unless a table is here."""
     tables: dict[int, Table] = field(default_factory=dict)
@@ -115,6 +119,18 @@ class Checkpoint:
     @property
     def complete(self) -> bool:
         return len(self.tables) == self.facts.ranks and not any(self.lacking.values())
+
+    @property
+    def longest_silent_since(self) -> float:
+        """Of the ranks that have not reported; ``NEVER`` when all have."""
+        unheard = len(self.heard) + len(self.reported) < self.facts.ranks
+        return min([*self.heard.values(), *([self.began] if unheard else [])], default=NEVER)
+
+    def silent_since(self, then: float) -> Iterator[int]:
+        """The ranks that have not reported and gave no sign of life after ``then``."""
+        for rank in range(self.facts.ranks):
+            if rank not in self.reported and self.heard.get(rank, self.began) <= then:
+                yield rank
 
     def root(self, rank: int) -> bytes | None:
         """The one that counts."""
@@ -189,7 +205,7 @@ class RelayCore:
 
     def restore(self, key: Key, facts: Facts, tables: dict[int, Table], committed_at: float | None, now: float) -> None:
         """Takes up a checkpoint that was written down. Its chunks come after it, one ``ChunkCame`` each."""
-        one = Checkpoint(key, facts, dict.fromkeys(range(facts.ranks), now) if committed_at is None else {})
+        one = Checkpoint(key, facts, now)
         self.checkpoints[key] = one
         for rank, table in tables.items():
             self._use(one, rank, table)
@@ -234,7 +250,7 @@ class RelayCore:
         ends = [NEVER]
         for one in self.checkpoints.values():
             if one.committed_at is None and not one.sealing:
-                ends.append(min(one.heard.values(), default=NEVER) + self.limits.upload_seconds)
+                ends.append(one.longest_silent_since + self.limits.upload_seconds)
             ends.extend(holder.until for holder in one.holders.values())
         ends.extend(due.at for due in retirements(self.checkpoints.values(), self.limits))
         return min(ends)
@@ -256,7 +272,7 @@ class RelayCore:
                 f"let it keep fewer (--keep-live, --keep-durable)",
             )
         self.ended.pop(key, None)
-        self.checkpoints[key] = Checkpoint(key, facts, dict.fromkeys(range(facts.ranks), now))
+        self.checkpoints[key] = Checkpoint(key, facts, now)
         return [Keep(key), Wake((key,))]
 
     def _upload(self, key: Key) -> Checkpoint:
@@ -320,7 +336,7 @@ class RelayCore:
         one.lacking[rank] = sum(not self.chunks[digest].tiers for digest in set(table.digests))
 
     def _alive(self, one: Checkpoint, rank: int, now: float) -> None:
-        if rank in one.heard:
+        if one.committed_at is None and rank not in one.reported:
             one.heard[rank] = now
 
     def _came(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
@@ -463,9 +479,9 @@ class RelayCore:
             one.holders = {name: holder for name, holder in one.holders.items() if holder.until > now}
             if one.committed_at is not None or one.sealing:
                 continue
-            silent = sorted(rank for rank, heard in one.heard.items() if heard + self.limits.upload_seconds <= now)
-            if silent:
-                ranks = ", ".join(map(str, silent[:10])) + (" and others" if len(silent) > 10 else "")
+            if one.longest_silent_since + self.limits.upload_seconds <= now:
+                silent = list(islice(one.silent_since(now - self.limits.upload_seconds), MAX_NAMED + 1))
+                ranks = ", ".join(map(str, silent[:MAX_NAMED])) + (" and others" if len(silent) > MAX_NAMED else "")
                 reason = f"nothing was heard of rank {ranks} for {self.limits.upload_seconds:g} s"
                 decisions += self._end(one, reason, State.ABORTED)
         return decisions + self._retire(now)
@@ -536,7 +552,7 @@ class RelayCore:
             assert one.reported <= set(one.tables), "a rank reported without a table"
             if one.committed_at is None:
                 assert not any(one.lacking[rank] for rank in one.reported), "a rank reported that lacks chunks"
-                assert one.sealing or one.heard, "an upload that nobody is waited for would stay for ever"
+                assert one.sealing or one.longest_silent_since < NEVER, "an upload that nobody is waited for stays"
             for rank, table in one.tables.items():
                 assert one.root(rank) == table.root
                 here = {digest for digest in table.digests if self.chunks[digest].tiers}
@@ -547,8 +563,7 @@ class RelayCore:
             assert not (one.sealing and one.committed_at is not None)
             if one.committed_at is not None or one.sealing:
                 assert len(one.tables) == one.facts.ranks, "committed without a table"
-            if one.committed_at is None:
-                assert set(one.heard) | one.reported >= set(range(one.facts.ranks)), "a rank that nobody waits for"
+                assert not one.heard.keys() & one.reported, "a rank that is done and waited for"
         for digest, chunk in self.chunks.items():
             assert chunk.users == used.get(digest, set()), "users of a chunk miscounted"
             assert chunk.readers >= 0

@@ -109,9 +109,9 @@ class DiskTier:
         with _explained(f"chunk {digest.hex()} cannot be written to {self.folder}"):
             self._place(data, self._file(digest), sync=False)
 
-    def read(self, digest: bytes, length: int) -> memoryview:
-        """The chunk, verified. Raises ``DamagedError`` or ``DiskError``."""
-        data = memoryview(bytearray(length))
+    def read(self, digest: bytes, data: memoryview) -> None:
+        """Fills ``data`` with the chunk, which is verified. Raises ``DamagedError`` or ``DiskError``."""
+        length = data.nbytes
         try:
             with self._file(digest).open("rb", buffering=0) as file:
                 done = 0
@@ -124,7 +124,6 @@ class DiskTier:
             raise DiskError(f"chunk {digest.hex()} cannot be read", error) from error
         if done < length or longer or chunk_digest(data) != digest:
             raise DamagedError(f"chunk {digest.hex()} is damaged on disk")
-        return data
 
     def delete(self, digests: Iterable[bytes]) -> None:
         for digest in digests:

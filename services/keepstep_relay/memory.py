@@ -1,4 +1,7 @@
-"""The memory tier: chunks as they are sent, within a limit that counts what is being received, too."""
+"""The memory tier: chunks as they are sent, within a limit that counts what is being received, too.
+
+Memory of chunks that go is used again: where the kernel has to find new pages, writing to them is what takes longest.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.manifest import CHUNK_BYTES
 
 
 class MemoryFullError(KeepstepError):
@@ -21,6 +25,8 @@ class MemoryTier:
         """Bytes that are held or reserved."""
         self.chunks: dict[bytes, memoryview] = {}
         self._make_room = make_room
+        self._spare: list[bytearray] = []
+        """Of the size of a whole chunk, and nobody looks at them any more."""
         self._freed = asyncio.Event()
 
     async def reserve(self, size: int, seconds: float) -> None:
@@ -41,6 +47,11 @@ class MemoryTier:
                 f"checkpoints"
             ) from None
         self.used += size
+        del self._spare[max(0, (self.limit - self.used) // CHUNK_BYTES) :]
+
+    def buffer(self, size: int) -> memoryview:
+        """Memory of ``size`` bytes that were reserved, with anything in it."""
+        return memoryview(self._spare.pop() if size == CHUNK_BYTES and self._spare else bytearray(size))
 
     def hold(self, size: int) -> None:
         """What is here already counts, whatever the limit."""
@@ -64,5 +75,19 @@ class MemoryTier:
     def drop(self, digest: bytes) -> None:
         """Who sends it now still may: the bytes go when the last has let go."""
         data = self.chunks.pop(digest, None)
-        if data is not None:
-            self.release(data.nbytes)
+        if data is None:
+            return
+        self.release(data.nbytes)
+        buffer, whole = data.obj, data.nbytes == CHUNK_BYTES
+        del data
+        if whole and isinstance(buffer, bytearray) and _is_free(buffer):
+            self._spare.append(buffer)
+
+
+def _is_free(buffer: bytearray) -> bool:
+    """Whether nothing refers to its memory, such as a connection on which it is still being sent."""
+    try:
+        buffer.append(buffer.pop())
+    except BufferError:
+        return False
+    return True

@@ -93,10 +93,9 @@ def check_length(request: web.Request, length: int, *, exactly: bool) -> int:
     return announced
 
 
-async def body(request: web.Request, length: int, seconds: float) -> memoryview:
-    """The body, of exactly ``length`` bytes, in memory of its own. ``Problem`` 408 when it takes too long."""
-    data = memoryview(bytearray(length))
-    done = 0
+async def body(request: web.Request, data: memoryview, seconds: float) -> None:
+    """Reads the body, which must fill ``data``. ``Problem`` 408 when it takes too long."""
+    done, length = 0, data.nbytes
     try:
         async with asyncio.timeout(seconds):
             async for part in request.content.iter_any():
@@ -110,4 +109,3 @@ async def body(request: web.Request, length: int, seconds: float) -> memoryview:
         raise bad(f"the body broke off after {done} of {length} bytes: {error}") from error
     if done < length:
         raise bad(f"the body ended after {done} of {length} bytes")
-    return data

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, Client, client, relay, state
+from relay_driver import DEADLINE, Client, client, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 NOWHERE = "0" * 32
@@ -320,3 +320,35 @@ async def test_metrics_say_what_happened(tmp_path) -> None:
             "keepstep_relay_waits": 0,
             "keepstep_relay_downloads": 0,
         }.items() <= seen.items()
+
+
+async def test_200_heals_leave_nothing_behind(tmp_path) -> None:
+    limits = Limits(keep_live=1, reading_seconds=0.0)
+    async with relay(data_dir=tmp_path, limits=limits) as one, client(one.address) as worker:
+        for step in range(200):
+            new = state(1000 + step, 3000)
+            await worker.store(new, f"c{step}", step)
+            assert await worker.pack(f"c{step}") == new.pack
+        await one.chunks.settled()
+        one.core.validate()
+        assert await worker.list() == ["c199"]
+        assert len(one.core.chunks) == len(one.chunks.memory.chunks) == len(one.checkpoints.manifests) == 1
+        assert one.chunks.memory.used == len(new.pack) + len(new.manifest)
+        assert len(list(tmp_path.glob("chunks/*/*"))) == len(list(tmp_path.glob("checkpoints/*/*"))) == 1
+        assert len(one.chunks._verified) == len(one.checkpoints._written) - 1 == 1
+        assert not one.chunks.turns._turns
+
+
+async def test_memory_of_a_chunk_is_used_again_but_never_while_it_is_being_sent() -> None:
+    async with relay_process() as (_, address), client(address) as worker:
+        await worker.store(ONE)
+        host, port = address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(f"GET /v1/chunks/{ONE.digests[0]} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+        await worker.store(TWO, "c2")
+        assert await reader.readexactly(CHUNK_BYTES) == ONE.chunks[0]
+        assert await worker.pack("c2") == TWO.pack
+        writer.close()
+        await writer.wait_closed()

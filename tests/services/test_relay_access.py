@@ -13,12 +13,15 @@ import openapi_spec_validator
 import pytest
 from jsonschema import Draft202012Validator
 
+from certificates import Authority
 from keepstep_mesh.auth import Role, Tokens
+from keepstep_mesh.http import client_session
 from keepstep_mesh.service import all_routes
+from keepstep_mesh.tls import TlsFiles
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import RelaySettings, read_settings
 from lighthouse_driver import lighthouse
-from relay_driver import DEADLINE, client, relay, state
+from relay_driver import DEADLINE, Client, client, relay, state
 
 ONE = state(1, 1000)
 CHECKPOINTS = "/v1/jobs/{job}/checkpoints"
@@ -146,6 +149,20 @@ async def test_a_relay_registers_and_says_goodbye() -> None:
             assert (found[0]["kind"], found[0]["name"], found[0]["address"]) == ("relay", "relay-1", one.address)
             assert one.is_registered
         assert await services() == []
+
+
+async def test_with_tls_it_speaks_https_and_its_bytes_are_the_same(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = TlsFiles(cert=authority.certificate("127.0.0.1"))
+    big = state(2, 9 << 20)
+    async with (
+        relay(tls=tls) as one,
+        client_session(tls=TlsFiles(ca=authority.pem).client_context()) as http,
+    ):
+        assert one.address.startswith("https://")
+        worker = Client(http, one.address)
+        await worker.store(big)
+        assert await worker.pack() == big.pack
 
 
 def test_settings_come_from_flags_environment_and_file(tmp_path: Path) -> None:
