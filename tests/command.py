@@ -1,22 +1,31 @@
-"""A `keepstep` command as a process of its own, for tests."""
+"""A `keepstep` command as a process of its own, for tests. It has no KEEPSTEP variables but those that are given."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from queue import Queue
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables
 
 
 @asynccontextmanager
 async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """With no KEEPSTEP variables but ``variables``; killed at the end if it still runs."""
+    """Killed at the end if it still runs."""
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "keepstep_cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables,
+        env=environment(**variables),
     )
     try:
         yield started
@@ -24,3 +33,56 @@ async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.su
         if started.returncode is None:
             started.kill()
         await started.communicate()
+
+
+class Command:
+    """Its lines, of both outputs, are read as they come. Who makes one closes it."""
+
+    def __init__(self, folder: Path, *arguments: str, deadline: float, **variables: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "keepstep_cli", *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(**variables),
+        )
+        self.lines: list[str] = []
+        """Those that were waited for, and all before."""
+        self._deadline = deadline
+        self._queue: Queue[str | None] = Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def wait_for(self, pattern: str, times: int = 1) -> re.Match[str]:
+        """The match of the n-th line from here on that fits."""
+        while (line := self._queue.get(timeout=self._deadline)) is not None:
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                times -= 1
+                if times == 0:
+                    return match
+        raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
+
+    def seen(self, pattern: str) -> None:
+        """Returns when some line fits, be it an earlier one: lines of different processes come in any order."""
+        if not any(re.search(pattern, line) for line in self.lines):
+            self.wait_for(pattern)
+
+    def wait(self) -> int:
+        """Its exit code; all its lines are in ``lines`` then."""
+        while (line := self._queue.get(timeout=self._deadline)) is not None:
+            self.lines.append(line)
+        return self.process.wait(self._deadline)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(self._deadline)
+        self._reader.join(self._deadline)

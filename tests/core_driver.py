@@ -30,6 +30,7 @@ from keepstep_lighthouse.events import (
     Tell,
     Tick,
 )
+from keepstep_lighthouse.views import ReplicaState
 from keepstep_mesh.messages import HeldAnswer, Lineage, MemberInfo, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
@@ -212,3 +213,8 @@ def told(driver: Driver, decisions: Iterable[Decision]) -> dict[str, list[ToWork
 
 def logged(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
     return [(decision.kind, decision.replica_id) for decision in decisions if isinstance(decision, LogEntry)]
+
+
+def states(driver: Driver) -> dict[str, ReplicaState]:
+    """Of every group, by its replica_id."""
+    return {view.replica_id: view.state for view in driver.core.replicas(driver.now)}

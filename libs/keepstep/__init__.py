@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepstep.checkpointing import CheckpointTransport, HTTPTransport
+    from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
     from keepstep.data import DistributedSampler
     from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
     from keepstep.manager import Manager, WorldSizeMode
@@ -36,6 +36,7 @@ _HOME = {
     "DistributedSampler": "data",
     "CheckpointTransport": "checkpointing",
     "HTTPTransport": "checkpointing",
+    "PGTransport": "checkpointing",
     "ProcessGroup": "process_group",
     "ProcessGroupGloo": "process_group",
     "ProcessGroupNCCL": "process_group",
@@ -57,6 +58,7 @@ __all__ = [
     "DistributedSampler",
     "CheckpointTransport",
     "HTTPTransport",
+    "PGTransport",
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",

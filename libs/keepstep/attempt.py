@@ -12,8 +12,11 @@ import contextlib
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.transport import CheckpointTransport
@@ -25,7 +28,7 @@ from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.live_state import LiveState
 from keepstep.managed_work import ManagedWork
 from keepstep.mesh_thread import SLACK, MeshThread
-from keepstep.quorum_plan import QuorumPlan, make_plan
+from keepstep.quorum_plan import QuorumPlan, WorldSizeMode, make_plan
 from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
@@ -33,16 +36,10 @@ from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch,
 from keepstep_mesh.logging import Logger
 from keepstep_mesh.messages import RankAsk, RankVote
 
-
-class WorldSizeMode(Enum):
-    """How many groups take part in a step.
-
-    DYNAMIC: all that are there. FIXED_WITH_SPARES: at most ``min_replica_size``; the rest contribute zeros and stand
-    by.
-    """
-
-    DYNAMIC = 0
-    FIXED_WITH_SPARES = 1
+TORN_FOR_GOOD = (
+    "a broken heal, or optimizer step, left this group's state half written and this step does not mend it: no healthy "
+    "group is there to heal from, or healing is not allowed. Restart the group from its last checkpoint"
+)
 
 
 @dataclass(slots=True)
@@ -90,21 +87,24 @@ class Attempt:
 
     Args:
         allow_heal: False: a group that is behind takes part as it is.
-        all_participate: who heals does so before the forward pass, and takes part.
+        sync: who heals does so before the forward pass, and takes part.
+        first_step: the same, if no group has committed a step.
         timeout: of the quorum, seconds.
     """
 
-    def __init__(self, context: StepContext, *, allow_heal: bool, all_participate: bool, timeout: float) -> None:
-        self.all_participate = all_participate
+    def __init__(self, context: StepContext, *, allow_heal: bool, sync: bool, first_step: bool, timeout: float) -> None:
         self.allow_heal = allow_heal
         self.error: Exception | None = None
-        self.works: list[ManagedWork] = []
+        self._works: list[ManagedWork] = []
         self.plan: QuorumPlan | None = None
         """From when the training thread has waited for the quorum and its process group."""
         self.answered: QuorumPlan | None = None
         """From when the quorum is there."""
         self.done = False
         self._context = context
+        self._sync = sync
+        self._first_step = first_step
+        self._healed_before = sync
         self.timeout = timeout
         self._number = 0
         """Of the group's attempts, as its rank 0 counts them."""
@@ -116,7 +116,13 @@ class Attempt:
     # ---- the quorum
 
     def begin(self, ask: RankAsk) -> None:
+        """Asks; waits, and heals, where that comes before the forward pass."""
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
+        if self._sync or self._first_step:
+            plan = self.wait_plan()
+            self._healed_before = self._sync or plan.max_step == 0
+            if self._healed_before and self.error is None:
+                self._exchange_state(plan)
 
     async def _get_ready(self, ask: RankAsk) -> QuorumPlan:
         context = self._context
@@ -158,6 +164,8 @@ class Attempt:
             except SessionClosed:
                 context.raise_fatal()
                 raise
+        if self._context.standing.torn and not (self.plan.heal and self.allow_heal):
+            self._context.end_for(KeepstepError(TORN_FOR_GOOD))
         return self.plan
 
     def counted_on(self) -> bool:
@@ -167,17 +175,9 @@ class Attempt:
         return not self.done and self.answered is not None
 
     def participation(self, plan: QuorumPlan) -> tuple[int | None, int]:
-        """This group's place among those that take part (None: it does not), and how many they are."""
-        rank: int | None
-        if self.all_participate:
-            rank, world = plan.replica_rank, plan.replica_world_size
-        else:
-            rank, world = plan.max_replica_rank, plan.max_world_size
-        if self._context.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
-            world = min(world, self._context.min_replica_size)
-            if rank is not None and rank >= world:
-                rank = None
-        return rank, world
+        """See ``QuorumPlan.participation``."""
+        context = self._context
+        return plan.participation(context.world_size_mode, context.min_replica_size, healed_before=self._healed_before)
 
     def report(self, error: Exception) -> None:
         """What goes wrong late with one step is not held against the next."""
@@ -188,18 +188,70 @@ class Attempt:
             context.log.warning("step will not commit", step=context.standing.step, reason=reason)
             context.reconfigurer.abort(f"this group reported {reason}")
 
+    # ---- collectives
+
+    def allreduce(
+        self, tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType, *, average: bool
+    ) -> ManagedWork:
+        """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised."""
+        context = self._context
+        try:
+            plan = self.wait_plan() if self.error is None else None
+            if plan is None or self.error is not None:
+                return ManagedWork(None, tensor, ok=False)
+            rank, world = self.participation(plan)
+            if rank is None:
+                if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
+                    raise ValueError(f"{reduce_op} has no neutral contribution for a group that does not take part")
+                tensor.zero_()
+            whole = tensor.contiguous()  # a process group takes what lies behind the first element
+            options = dist.AllreduceOptions()
+            options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
+            options.timeout = context.timeout
+            work = context.reconfigurer.pg.allreduce([whole], options)
+        except SystemExit as error:  # should_commit raises it: nothing may fly through the middle of a backward pass
+            self.report(KeepstepError(f"leaving: {error}"))
+            return ManagedWork(None, tensor, ok=False)
+        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
+            self.report(error)
+            return ManagedWork(None, tensor, ok=False)
+
+        def finish() -> None:
+            if average and world > 1:
+                whole.mul_(1 / world)  # as torch's DDP: three times as fast as a division
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+        managed = ManagedWork(work, tensor, finish, self.report)
+        self._works.append(managed)
+        return managed
+
+    def _finish_works(self) -> None:
+        """Waits for the collectives, and for the device."""
+        context = self._context
+        for work in self._works:
+            if work.wait() and work.after is not None:
+                try:
+                    work.after()
+                except Exception as error:  # noqa: BLE001  what it leaves behind is equal nowhere else
+                    self.report(error)
+        pg = context.reconfigurer.pg
+        if self._works and self.error is None and not getattr(pg, "works_tell_all", False):
+            broken: Exception | None = pg.errored()  # type: ignore[attr-defined]
+            if broken is not None:
+                self.report(broken)
+        if context.reconfigurer.device is not None:
+            torch.cuda.current_stream().synchronize()
+
     # ---- live state
 
-    def exchange_state(self, plan: QuorumPlan) -> None:
+    def _exchange_state(self, plan: QuorumPlan) -> None:
         """Hands out live state to those who heal from this group, takes it in when this group heals."""
-        context = self._context
+        if not self.allow_heal:
+            return
         if plan.destinations and not self._staged:
             self._staged = True
-            try:
-                context.state.stage(context.transport, list(plan.destinations), plan.max_step, context.timeout)
-            except Exception as error:  # noqa: BLE001  whatever it is, it is the joiner that goes without
-                reason = f"{type(error).__name__}: {error}"
-                context.log.error("nobody can heal from this group", step=context.standing.step, reason=reason)
+            self._hand_out(plan, list(plan.destinations))
         if plan.source is not None and not self._heal_tried:
             self._heal_tried = True
             try:
@@ -207,13 +259,18 @@ class Attempt:
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
                 self.report(error)
-        if not plan.heal and context.standing.torn:
-            context.end_for(
-                KeepstepError(
-                    "a broken heal left this group's state half written and no healthy group is there to heal from; "
-                    "restart it from its last checkpoint"
-                )
-            )
+
+    def _hand_out(self, plan: QuorumPlan, destinations: list[int]) -> None:
+        context = self._context
+        try:
+            context.state.stage(context.transport, destinations, plan.max_step, context.timeout)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the joiner that goes without
+            reason = f"{type(error).__name__}: {error}"
+            context.log.error("nobody can heal from this group", step=context.standing.step, reason=reason)
+            try:
+                context.transport.refuse_checkpoint(destinations, plan.max_step, reason)
+            except Exception as untold:  # noqa: BLE001  the joiner waits for its own deadline, then
+                context.log.warning("a joiner was not told", reason=f"{type(untold).__name__}: {untold}")
 
     def _heal(self, plan: QuorumPlan, source: int) -> None:
         """Takes over the state of ``source`` as it was at ``max_step``."""
@@ -250,16 +307,43 @@ class Attempt:
 
     # ---- the end
 
-    def finish_works(self) -> None:
-        """Waits for the collectives."""
-        for work in self.works:
-            if work.wait() and work.after is not None:
-                try:
-                    work.after()
-                except Exception as error:  # noqa: BLE001  what it leaves behind is equal nowhere else
-                    self.report(error)
+    def conclude(self, limit: timedelta) -> bool:
+        """Waits for what is in flight, exchanges live state, votes. ``limit``: what the vote may take."""
+        plan: QuorumPlan | None = None
+        try:
+            plan = self.wait_plan()
+        except (LayoutMismatch, SessionClosed):
+            raise
+        except Exception as error:  # noqa: BLE001  reported, unless it ends the process
+            self._context.raise_fatal()
+            self.report(error)  # no quorum: every rank of the group learns the same
+        committed = False
+        if plan is not None:
+            self._finish_works()
+            self._exchange_state(plan)
+            committed = self._vote(plan, limit)
+        self._settle(plan, committed=committed)
+        return committed
 
-    def vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
+    def abandon(self) -> None:
+        """A step that never came to ``should_commit`` (an exception, say): nothing of it may reach the next.
+
+        Peers, and the group's other ranks, that wait for our part in it learn that it will not come.
+        """
+        plan = None
+        try:
+            plan = self.wait_plan()
+        except Exception as error:  # noqa: BLE001  reported, unless it ends the process
+            self._context.raise_fatal()
+            self.report(error)  # then nobody waits for us
+        self.report(KeepstepError("this group began another step instead of ending this one with should_commit()"))
+        for work in self._works:
+            work.wait()
+        if plan is not None:
+            self._vote(plan, self._context.timeout)
+        self._settle(plan, committed=False)
+
+    def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
         """The group's decision. GroupFailedExit when it cannot be known."""
         context = self._context
         participants = self.participation(plan)[1]
@@ -281,35 +365,20 @@ class Attempt:
             context.fail_group(reason)
             raise GroupFailedExit(reason) from error
 
-    def settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
+    def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """What became of the step is what the group stands at."""
         context, standing = self._context, self._context.standing
-        self._is_over()
+        self.done = True
+        context.link.finished_step()
         if committed and plan is not None:
             participants = self.participation(plan)[1]
             facts = {"epoch": plan.epoch, "participants": participants, "lineage": standing.lineage}
             behind = plan.heal and not self._healed
             if behind:
                 facts["behind"] = True
-            standing.commit(plan, participants, behind=behind)
+            standing.commit(plan.quorum_id, participants, behind=behind)
             context.steps.write("committed", standing.step, plan.quorum_id, **facts)
             return
         standing.discard()
         epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
         context.steps.write("discarded", standing.step, quorum_id, epoch=epoch, reason=str(self.error))
-
-    def abandon(self) -> None:
-        """A step that never came to ``should_commit`` (found_inf, an exception): nothing of it may reach the next.
-
-        Peers that still wait for our part in it learn that it will not come.
-        """
-        with contextlib.suppress(Exception):  # it was not committed, so nobody asks why
-            if self.wait_plan().replica_world_size > 1:
-                self._context.reconfigurer.abort("this group abandoned the step")
-        for work in self.works:
-            work.wait()
-        self._is_over()
-
-    def _is_over(self) -> None:
-        self.done = True
-        self._context.link.finished_step()

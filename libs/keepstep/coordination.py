@@ -130,6 +130,15 @@ class LighthouseServer:
         self._mesh.stop()
 
 
+def _leave(mesh: MeshThread, session: LighthouseSession | RankClient, reason: str) -> None:
+    """Ends ``session`` with a goodbye or, where nobody takes one, without."""
+    try:
+        mesh.call(session.leave(reason, 1.0), 1.0 + SLACK)
+    except (TimeoutError, KeepstepError, OSError) as error:
+        log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+    mesh.call(session.close(), SLACK)
+
+
 class LighthouseClient:
     """Asks for quorums under any replica_id; each id has a session of its own.
 
@@ -211,11 +220,7 @@ class LighthouseClient:
         with self._lock:
             sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            try:
-                self._mesh.call(session.leave("client shut down", 1.0), 1.0 + SLACK)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-            self._mesh.call(session.close(), SLACK)
+            _leave(self._mesh, session, "client shut down")
         self._mesh.stop()
 
 
@@ -391,9 +396,5 @@ class ManagerClient:
 
     def shutdown(self) -> None:
         for client in self._clients.values():
-            try:
-                self._mesh.call(client.leave("shutdown", 1.0), 1.0 + SLACK)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-            self._mesh.call(client.close(), SLACK)
+            _leave(self._mesh, client, "shutdown")
         self._mesh.stop()

@@ -8,8 +8,6 @@ A parameter that a step did not use counts with a gradient of zero.
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +35,32 @@ class _ReducerGroup(ProcessGroupDummy):
         return super().allreduce(tensors, opts, timeout)
 
 
+class _OneParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, device="cpu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
 @functools.cache
 def _spend_torchs_warning() -> None:
     """Once a process torch's reducer warns, on the C++ side, that it looked for unused parameters and found none.
 
-    That is no waste here, where the look holds the buckets, and nobody could act upon it. So it is said now, to nobody;
-    whatever else goes to standard error meanwhile is passed on.
+    That is no waste here, where the look holds the buckets, and nobody could act upon it. So it is said now, to nobody.
     """
-    with tempfile.TemporaryFile() as said:
-        stderr = os.dup(2)
-        os.dup2(said.fileno(), 2)
-        try:
-            one = parallel.DistributedDataParallel(
-                nn.Linear(1, 1), process_group=_ReducerGroup(0, 1), init_sync=False, find_unused_parameters=True
-            )
-            one(torch.zeros(1, 1)).sum().backward()
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-        said.seek(0)
-        os.write(2, b"".join(line for line in said if b"find_unused_parameters" not in line))
+
+    def look(value: float) -> float:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            parallel.DistributedDataParallel(
+                _OneParameter(), process_group=_ReducerGroup(0, 1), init_sync=False, find_unused_parameters=True
+            )(torch.zeros(1, device="cpu"))
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.zeros(1, device="cpu").apply_(look)  # what C++ warns of below a method of torch's comes to Python
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -94,7 +98,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._keepstep_manager = manager
         self._synced = _SyncedBuffers(manager, module) if sync_buffers and any(True for _ in module.buffers()) else None
         self.register_comm_hook(self, _average_bucket)
-        manager.set_layout(_layout(module, kwargs.get("bucket_cap_mb")))
+        manager.add_layout(_layout(module, kwargs.get("bucket_cap_mb")))
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -149,8 +153,8 @@ class _SyncedBuffers:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient on its own at the end of the backward pass. Simple, and slow for many
-    parameters.
+    """Averages each parameter's gradient on its own at the end of the backward pass, and waits for all of them. Simple,
+    and slow for many parameters.
 
     All parameters are reduced in the module's order, those without a gradient as zeros: so groups whose passes took
     different ways never average one parameter with another.
@@ -168,7 +172,7 @@ class PureDistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._at_the_end)  # type: ignore[no-untyped-call]
-        manager.set_layout(_layout(module, None))
+        manager.add_layout(_layout(module, None))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
@@ -180,11 +184,14 @@ class PureDistributedDataParallel(nn.Module):
 
     def _average(self) -> None:
         self._averaging = False
+        works = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._keepstep_manager.allreduce(parameter.grad)  # should_commit waits for it
+                works.append(self._keepstep_manager.allreduce(parameter.grad))
+        for work in works:
+            work.wait()
 
 
 def _layout(module: nn.Module, bucket_cap_mb: float | None) -> list[str]:

@@ -1,4 +1,7 @@
-"""What the Manager takes from its environment. A variable that is set overrides the argument, everywhere it is used.
+"""What the Manager takes from its environment.
+
+A variable that is set overrides the argument, everywhere the value is used (``seconds``, ``integer``), but for what
+says who and where: that is looked for here when no argument says it (``variable``, ``rank_or_size``).
 
 Every variable is read under ``KEEPSTEP_`` first, then under ``TORCHFT_``, so that launchers written for torchft serve.
 """
@@ -37,6 +40,7 @@ def seconds(name: str, argument: timedelta) -> timedelta:
 
 
 def integer(name: str, argument: int) -> int:
+    """A whole number from the environment, else ``argument``. ValueError that names the variable."""
     value = variable(name)
     if value is None:
         return argument

@@ -9,32 +9,24 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from keepstep_mesh.errors import ExitWithReason
+
 EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
 """An operator evicted the group, or it is banned (EX_NOPERM); start it again when the ban is over."""
 
 
-class EvictedExit(SystemExit):
+class EvictedExit(ExitWithReason):
     """The lighthouse evicted this group, or does not let it in. Exit code ``EXIT_EVICTED``."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(EXIT_EVICTED)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
+    exit_code = EXIT_EVICTED
 
 
-class GroupFailedExit(SystemExit):
+class GroupFailedExit(ExitWithReason):
     """This rank cannot learn its group's decision and must not guess. Exit code ``EXIT_GROUP_FAILED``."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(EXIT_GROUP_FAILED)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
+    exit_code = EXIT_GROUP_FAILED
 
 
 def end_process(reason: str, code: int = EXIT_GROUP_FAILED) -> None:

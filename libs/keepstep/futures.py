@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from keepstep import environment
 from keepstep_mesh.logging import get_logger
 
 T = TypeVar("T")
 
 log = get_logger("keepstep.futures")
 
-WATCHDOG_ENV = ("KEEPSTEP_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
-WATCHDOG_TIMEOUT = 30.0
+WATCHDOG_TIMEOUT = environment.seconds("WATCHDOG_TIMEOUT_SEC", timedelta(seconds=30))
 EXIT_WATCHDOG = 70
 """Exit code of a process that the watchdog ended (EX_SOFTWARE)."""
 
@@ -95,7 +95,7 @@ class _Deadlines:
 @contextlib.contextmanager
 def _watchdog() -> Generator[None, None, None]:
     """Ends the process when the block takes longer than the watchdog's timeout."""
-    timeout = next((float(os.environ[name]) for name in WATCHDOG_ENV if os.environ.get(name)), WATCHDOG_TIMEOUT)
+    timeout = WATCHDOG_TIMEOUT.total_seconds()
     done = threading.Event()
 
     def watch() -> None:

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
 from keepstep import environment
-from keepstep.attempt import Attempt, StepContext, WorldSizeMode
+from keepstep.attempt import Attempt, StepContext
 from keepstep.checkpointing.http import HTTPTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.exits import (
@@ -34,17 +34,15 @@ from keepstep.exits import (
     end_process,
 )
 from keepstep.futures import future_timeout
-from keepstep.group import RankLink
 from keepstep.group_link import LinkSettings, connect_group
 from keepstep.layout import layout_digest
 from keepstep.live_state import LiveState
-from keepstep.managed_work import ManagedWork
 from keepstep.mesh_thread import SLACK, MeshThread
-from keepstep.quorum_plan import QuorumPlan
+from keepstep.quorum_plan import WorldSizeMode
 from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
-from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import Banned, Drained, KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     Drain,
@@ -128,6 +126,8 @@ class Manager:
         self._timeout = environment.seconds("TIMEOUT_SEC", timeout)
         self._quorum_timeout = environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout)
         self._connect_timeout = environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout)
+        if max_retries is not None and max_retries < 0:
+            raise ValueError(f"max_retries={max_retries} must be at least 0; None: no limit")
         self._use_async_quorum = use_async_quorum
         self._init_sync = init_sync
         self._max_retries = max_retries
@@ -145,7 +145,7 @@ class Manager:
             connect_timeout=self._connect_timeout.total_seconds(),
             quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
         )
-        self._settings = settings
+        self._several_ranks = settings.world_size > 1
         self._attempt: Attempt | None = None
         self._requests = 0
         self._leaving = ""
@@ -158,47 +158,46 @@ class Manager:
         closing = contextlib.ExitStack()
         closing.callback(self._mesh.stop)
         with closing:
-            self._link: RankLink
             # the store's server ends with its last reference, and other ranks may come to it late
             try:
-                self._link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
+                link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
             except Banned as error:
                 raise EvictedExit(str(error)) from error
-            closing.callback(lambda: self._mesh.call(self._link.close(), SLACK))
-            replica_id = self._link.replica_id
-            self._reconfigurer = Reconfigurer(
-                pg,
-                job=settings.job,
-                replica_id=replica_id,
-                group_rank=settings.rank,
-                group_world_size=settings.world_size,
-                token=settings.token,
-                host=settings.host,
-                key_values=self._link.key_values,
-                own_address=self._link.address,
-                timeout=self._timeout,
-            )
-            self._transport: CheckpointTransport[dict[str, Any]] = checkpoint_transport or HTTPTransport(
-                timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
-            )
-            self._standing = Standing(replica_id, replica_id if init_sync else "")
-            self._state = LiveState(self._standing.state_dict, self._standing.load)
-            if state_dict is not None and load_state_dict is not None:
-                self.register_state_dict_fn("default", load_state_dict, state_dict)
+            closing.callback(lambda: self._mesh.call(link.close(), SLACK))
+            transport = checkpoint_transport
+            if transport is None:
+                transport = HTTPTransport(
+                    timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
+                )
+                closing.callback(transport.shutdown)
+            standing = Standing(link.replica_id, link.replica_id if init_sync else "")
             self._context = StepContext(
                 mesh=self._mesh,
-                link=self._link,
+                link=link,
                 settings=settings,
-                reconfigurer=self._reconfigurer,
-                transport=self._transport,
-                state=self._state,
-                standing=self._standing,
-                steps=StepLog(settings.job, replica_id, settings.rank),
-                log=log.bind(replica_id=replica_id, rank=settings.rank),
+                reconfigurer=Reconfigurer(
+                    pg,
+                    job=settings.job,
+                    replica_id=link.replica_id,
+                    group_rank=settings.rank,
+                    group_world_size=settings.world_size,
+                    token=settings.token,
+                    host=settings.host,
+                    key_values=link.key_values,
+                    own_address=link.address,
+                    timeout=self._timeout,
+                ),
+                transport=transport,
+                state=LiveState(standing.state_dict, standing.load),
+                standing=standing,
+                steps=StepLog(settings.job, link.replica_id, settings.rank),
+                log=log.bind(replica_id=link.replica_id, rank=settings.rank),
                 timeout=self._timeout,
                 min_replica_size=min_replica_size,
                 world_size_mode=world_size_mode,
             )
+            if state_dict is not None and load_state_dict is not None:
+                self.register_state_dict_fn("default", load_state_dict, state_dict)
             self._write("started")
             self._termination = TerminationFlag(self._wish_to_leave)
             closing.pop_all()
@@ -214,40 +213,40 @@ class Manager:
         state_dict: Callable[[], T],
     ) -> None:
         """Adds a named part of the user's state that heals. ValueError when the key is taken."""
-        self._state.register(key, load_state_dict, state_dict)
+        self._context.state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
         """The user's state under "default", replacing what was registered there."""
-        self._state.register("default", load_state_dict, state_dict, replace=True)
+        self._context.state.register("default", load_state_dict, state_dict, replace=True)
 
     def allow_state_dict_read(self) -> None:
         """Ends ``disallow_state_dict_read``."""
-        self._state.readable = True
+        self._context.state.readable = True
 
     def disallow_state_dict_read(self) -> None:
         """Until allowed again no healing group is given this state: it is in the middle of a change."""
-        self._state.readable = False
+        self._context.state.readable = False
 
-    def set_layout(self, lines: list[str]) -> None:
-        """What all groups must have in common, one line a parameter or bucket; DDP says so for its module.
+    def add_layout(self, lines: list[str]) -> None:
+        """More of what all groups must have in common, one line a parameter or bucket; each DDP adds its module's.
 
-        A group whose lines differ from the job's is refused, with the first difference named.
+        A group whose lines, in their order, differ from the job's is refused, with the first difference named.
         """
-        self._context.layout = lines
-        self._layout_digest = layout_digest(lines)
-        self._link.layout_lines = lines
+        self._context.layout = [*self._context.layout, *lines]
+        self._layout_digest = layout_digest(self._context.layout)
+        self._context.link.layout_lines = self._context.layout
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's own checkpoint: step, batches_committed and, once there is one, the lineage."""
-        return self._standing.state_dict()
+        return self._context.standing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From the user's own checkpoint; takes torchft's too (no lineage)."""
-        self._standing.load(state_dict)
+        self._context.standing.load(state_dict)
         self._write("loaded")
 
     def _write(self, event: str) -> None:
-        self._context.steps.write(event, self._standing.step, 0, lineage=self._standing.lineage)
+        self._context.steps.write(event, self._context.standing.step, 0, lineage=self._context.standing.lineage)
 
     def mark_torn(self) -> None:
         """This group's state is of no step any more (a heal or an optimizer broke in the middle).
@@ -260,20 +259,20 @@ class Manager:
 
     def current_step(self) -> int:
         """Steps committed so far; changes only in ``should_commit`` and with a heal."""
-        return self._standing.step
+        return self._context.standing.step
 
     def batches_committed(self) -> int:
         """Batches of all groups that went into committed steps."""
-        return self._standing.batches_committed
+        return self._context.standing.batches_committed
 
     def replica_id(self) -> str:
         """This incarnation of the group: ``name:uuid``."""
-        return self._link.replica_id
+        return self._context.link.replica_id
 
     @property
     def services(self) -> tuple[ServiceAddress, ...]:
         """Where relays and the metrics service are: what registered with the lighthouse and is there now."""
-        return self._link.services
+        return self._context.link.services
 
     def participating_rank(self) -> int | None:
         """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
@@ -293,7 +292,7 @@ class Manager:
         attempt = self._attempt
         if attempt is None or not attempt.done or attempt.plan is None:
             attempt = self._current()
-        return attempt.participation(attempt.wait_plan())
+        return attempt.participation(attempt.plan or attempt.wait_plan())
 
     # ---- errors
 
@@ -343,33 +342,30 @@ class Manager:
         self._context.raise_fatal()
         if self._attempt is not None and not self._attempt.done:
             self._attempt.abandon()
-        if self._leaving and self._settings.world_size == 1:
+        context, standing = self._context, self._context.standing
+        if self._leaving and not self._several_ranks:
             self._leave_and_raise()
-        sync = not self._use_async_quorum or not allow_heal
         limit = (timeout or self._quorum_timeout).total_seconds()
-        standing = self._standing
         self._requests += 1
         ask = RankAsk(
             request=self._requests,
             step=standing.step,
             lineage=standing.lineage,
             shrink_only=shrink_only,
-            commit_failures=max(standing.commit_failures, 1 if self._reconfigurer.broken else 0),
+            commit_failures=max(standing.commit_failures, 1 if context.reconfigurer.broken else 0),
             timeout_ms=max(1, round(limit * 1000)),
             leaving=self._leaving,
             layout=self._layout_digest,
-            checkpoint=self._transport.metadata(),
+            checkpoint=context.transport.metadata(),
         )
-        attempt = Attempt(self._context, allow_heal=allow_heal, all_participate=sync, timeout=limit)
-        self._attempt = attempt
-        attempt.begin(ask)
-        first_step = self._init_sync and standing.step == 0
-        if sync or first_step:
-            plan = attempt.wait_plan()
-            if plan.max_step == 0 and first_step:
-                attempt.all_participate = True
-            if attempt.all_participate and allow_heal and attempt.error is None:
-                attempt.exchange_state(plan)
+        self._attempt = Attempt(
+            context,
+            allow_heal=allow_heal,
+            sync=not self._use_async_quorum or not allow_heal,
+            first_step=self._init_sync and standing.step == 0,
+            timeout=limit,
+        )
+        self._attempt.begin(ask)
 
     def wait_quorum(self) -> None:
         """Waits until the quorum is there and the process group fits it. Raises what went wrong."""
@@ -408,34 +404,7 @@ class Manager:
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
-        attempt = self._current()
-        try:
-            plan = attempt.wait_plan() if attempt.error is None else None
-            if plan is None or self.errored() is not None:
-                return ManagedWork(None, tensor, ok=False)
-            rank, world = attempt.participation(plan)
-            if rank is None:
-                if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
-                    raise ValueError(f"{reduce_op} has no neutral contribution for a group that does not take part")
-                tensor.zero_()
-            options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
-            options.timeout = self._timeout
-            work = self._reconfigurer.pg.allreduce([tensor], options)
-        except SystemExit as error:  # should_commit raises it: nothing may fly through the middle of a backward pass
-            attempt.report(KeepstepError(f"leaving: {error}"))
-            return ManagedWork(None, tensor, ok=False)
-        except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
-            attempt.report(error)
-            return ManagedWork(None, tensor, ok=False)
-
-        def divide() -> None:
-            if average and world > 1:
-                tensor.mul_(1 / world)  # as torch's DDP: three times as fast as a division
-
-        managed = ManagedWork(work, tensor, divide, attempt.report)
-        attempt.works.append(managed)
-        return managed
+        return self._current().allreduce(tensor, reduce_op, average=average)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Whether this step counts; then, and only then, step the optimizer.
@@ -449,45 +418,30 @@ class Manager:
         """
         attempt = self._current()
         self._context.raise_fatal()
-        plan: QuorumPlan | None = None
-        try:
-            plan = attempt.wait_plan()
-        except (LayoutMismatch, SessionClosed):
-            raise
-        except Exception as error:  # noqa: BLE001  no quorum: every rank of the group learns the same
-            self.report_error(error)
-        decision = False
-        if plan is not None:
-            attempt.finish_works()
-            if self._reconfigurer.device is not None:
-                torch.cuda.current_stream().synchronize()
-            if attempt.allow_heal:
-                attempt.exchange_state(plan)
-            decision = attempt.vote(plan, timeout or self._timeout)
-        attempt.settle(plan, committed=decision)
-        failures = self._standing.commit_failures
-        if self._max_retries is not None and failures > self._max_retries:
+        committed = attempt.conclude(timeout or self._timeout)
+        failures = self._context.standing.commit_failures
+        if not committed and self._max_retries is not None and failures > self._max_retries:
             raise RuntimeError(
                 f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: "
                 f"{attempt.error or 'another rank of this group voted no'}"
             )
-        return decision
+        return committed
 
     # ---- ends
 
     def _wish_to_leave(self, reason: str) -> None:
         if not self._leaving and not self._shut_down:
             self._leaving = reason
-            self._mesh.loop.call_soon_threadsafe(self._link.wish_to_leave, reason)
+            self._mesh.loop.call_soon_threadsafe(self._context.link.wish_to_leave, reason)
 
     def _leave_and_raise(self) -> None:
         seconds = self._timeout.total_seconds()
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # who cannot say goodbye leaves all the same
-            self._mesh.call(self._link.leave(self._leaving, min(seconds, 5.0)), seconds)
+            self._mesh.call(self._context.link.leave(self._leaving, min(seconds, 5.0)), seconds)
         self._context.end_for(Drained(self._leaving))
 
     def _group_failed(self, reason: str) -> None:
-        if not self._shut_down and self._settings.world_size > 1:
+        if not self._shut_down and self._several_ranks:
             evicted = self._early is None and isinstance(self._context.fatal, EvictedExit)
             end_process(reason, EXIT_EVICTED if evicted else EXIT_GROUP_FAILED)
 
@@ -501,17 +455,17 @@ class Manager:
                 self._context.log.warning(
                     "member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason
                 )
-                self._reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
-                if isinstance(self._transport, HTTPTransport) and self._heals_from(push.replica_id):
-                    self._transport.abort_receive(f"the source {push.replica_id} is lost")
+                self._context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
+                if self._heals_from(push.replica_id):
+                    self._context.transport.abort_receive(f"the source {push.replica_id} is lost")
             case RoundBroken():
                 self._context.log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
-                self._reconfigurer.lost(push.quorum_id, push.reason)
+                self._context.reconfigurer.lost(push.quorum_id, push.reason)
             case Drain():
                 self._wish_to_leave(push.reason or "drained")
             case Evicted():
                 self._context.fatal = EvictedExit(push.reason)
-                self._reconfigurer.abort(f"evicted: {push.reason}")
+                self._context.reconfigurer.abort(f"evicted: {push.reason}")
             case _:
                 pass
 
@@ -538,12 +492,13 @@ class Manager:
         in_step = self._attempt is not None and self._attempt.counted_on()
         if self._context.fatal is None and not in_step:
             try:
-                self._mesh.call(self._link.leave("shutdown", limit), limit + 1.0)
+                self._mesh.call(self._context.link.leave("shutdown", limit), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as error:
                 self._context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-        self._reconfigurer.shutdown()
-        self._transport.shutdown(wait=wait)
+        self._context.reconfigurer.shutdown()
+        self._context.transport.shutdown(wait=wait)
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            self._mesh.call(self._link.close(), limit)
+            self._mesh.call(self._context.link.close(), limit)
         self._mesh.stop()
         self._context.steps.close()
+        self._store = None

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+
+from keepstep_mesh.logging import get_logger
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
+
+log = get_logger("keepstep.optim")
+
+# it will not pass itself for ever; the day that it does not, `step` says so
+warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
 class OptimizerWrapper(Optimizer):
@@ -18,10 +28,13 @@ class OptimizerWrapper(Optimizer):
         manager: whose steps these are.
         optim: the optimizer that changes the parameters.
 
-    With a ``GradScaler``: gradients are averaged before ``unscale_`` looks at them, so every group finds the same
-    infinities and skips the same steps. Register the scaler's state with the Manager, so that a healed group scales
-    alike.
+    With a ``GradScaler``, whose state must heal too (register it with the Manager): the averaged gradients are unscaled
+    after the commit, by the scale that a heal has brought, so that every group finds the same infinities and skips the
+    same updates. A step that does not commit leaves the scale as it is.
     """
+
+    _step_supports_amp_scaling = True
+    """To ``GradScaler``: ``step`` takes it, and unscales by itself, whatever the inner optimizer can do."""
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
         self.manager = manager
@@ -56,28 +69,74 @@ class OptimizerWrapper(Optimizer):
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scaler: GradScaler | None = None
+    ) -> bool:
         """Steps the optimizer if the step commits.
 
         Args:
             closure: None; an optimizer that runs the model again would leave the step: ValueError.
+            grad_scaler: for ``GradScaler.step``, which passes itself.
 
         Returns:
-            Whether it stepped. Gate schedulers and counters with it.
+            Whether it stepped. Gate schedulers and counters with it. A step whose gradients overflowed commits in all
+            groups, and changes no weight in any: False.
         """
         if closure is not None:
             raise ValueError("a closure would run the model outside of the step; use an optimizer that needs none")
+        if "found_inf" in vars(self):
+            raise RuntimeError(
+                "this torch's GradScaler does not pass itself to step(), so that its gradients cannot be unscaled "
+                "alike in all groups; use torch 2.13 or earlier"
+            )
+        if grad_scaler is not None:
+            return self._step_scaled(grad_scaler)
         if not self.manager.should_commit():
             return False
+        with self._changing_weights():
+            self.optim.step()
+        return True
+
+    def _step_scaled(self, scaler: GradScaler) -> bool:
+        seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  a step that takes the scaler reads what it keeps
+        unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
+        committed = self.manager.should_commit()
+        if committed and unscaled_by not in (None, scaler.get_scale()):
+            # clipping and the like came between: it cannot be done again by the right scale
+            log.info("healed after unscale_ with another scale: heals again", scale=unscaled_by)
+            self.manager.mark_torn()
+            committed = False
+        if not committed:
+            _let_update_change_nothing(scaler)
+            return False
+        with self._changing_weights():
+            if unscaled_by is None:
+                scaler.unscale_(self)
+            if any(found_inf.item() for found_inf in seen["found_inf_per_device"].values()):
+                return False
+            self.optim.step()
+        return True
+
+    @contextlib.contextmanager
+    def _changing_weights(self) -> Iterator[None]:
         self.manager.disallow_state_dict_read()
         try:
-            self.optim.step()
+            yield
         except BaseException:
             self.manager.mark_torn()  # committed, but not made: these weights are nobody else's
             raise
         finally:
             self.manager.allow_state_dict_read()
-        return True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+
+def _let_update_change_nothing(scaler: GradScaler) -> None:
+    """What a discarded step found is in no other group's scale: its ``update`` only makes ready for the next step."""
+
+    def update(new_scale: object = None) -> None:  # noqa: ARG001
+        del scaler.update
+        scaler._per_optimizer_states.clear()  # noqa: SLF001
+
+    scaler.update = update  # type: ignore[method-assign]

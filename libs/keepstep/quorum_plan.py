@@ -10,9 +10,21 @@ Rules (SEMANTICS, section 2):
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
+
+
+class WorldSizeMode(Enum):
+    """How many groups take part in a step.
+
+    DYNAMIC: all that are there. FIXED_WITH_SPARES: at most ``min_replica_size``; the rest contribute zeros and stand
+    by.
+    """
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,22 @@ class QuorumPlan:
     @property
     def replica_ids(self) -> tuple[str, ...]:
         return tuple(member.replica_id for member in self.members)
+
+    def participation(
+        self, mode: WorldSizeMode, min_replica_size: int, *, healed_before: bool
+    ) -> tuple[int | None, int]:
+        """This group's place among those that take part (None: it does not), and how many they are.
+
+        ``healed_before``: who heals does so before the forward pass, so all take part.
+        """
+        rank, world = self.max_replica_rank, self.max_world_size
+        if healed_before:
+            rank, world = self.replica_rank, self.replica_world_size
+        if mode is WorldSizeMode.FIXED_WITH_SPARES:
+            world = min(world, min_replica_size)
+            if rank is not None and rank >= world:
+                rank = None
+        return rank, world
 
     @property
     def store_address(self) -> str:

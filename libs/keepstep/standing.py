@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep.quorum_plan import QuorumPlan
 from keepstep_mesh.lineage import TORN
 from keepstep_mesh.messages import Lineage
 
@@ -45,13 +44,13 @@ class Standing:
     def torn(self) -> bool:
         return isinstance(self.lineage, str) and self.lineage.startswith(TORN)
 
-    def commit(self, plan: QuorumPlan, participants: int, *, behind: bool) -> None:
+    def commit(self, quorum_id: int, participants: int, *, behind: bool) -> None:
         """``behind``: the group took part as it was, without healing, and still holds other weights than the cohort."""
         self.step += 1
         self.batches_committed += participants
         self.commit_failures = 0
         if not behind:
-            self.lineage = plan.quorum_id
+            self.lineage = quorum_id
 
     def discard(self) -> None:
         self.commit_failures += 1

@@ -15,6 +15,7 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -22,6 +23,9 @@ import time
 from pathlib import Path
 
 from keepstep.quorum_plan import QuorumPlan
+from keepstep_mesh.logging import get_logger
+
+log = get_logger("keepstep.step_log")
 
 STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
@@ -34,6 +38,8 @@ class StepLog:
         self._who = {"job": job, "replica_id": replica_id, "group_rank": group_rank}
         self._lock = threading.Lock()
         self._lines = 0
+        self._full = False
+        """The last line could not be written, which was logged."""
         self._plan: QuorumPlan | None = None
         """The quorum that was written last."""
         self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
@@ -45,8 +51,18 @@ class StepLog:
             if self._file >= 0:
                 n = self._lines = self._lines + 1
                 head = {"t": time.time(), **self._who, "n": n, "event": event, "step": step, "quorum_id": quorum_id}
-                # one write: lines of two processes never mix
-                os.write(self._file, (json.dumps({**head, **detail}) + "\n").encode())
+                self._append((json.dumps({**head, **detail}) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if os.write(self._file, line) < len(line):  # one write: lines of two processes never mix
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # the missing line shows in ``n``; the step goes on
+            if not self._full:
+                log.error("step log not written", reason=str(error))
+            self._full = True
+        else:
+            self._full = False
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
         """Written when its process group was ``built``, or anything of it differs from the one before."""

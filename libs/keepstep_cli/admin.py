@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
 from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
 from keepstep_cli.rest import Lighthouse, read_token
+
+if TYPE_CHECKING:
+    from keepstep_mesh.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -60,15 +63,10 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         addresses: str | None,
         job: str,
         token_file: Path | None,
-        tls_cert: Path | None,
-        tls_key: Path | None,
-        tls_ca: Path | None,
+        tls: TlsFiles,
         as_json: bool,
         **others: Any,
     ) -> None:
-        from keepstep_mesh.tls import tls_of_client
-
-        tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
         function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
 
     return with_link

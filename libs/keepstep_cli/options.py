@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,17 +46,30 @@ def token_option(command: Command) -> Command:
     )(command)
 
 
-def tls_options(command: Command) -> Command:
-    """``tls_cert``, ``tls_key`` and ``tls_ca`` of a client."""
-    file = click.Path(dir_okay=False, path_type=Path)
-    for name, meaning in (
-        ("cert", "Certificate to show (PEM), where the lighthouse wants one."),
-        ("key", "Its key (PEM), if it is not in the same file."),
-        ("ca", "CA (PEM) that the lighthouse's certificate must come from.  [default: those of the system]"),
-    ):
-        variable = f"KEEPSTEP_TLS_{name.upper()}"
-        command = click.option(f"--tls-{name}", type=file, help=f"{meaning}  [env: {variable}]")(command)
-    return command
+TLS_FILES = {
+    "tls_cert": "Certificate to show (PEM), where the lighthouse wants one.",
+    "tls_key": "Its key (PEM), if it is not in the same file.",
+    "tls_ca": "CA (PEM) that the lighthouse's certificate must come from.  [default: those of the system]",
+}
+
+
+def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives ``command`` the TlsFiles of a client as ``tls``, from an option for each of ``TLS_FILES``."""
+
+    @functools.wraps(command)
+    def with_tls(*arguments: Any, **others: Any) -> Any:
+        from keepstep_mesh.tls import tls_of_client
+
+        return command(*arguments, tls=tls_of_client({name: others.pop(name) for name in TLS_FILES}), **others)
+
+    with_options: Callable[..., Any] = with_tls
+    for name, meaning in TLS_FILES.items():
+        with_options = click.option(
+            f"--{name.replace('_', '-')}",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help=f"{meaning}  [env: KEEPSTEP_{name.upper()}]",
+        )(with_options)
+    return with_options
 
 
 def json_option(command: Command) -> Command:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from keepstep_cli import options
 from keepstep_cli.supervisor import MAX_RESTARTS, Restarts
+
+if TYPE_CHECKING:
+    from keepstep_mesh.tls import TlsFiles
 
 
 class ConsoleAudience:
@@ -76,9 +80,7 @@ def run(
     addresses: str | None,
     job: str,
     token_file: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    tls_ca: Path | None,
+    tls: TlsFiles,
     min_replicas: int | None,
     join_timeout: float | None,
     state_dir: Path | None,
@@ -106,7 +108,7 @@ def run(
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line
     from keepstep_cli.rest import Lighthouse, read_token
-    from keepstep_mesh.tls import TlsError, tls_of_client
+    from keepstep_mesh.tls import TlsError
 
     if program.endswith(".py") and not Path(program).is_file():
         raise click.UsageError(f"there is no file {program}; the current folder is {Path.cwd()}")
@@ -116,7 +118,6 @@ def run(
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
     token = read_token(token_file)
-    tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
     try:
         tls.client_context()
     except TlsError as error:

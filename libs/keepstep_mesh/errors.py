@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class KeepstepError(RuntimeError):
     """Root of all errors that keepstep raises on purpose, bar ``TimeoutError`` and errors of arguments."""
@@ -42,12 +44,20 @@ class LayoutMismatch(KeepstepError):
         self.peer_address = peer_address
 
 
-class Drained(SystemExit):
-    """The group left the job on purpose at a step boundary. Exit code 0."""
+class ExitWithReason(SystemExit):
+    """The process is to end, with the exit code of the class; its text says why."""
+
+    exit_code: ClassVar[int]
 
     def __init__(self, reason: str) -> None:
-        super().__init__(0)
+        super().__init__(self.exit_code)
         self.reason = reason
 
     def __str__(self) -> str:
         return self.reason
+
+
+class Drained(ExitWithReason):
+    """The group left the job on purpose at a step boundary. Exit code 0."""
+
+    exit_code = 0

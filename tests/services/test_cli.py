@@ -1,6 +1,7 @@
 """The `keepstep` command as a process, against a real lighthouse with real sessions."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
@@ -12,15 +13,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from asking_group import Group
 from command import process
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route
-from keepstep_mesh.messages import Drain, Evicted, MemberInfo
+from keepstep_mesh.messages import Drain, Evicted
 from keepstep_mesh.service import Service, serving
-from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from lighthouse_driver import eventually, lighthouse
 
 DEADLINE = 60.0
 WORKER, ADMIN = "worker-token-of-the-test", "admin-token-of-the-test"
@@ -40,24 +41,6 @@ async def keepstep(*arguments: str, **variables: str) -> Said:
         return Said(started.returncode, out.decode(), err.decode())
 
 
-class Group:
-    """A replica group that does nothing but ask for quorums."""
-
-    def __init__(self, address: str, name: str, token: str | None) -> None:
-        self.pushed: asyncio.Queue[Push] = asyncio.Queue()
-        settings = SessionSettings((address,), "default", f"{name}:1", token=token)
-        self.session = LighthouseSession(settings, self.pushed.put_nowait)
-
-    async def ask(self, step: int) -> None:
-        await self.session.quorum(step=step, lineage="", info=MemberInfo(f"http://10.0.0.1:{step}"), timeout=DEADLINE)
-
-    async def push_of(self, kind: type[Push]) -> Push:
-        async with asyncio.timeout(DEADLINE):
-            while not isinstance(push := await self.pushed.get(), kind):
-                pass
-            return push
-
-
 @dataclass
 class Job:
     lighthouse: Lighthouse
@@ -71,20 +54,13 @@ class Job:
 @asynccontextmanager
 async def running(*names: str, tokens: Tokens | None = None) -> AsyncIterator[Job]:
     """A lighthouse and groups of these names under its first quorum."""
-    policy = Policy(min_replicas=max(1, len(names)))
-    lighthouse = Lighthouse(LighthouseSettings(bind="127.0.0.1:0", policy=policy, tokens=tokens or Tokens()))
-    await lighthouse.start()
-    groups: list[Group] = []
-    try:
-        groups += [Group(lighthouse.address, name, tokens.worker if tokens else None) for name in names]
-        for group in groups:
-            await group.session.start()
+    policy, token = Policy(min_replicas=max(1, len(names))), tokens.worker if tokens else None
+    async with lighthouse(policy=policy, tokens=tokens or Tokens()) as one, contextlib.AsyncExitStack() as stack:
+        groups = [
+            await stack.enter_async_context(Group(one.address, name=name, job="default", token=token)) for name in names
+        ]
         await asyncio.gather(*(group.ask(1) for group in groups))
-        yield Job(lighthouse, groups)
-    finally:
-        for group in groups:
-            await group.session.close()
-        await lighthouse.stop()
+        yield Job(one, groups)
 
 
 # ---- asking
@@ -140,8 +116,7 @@ async def test_inspect_takes_a_name_or_an_incarnation(name: str) -> None:
 async def test_quorum_explains_why_the_next_one_is_not_there() -> None:
     async with running("r0", "r1") as job:
         asking = asyncio.create_task(job.groups[0].ask(2))
-        while "r0:1" not in json.loads((await keepstep("quorum", *job.at, "--json")).out)["asking"]:
-            pass
+        await eventually(lambda: job.lighthouse.jobs["default"].core.quorum_view(0.0).asking == ("r0:1",))
         plain = await keepstep("quorum", *job.at)
         assert "job default: quorum 1 of epoch 1" in plain.out
         assert re.search(r"r0:1 +yes", plain.out)
@@ -331,7 +306,7 @@ async def test_what_makes_no_sense_is_an_error_of_usage(arguments: tuple[str, ..
     assert said.err.startswith("Usage:")
 
 
-async def test_version() -> None:
+async def test_version_says_name_and_number() -> None:
     assert re.fullmatch(r"keepstep, version \d+\.\d+\.\d+\n", (await keepstep("--version")).out)
 
 
@@ -349,10 +324,8 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
     flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
     async with process("lighthouse", *flags, "--log-format", "json") as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
-        group = Group(address, "r0", None)
-        await group.session.start()
-        (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
-        await group.session.close()
+        async with Group(address):
+            (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
         assert job["policy"] == {
             "min_replicas": 2,
             "max_replicas": 3,
@@ -373,10 +346,8 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
 async def policy_of(*arguments: str, **variables: str) -> dict[str, float]:
     async with process("lighthouse", "--bind", "127.0.0.1:0", *arguments, **variables) as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
-        group = Group(address, "r0", None)
-        await group.session.start()
-        (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
-        await group.session.close()
+        async with Group(address):
+            (job,) = json.loads((await keepstep("status", "--json", "--lighthouse", address)).out)["jobs"]
         policy: dict[str, float] = job["policy"]
         return policy
 
@@ -436,8 +407,8 @@ async def test_a_service_that_cannot_start_says_why() -> None:
     for flags, told in (
         (("--bind", "0.0.0.0:0"), "--insecure"),
         (("--bind", "nonsense"), "host:port"),
-        (("--store", "nonsense"), "memory://"),
-        (("--min-replicas", "0"), "min_replicas"),
+        (("--bind", "127.0.0.1:0", "--store", "nonsense"), "memory://"),
+        (("--bind", "127.0.0.1:0", "--min-replicas", "0"), "min_replicas"),
     ):
         said = await keepstep("lighthouse", *flags)
         assert said.code == 1

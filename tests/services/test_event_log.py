@@ -64,6 +64,12 @@ async def test_who_waits_is_woken_by_news_of_its_job_only() -> None:
         await waiting
 
 
+async def written(events: FiledEventLog) -> None:
+    """Returns when all that was added is in the file."""
+    if events._writing is not None:
+        await events._writing
+
+
 async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "events.jsonl"
     events = await FiledEventLog.open(path)
@@ -108,7 +114,7 @@ async def test_a_log_without_its_first_part_is_a_valid_history_that_begins_in_th
     events.begin_epoch(1)
     for _ in range(20):
         fill(events, 10)
-        await asyncio.sleep(0.01)
+        await written(events)
     await events.close()
     report = check_files([tmp_path])
     assert (report.fine, report.event_logs) == (True, 1)
@@ -138,7 +144,7 @@ async def test_the_file_is_rotated_and_its_size_bounded(tmp_path: Path, monkeypa
     made = []
     for _ in range(20):
         made += fill(events, 10)
-        await asyncio.sleep(0.01)
+        await written(events)
     await events.close()
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]  # noqa: PTH208
     again = await FiledEventLog.open(path)

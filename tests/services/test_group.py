@@ -16,23 +16,21 @@ from keepstep.rank_client import RankClient
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import EvictOrdered
 from keepstep_lighthouse.registry import new_record
-from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 from lighthouse_driver import eventually
+from lighthouse_driver import lighthouse as in_loop
 
 DEADLINE = 20.0
 
 
 @pytest.fixture
 async def lighthouse() -> AsyncIterator[Lighthouse]:
-    service = Lighthouse(LighthouseSettings(bind="127.0.0.1:0"))
-    await service.start()
-    yield service
-    await service.stop()
+    async with in_loop() as one:
+        yield one
 
 
 class Group:

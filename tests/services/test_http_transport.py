@@ -66,7 +66,7 @@ def test_a_state_arrives_between_two_processes(transports):
         assert same(transports(2).recv_checkpoint(0, url, 2, MINUTE), state_of(2, 64))
 
 
-def test_row_20_what_is_served_is_the_staged_step_whatever_training_does_since(transports):
+def test_what_is_served_is_the_staged_step_whatever_training_does_since(transports):
     source, joiner = transports(), transports()
     live = state_of(3, 40)
     source.send_checkpoint([1], 3, live, MINUTE)
@@ -131,7 +131,7 @@ def test_a_step_that_is_not_there_is_refused_with_the_reason(transports):
         joiner.recv_checkpoint(0, source.metadata(), 6, timedelta(seconds=1))
 
 
-def test_row_14_a_reader_without_the_right_token_gets_nothing(transports):
+def test_a_reader_without_the_right_token_gets_nothing(transports):
     source = transports(token="right")
     source.send_checkpoint([1], 1, state_of(1, 1), MINUTE)
     for token in (None, "wrong", "right2", ""):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from certificates import Authority
 from etcd_server import EtcdCluster
-from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.auth import Tokens, watched_tokens
 from keepstep_mesh.http import client_session, leader_of
@@ -24,16 +20,6 @@ from lighthouse_driver import DEADLINE, eventually, lighthouse
 WORKER, ADMIN, OLD, NEW = "worker-" * 3, "admin-" * 4, "old-" * 5, "new-" * 5
 
 
-@asynccontextmanager
-async def standby_of(settings: dict[str, Any]) -> AsyncIterator[Lighthouse]:
-    one = Lighthouse(LighthouseSettings(**{"bind": "127.0.0.1:0", **settings}))
-    await one.start()
-    try:
-        yield one
-    finally:
-        await one.stop()
-
-
 async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tls(
     etcd: EtcdCluster, tmp_path: Path
 ) -> None:
@@ -41,7 +27,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
     file.write_text(f"worker = {WORKER}\nservice = {OLD}\nadmin = {ADMIN}\n")
     tls, tokens = authority.service(mutual=True), watched_tokens({}, file)
     one_mesh = {"store": f"{etcd.address}/{uuid.uuid4()}", "tls": tls, "peer_tls": tls, "tokens": tokens}
-    async with lighthouse(**one_mesh) as leader, standby_of(one_mesh) as standby:
+    async with lighthouse(**one_mesh) as leader, lighthouse(**one_mesh) as standby:
         await eventually(lambda: len(leader.followers) == 1)
         client = authority.client()
         session = LighthouseSession(
@@ -72,7 +58,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
         # The next link shows the token of the moment.
         file.write_text(f"worker = {WORKER}\nservice = {NEW}\n")
         tokens.refresh()
-        async with standby_of(one_mesh):
+        async with lighthouse(**one_mesh):
             await eventually(lambda: len(standby.followers) == 1)
         await session.close()
 
@@ -89,7 +75,7 @@ async def test_a_standby_that_the_leader_does_not_take_says_what_to_mend(
     ):
         caplog.clear()
         settings = {"store": store, "tls": tls, "peer_tls": authority.trusted(), "tokens": tokens}
-        async with lighthouse(**settings), standby_of({**settings, **changes}):
+        async with lighthouse(**settings), lighthouse(**settings | changes):
             await eventually(lambda: "no link to the leader" in caplog.text)
             assert says in caplog.text
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from etcd_server import EtcdCluster
 from keepstep_lighthouse import registry, service_records
-from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.memory import MemoryStore
 from keepstep_lighthouse.store import StoreError, Write, WriteFailedError
 from keepstep_mesh.auth import Access, Tokens
@@ -308,24 +308,22 @@ async def test_the_next_lighthouse_is_asked_when_the_first_is_silent() -> None:
 
 async def test_every_lighthouse_knows_the_services_and_the_next_leader_goes_on_with_them(etcd: EtcdCluster) -> None:
     url = f"{etcd.address}/{uuid.uuid4()}"
-    second = Lighthouse(LighthouseSettings(bind="127.0.0.1:0", store=url))
-    async with lighthouse(store=url) as first:
-        await second.start()
-        try:
-            short = Registration("relay", "relay-1", RELAY.address, ttl=6.0)
-            async with registered([second.address], short) as registrar:
-                await known(registrar)
-                assert registrar.lighthouse == first.address, "the one that leads took it"
-                await eventually(lambda: second.registry.addresses() == (TOLD,))
-                await first.stop()
-                await eventually(lambda: second.term is not None)
-                async with worker(second.address) as member:
-                    assert member.welcome.services == (TOLD,), "known before it registers again"
-                    await eventually(lambda: registrar.lighthouse == second.address)
-                    await member.ask(0)
-                    await member.next(QuorumAnswer)  # and no Services before it: it never was away
-        finally:
-            await second.stop()
+    short = Registration("relay", "relay-1", RELAY.address, ttl=6.0)
+    async with (
+        lighthouse(store=url) as first,
+        lighthouse(store=url) as second,
+        registered([second.address], short) as registrar,
+    ):
+        await known(registrar)
+        assert registrar.lighthouse == first.address, "the one that leads took it"
+        await eventually(lambda: second.registry.addresses() == (TOLD,))
+        await first.stop()
+        await eventually(lambda: second.term is not None)
+        async with worker(second.address) as member:
+            assert member.welcome.services == (TOLD,), "known before it registers again"
+            await eventually(lambda: registrar.lighthouse == second.address)
+            await member.ask(0)
+            await member.next(QuorumAnswer)  # and no Services before it: it never was away
 
 
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Self
 
 import pytest
 from aiohttp import web
 
+from asking_group import Group
 from certificates import Authority
 from command import process
 from keepstep_mesh.auth import Access, ClientToken, watched_tokens
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.http import Route, client_session
-from keepstep_mesh.messages import Leave, MemberInfo, NotLeader
+from keepstep_mesh.messages import Leave, NotLeader
 from keepstep_mesh.registration import Registration, registered
 from keepstep_mesh.service import Service, serving
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from keepstep_mesh.tls import TlsFiles
 from lighthouse_driver import DEADLINE, eventually, lighthouse
@@ -34,32 +34,6 @@ async def status(url: str, token: str, tls: TlsFiles | None = None) -> int:
     context = tls.client_context() if tls else None
     async with client_session(token, tls=context) as http, http.get(url) as response:
         return response.status
-
-
-class Group:
-    """A replica group that does nothing but ask for quorums."""
-
-    def __init__(self, *addresses: str, token: str | ClientToken | None = None, tls: TlsFiles | None = None) -> None:
-        self.pushed: asyncio.Queue[Push] = asyncio.Queue()
-        settings = SessionSettings(addresses, "job", "r0:1", token, connect_timeout=DEADLINE, tls=tls or TlsFiles())
-        self.session = LighthouseSession(settings, self.pushed.put_nowait)
-
-    async def __aenter__(self) -> Self:
-        await self.session.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.session.close()
-
-    async def ask(self, step: int) -> int:
-        info = MemberInfo("http://10.0.0.1:1")
-        return (await self.session.quorum(step=step, lineage="", info=info, timeout=DEADLINE)).quorum_id
-
-    async def push_of(self, kind: type[Push]) -> Push:
-        async with asyncio.timeout(DEADLINE):
-            while not isinstance(push := await self.pushed.get(), kind):
-                pass
-            return push
 
 
 # ---- tokens
@@ -98,7 +72,7 @@ async def test_a_group_whose_token_was_replaced_comes_back_with_the_new_one(tmp_
         Group(proxy.url, token=token) as group,
     ):
         await group.push_of(Connected)
-        assert await group.ask(0) == 1
+        assert (await group.ask(0)).quorum_id == 1
         known.write_text(f"worker = {NEW}\n")
         assert tokens.refresh()
         mine.write_text(f"{NEW}\n{OLD}\n")
@@ -119,7 +93,7 @@ async def test_a_group_takes_its_steps_over_mutual_tls(tmp_path: Path) -> None:
     async with lighthouse(tls=authority.service(mutual=True)) as one:
         assert one.address.startswith("https://127.0.0.1:")
         async with Group(one.address, tls=authority.client()) as group:
-            assert [await group.ask(step) for step in range(3)] == [1, 1, 1]
+            assert [(await group.ask(step)).quorum_id for step in range(3)] == [1, 1, 1]
             assert group.session.lighthouse == one.address
             await group.session.leave("done", DEADLINE)
 

@@ -9,83 +9,33 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Queue
 
 import psutil
 import pytest
 
+from command import Command
+
 DEADLINE = 60.0
-
-
-class Run:
-    """A `keepstep run` whose lines are read as they come."""
-
-    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "keepstep_cli", "run", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env={**os.environ, **(environment or {})},
-        )
-        self.lines: list[str] = []
-        self._queue: Queue[str | None] = Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(line.rstrip("\n"))
-        self._queue.put(None)
-
-    def wait_for(self, pattern: str, times: int = 1) -> re.Match[str]:
-        """The match of the n-th line from here on that fits."""
-        while (line := self._queue.get(timeout=DEADLINE)) is not None:
-            self.lines.append(line)
-            if match := re.search(pattern, line):
-                times -= 1
-                if times == 0:
-                    return match
-        raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
-
-    def seen(self, pattern: str) -> None:
-        """Returns when some line fits, be it an earlier one: lines of different processes come in any order."""
-        if not any(re.search(pattern, line) for line in self.lines):
-            self.wait_for(pattern)
-
-    def wait(self) -> int:
-        """Its exit code; all its lines are in ``lines`` then."""
-        while (line := self._queue.get(timeout=DEADLINE)) is not None:
-            self.lines.append(line)
-        return self.process.wait(DEADLINE)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE)
-        self._reader.join(DEADLINE)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[object]:
     with contextlib.ExitStack() as stack:
 
-        def start(script: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str) -> Run:
+        def start(script: str, *flags: str, arguments: tuple[str, ...] = (), **variables: str) -> Command:
             (tmp_path / "script.py").write_text("import os, signal, subprocess, sys, time\n" + script)
-            run = Run(
+            run = Command(
                 tmp_path,
+                "run",
                 *flags,
                 *(() if "--lighthouse" in flags else ("--lighthouse", "http://127.0.0.1:1")),
                 "--",
                 "script.py",
                 *arguments,
-                environment=environment,
+                deadline=DEADLINE,
+                **variables,
             )
             stack.callback(run.close)
             return run

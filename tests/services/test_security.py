@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command import environment
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import MemberInfo
 from keepstep_mesh.session import LighthouseSession, SessionSettings
@@ -76,7 +76,7 @@ class Made:
         """The environment of a client."""
         files = {"CERT": "trainer.pem", "KEY": "trainer.key", "CA": "ca.pem"}
         ours = {f"KEEPSTEP_TLS_{name}": self.file(file) for name, file in files.items()}
-        return {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | ours | more
+        return environment(**ours | more)
 
 
 @pytest.fixture(scope="module")

@@ -3,64 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
+from asking_group import Group
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, LayoutMismatch, SessionClosed
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Connected, Disconnected
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
-
-
-@asynccontextmanager
-async def lighthouse(bind: str = "127.0.0.1:0", store: str = "memory://", **changes) -> AsyncIterator[Lighthouse]:
-    one = Lighthouse(LighthouseSettings(bind=bind, store=store, **changes))
-    await one.start()
-    try:
-        yield one
-    finally:
-        await one.stop()
-
-
-class Group:
-    """A replica group as far as the lighthouse sees it."""
-
-    def __init__(self, session: LighthouseSession, pushes: asyncio.Queue[Push]) -> None:
-        self.session = session
-        self.pushes = pushes
-
-    async def next_push(self, kind: type[Push]) -> Push:
-        """The next push of a kind; others before it are passed over."""
-        async with asyncio.timeout(DEADLINE):
-            while not isinstance(push := await self.pushes.get(), kind):
-                pass
-        return push
-
-    async def ask(self, step: int = 0, timeout: float = DEADLINE, **changes) -> Quorum:
-        asked = {"lineage": f"state {step}", "info": MemberInfo(address=f"http://{self.session.lighthouse}"), **changes}
-        return await self.session.quorum(step=step, timeout=timeout, **asked)
+from lighthouse_driver import eventually, lighthouse
 
 
 @asynccontextmanager
 async def groups(count: int, *addresses: str, first: int = 0, token: str | None = None) -> AsyncIterator[list[Group]]:
     """``count`` groups in session, named from ``r<first>`` on."""
-    started = []
-    for number in range(first, first + count):
-        pushes: asyncio.Queue[Push] = asyncio.Queue()
-        settings = SessionSettings(addresses, "job", f"r{number}:1", token, connect_timeout=DEADLINE)
-        started.append(Group(LighthouseSession(settings, pushes.put_nowait), pushes))
-    try:
-        await asyncio.gather(*(one.session.start() for one in started))
-        yield started
-    finally:
-        await asyncio.gather(*(one.session.close() for one in started))
+    async with contextlib.AsyncExitStack() as stack:
+        numbers = range(first, first + count)
+        yield [await stack.enter_async_context(Group(*addresses, name=f"r{n}", token=token)) for n in numbers]
 
 
 async def round_of(members: list[Group], step: int, **changes) -> Quorum:
@@ -93,7 +59,7 @@ async def test_a_group_whose_connection_dies_is_news_to_the_others() -> None:
         quorum = await round_of(members, 0)
         await members[1].session.close()
         for other in (members[0], members[2]):
-            lost = await other.next_push(MemberLost)
+            lost = await other.push_of(MemberLost)
             assert (lost.replica_id, lost.quorum_id) == ("r1:1", quorum.quorum_id)
         after = await round_of([members[0], members[2]], 1)
         assert after.quorum_id > quorum.quorum_id
@@ -110,8 +76,8 @@ async def test_a_connection_that_is_back_within_the_grace_lost_nothing() -> None
         asking = [asyncio.create_task(group.ask(1)) for group in members[:2]]
         proxy.cut()
         for group in members:
-            await group.next_push(Disconnected)
-            await group.next_push(Connected)
+            await group.push_of(Disconnected)
+            await group.push_of(Connected)
         asking.append(asyncio.create_task(members[2].ask(1)))
         answers = await asyncio.gather(*asking)
         assert {answer.quorum_id for answer in answers} == {first.quorum_id}
@@ -143,9 +109,9 @@ async def test_the_next_address_is_taken_when_a_lighthouse_goes_away(tmp_path: P
             await round_of(members, 0)
             proxy.refuse()
             for group in members:
-                await group.next_push(Connected)
+                await group.push_of(Connected)
                 while group.session.lighthouse != spare.url:
-                    await group.next_push(Connected)
+                    await group.push_of(Connected)
             await round_of(members, 1)
 
 
@@ -163,7 +129,7 @@ async def test_a_group_that_reports_its_failure_is_lost_at_once() -> None:
     async with lighthouse(policy=Policy(reconnect_grace=DEADLINE)) as one, groups(2, one.address) as members:
         await round_of(members, 0)
         await members[1].session.failed("rank 1 died", DEADLINE)
-        lost = await members[0].next_push(MemberLost)
+        lost = await members[0].push_of(MemberLost)
         assert "rank 1 died" in lost.reason
 
 
@@ -173,10 +139,10 @@ async def test_eviction_and_drain_arrive_as_pushes() -> None:
         base = f"{one.address}/v1/jobs/job/replicas"
         async with http.post(f"{base}/r0/drain", json={"reason": "node goes down"}) as response:
             assert response.status == 202
-        assert (await members[0].next_push(Drain)).reason == "node goes down"
+        assert (await members[0].push_of(Drain)).reason == "node goes down"
         async with http.post(f"{base}/r1:1/evict", json={"reason": "too slow"}) as response:
             assert response.status == 202
-        assert "too slow" in (await members[1].next_push(Evicted)).reason
+        assert "too slow" in (await members[1].push_of(Evicted)).reason
         with pytest.raises(SessionClosed, match="too slow"):
             await members[1].ask(1)
 
@@ -190,9 +156,10 @@ async def test_a_deadline_says_who_is_missing() -> None:
 async def test_a_cancelled_request_is_not_in_the_next_quorum() -> None:
     async with lighthouse(policy=Policy(min_replicas=2)) as one, groups(3, one.address) as members:
         asking = asyncio.create_task(members[0].ask())
-        await asyncio.sleep(0.05)
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ("r0:1",))
         asking.cancel()
         await asyncio.wait([asking])
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ())
         await members[0].session.leave("gone", DEADLINE)
         quorum = await round_of(members[1:], 0)
         assert [member.replica_id for member in quorum.members] == ["r1:1", "r2:1"]

@@ -381,8 +381,9 @@ async def serial(endpoint: Endpoint, client: TlsFiles) -> str:
 
 async def until(true: Callable[[], Coroutine[Any, Any, bool]]) -> None:
     """For what no message tells."""
-    while not await true():  # noqa: ASYNC110 - nothing to wait on
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE):
+        while not await true():  # noqa: ASYNC110 - nothing to wait on
+            await asyncio.sleep(0.01)
 
 
 @both_loops

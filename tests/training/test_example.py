@@ -1,65 +1,36 @@
 """examples/train_ddp.py and the demo, as a user runs them. Real training processes, a real lighthouse, real kills."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Queue
 
 import pytest
 
+from command import Command
 from keepstep_cli.check_history import check_files, summary_lines, violation_lines
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0
 
 
-class Training:
-    """`keepstep run` of the example, with a lighthouse of its own; its lines as they come."""
+class Training(Command):
+    """`keepstep run` of the example, with a lighthouse of its own."""
 
     def __init__(self, folder: Path, state: Path, repository: Path, replicas: int, *arguments: str) -> None:
-        self.logs = [state, folder / "steps.jsonl"]
+        log = folder / "steps.jsonl"
+        self.logs = [state, log]
         # --min-replicas: else the first group to be ready trains alone until the others are.
-        command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", str(replicas)]
-        command += ["--min-replicas", str(replicas), "--grace", "60", "--state-dir", str(state)]
-        self.process = subprocess.Popen(
-            [*command, "--", str(repository / "examples" / "train_ddp.py"), *arguments],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")}
-            | {"KEEPSTEP_STEP_LOG": str(folder / "steps.jsonl")},
-        )
-        self.lines: list[str] = []
-        self._queue: Queue[str | None] = Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout:
-            for line in self.process.stdout:
-                self._queue.put(line.rstrip("\n"))
-        self._queue.put(None)
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        while (line := self._queue.get(timeout=DEADLINE)) is not None:
-            self.lines.append(line)
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
+        flags = ["--replicas", str(replicas), "--min-replicas", str(replicas), "--grace", "60"]
+        command = ["run", *flags, "--state-dir", str(state), "--", str(repository / "examples" / "train_ddp.py")]
+        super().__init__(folder, *command, *arguments, deadline=DEADLINE, KEEPSTEP_STEP_LOG=str(log))
 
     def wait(self) -> int:
         """Its exit code. Fails when its logs show a violation."""
-        while (line := self._queue.get(timeout=DEADLINE)) is not None:
-            self.lines.append(line)
-        code = self.process.wait(DEADLINE)
+        code = super().wait()
         report = check_files(self.logs)
         assert report.fine, "\n".join([*violation_lines(report), *self.lines])
         assert report.event_logs, summary_lines(report)
@@ -69,11 +40,6 @@ class Training:
     def weights(self) -> list[str]:
         """The digest that each group printed at its end."""
         return [match[1] for line in self.lines if (match := re.search(r"test accuracy \S+ weights (\w+)", line))]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE)
-        self._reader.join(DEADLINE)
 
 
 @pytest.fixture

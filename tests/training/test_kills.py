@@ -76,26 +76,24 @@ async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():
         assert job.assert_identical() >= 5
 
 
-async def test_batch_norm_and_its_counters_stay_equal_over_kills():
+async def one_is_killed_and_comes_back(survivor: str, victim: str, **trainer: str) -> None:
+    """And the weights are equal after it."""
     async with Job() as job:
-        a, b = [await job.start(name, TRAINER_BATCH_NORM="1") for name in ("a", "b")]
-        await job.advance(a, b)
-        b.kill()
-        await job.advance(a)
-        await job.start("b", TRAINER_BATCH_NORM="1")
-        await job.advance(a, b)
+        living, dying = [await job.start(name, **trainer) for name in (survivor, victim)]
+        await job.advance(living, dying)
+        dying.kill()
+        await job.advance(living)
+        await job.start(victim, **trainer)
+        await job.advance(living, dying)
         assert job.assert_identical() >= 10
+
+
+async def test_batch_norm_and_its_counters_stay_equal_over_kills():
+    await one_is_killed_and_comes_back("a", "b", TRAINER_BATCH_NORM="1")
 
 
 async def test_a_synchronous_quorum_heals_before_the_step():
-    async with Job() as job:
-        a, b = [await job.start(name, TRAINER_SYNC="1") for name in ("a", "b")]
-        await job.advance(a, b)
-        a.kill()
-        await job.advance(b)
-        await job.start("a", TRAINER_SYNC="1")
-        await job.advance(a, b)
-        assert job.assert_identical() >= 10
+    await one_is_killed_and_comes_back("b", "a", TRAINER_SYNC="1")
 
 
 async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weights(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from core_driver import Driver, announced, announces, logged, members, told
+from core_driver import Driver, announced, announces, logged, members, states, told
 from keepstep_lighthouse.bans import MAX_EVICTED
 from keepstep_lighthouse.events import (
     Announce,
@@ -186,10 +186,6 @@ def test_nothing_is_formed_before_all_members_are_back() -> None:
     driver.opens("c")
     announce = announced(driver.asks("c", 1))
     assert (members(announce), announce.version) == (["a", "b", "c", "z"], 1)
-
-
-def states(driver: Driver) -> dict[str, ReplicaState]:
-    return {view.replica_id: view.state for view in driver.core.replicas(driver.now)}
 
 
 def test_a_confirmed_quorum_keeps_its_id_over_a_restart_and_is_not_written() -> None:

@@ -29,7 +29,7 @@ def waiting(driver: Driver) -> Reason:
 # ---- of the job
 
 
-def test_nobody() -> None:
+def test_while_nobody_asks_the_reason_says_how_many_are_healthy() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a", "b")
     assert waiting(driver) == Reason(
@@ -105,13 +105,13 @@ def test_the_picture_of_the_quorum_says_why_there_is_no_next_one_and_how_the_las
 # ---- of one group
 
 
-def test_duplicate_name() -> None:
+def test_a_younger_namesake_is_told_whom_it_waits_for() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a:1", "a:2")
     assert reason_of(driver, "a:2") == Reason("duplicate_name", {}, "a:2 waits: a:1 has the same name and is healthy")
 
 
-def test_max_replicas() -> None:
+def test_a_group_beyond_max_replicas_is_told_so() -> None:
     driver = Driver(policy=Policy(1, max_replicas=1))
     driver.start("a")
     driver.opens("b")
@@ -119,7 +119,7 @@ def test_max_replicas() -> None:
     assert reason_of(driver, "b").code == "max_replicas"
 
 
-def test_not_in_shrink() -> None:
+def test_a_joiner_is_told_that_the_members_shrink() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b")
     driver.opens("c")
@@ -128,7 +128,7 @@ def test_not_in_shrink() -> None:
     assert reason_of(driver, "c").code == "not_in_shrink"
 
 
-def test_layout() -> None:
+def test_a_group_whose_layout_does_not_fit_is_told_so() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a")
     driver.asks("a", 1, info=MemberInfo(layout="x"))
@@ -137,14 +137,14 @@ def test_layout() -> None:
     assert reason_of(driver, "b").code == "layout"
 
 
-def test_gone() -> None:
+def test_a_group_that_is_gone_keeps_its_reason() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b")
     driver.leaves("b", "preempted")
     assert reason_of(driver, "b") == Reason("gone", {}, "left: preempted")
 
 
-def test_states_of_a_group() -> None:
+def test_a_group_is_idle_asks_trains_heals_is_suspect_gone_or_absent() -> None:
     driver = Driver(min_replicas=2)
     driver.opens("a")
     assert view_of(driver, "a").state is ReplicaState.IDLE

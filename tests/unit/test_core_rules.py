@@ -312,10 +312,16 @@ def test_a_shorter_heartbeat_timeout_counts_from_when_workers_can_know_of_it() -
     assert ("lost", "a") not in logged(driver.log)
 
 
-def test_under_a_fence_nothing_is_decided_before_the_lease_of_the_leader_before_is_over() -> None:
-    driver = Driver(min_replicas=1, takeover_grace=2)
+def fenced(takeover_grace: float | None = None) -> Driver:
+    """a and b were a quorum; the leader before may be alive for 9 s more."""
+    driver = Driver(min_replicas=1, takeover_grace=takeover_grace)
     driver.start("a", "b")
     driver.restart(fenced_until=driver.now + 9)
+    return driver
+
+
+def test_under_a_fence_nothing_is_decided_before_the_lease_of_the_leader_before_is_over() -> None:
+    driver = fenced(takeover_grace=2)
     driver.opens("c")
     driver.asks("c")
     assert not announces(driver.passes(8.9))
@@ -324,9 +330,7 @@ def test_under_a_fence_nothing_is_decided_before_the_lease_of_the_leader_before_
 
 
 def test_a_member_that_speaks_under_the_new_epoch_lifts_the_fence_and_one_that_has_only_come_does_not() -> None:
-    driver = Driver(min_replicas=1, takeover_grace=2)
-    driver.start("a", "b")
-    driver.restart(fenced_until=driver.now + 9)
+    driver = fenced(takeover_grace=2)
     driver.opens("a")
     assert not announces(driver.passes(3, silent=["a"]))
     assert ("lost", "b") not in logged(driver.log)
@@ -336,18 +340,14 @@ def test_a_member_that_speaks_under_the_new_epoch_lifts_the_fence_and_one_that_h
 
 
 def test_members_that_are_all_back_decide_once_one_of_them_has_spoken() -> None:
-    driver = Driver(min_replicas=1)
-    driver.start("a", "b")
-    driver.restart(fenced_until=driver.now + 9)
+    driver = fenced()
     driver.open_all("a", "b")
     driver.evicts("b")
     assert members(announced(driver.asks("a", failures=1))) == ["a"]
 
 
 def test_a_shorter_takeover_grace_lifts_no_fence() -> None:
-    driver = Driver(min_replicas=1, takeover_grace=100)
-    driver.start("a", "b")
-    driver.restart(fenced_until=driver.now + 9)
+    driver = fenced(takeover_grace=100)
     driver.opens("c")
     driver.asks("c")
     driver.sets_policy(replace(driver.record.policy, takeover_grace=1.0))
@@ -356,9 +356,7 @@ def test_a_shorter_takeover_grace_lifts_no_fence() -> None:
 
 
 def test_a_stranger_that_speaks_lifts_no_fence() -> None:
-    driver = Driver(min_replicas=1, takeover_grace=2)
-    driver.start("a", "b")
-    driver.restart(fenced_until=driver.now + 9)
+    driver = fenced(takeover_grace=2)
     driver.opens("c")
     driver.asks("c")
     driver.beats("c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -94,6 +95,19 @@ def test_a_stream_that_is_done_in_time_is_left_alone():
     assert not called.wait(0.5)
 
 
+def test_a_watchdog_timeout_that_is_none_is_refused_at_the_start():
+    done = subprocess.run(
+        [sys.executable, "-c", "from keepstep import Manager"],
+        env={**os.environ, "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "30s"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "KEEPSTEP_WATCHDOG_TIMEOUT_SEC='30s' must be a positive number of seconds, such as 60" in done.stderr
+
+
 def test_the_watchdog_that_says_it_ends_the_process_ends_it():
     program = (
         "import threading\nfrom datetime import timedelta\nfrom keepstep.futures import context_timeout\n"
@@ -102,7 +116,7 @@ def test_the_watchdog_that_says_it_ends_the_process_ends_it():
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={"KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "0.2", "PATH": ""},
+        env={**os.environ, "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "0.2"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -147,7 +150,7 @@ def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
     group.shutdown()
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future"])
+@pytest.mark.parametrize("operation", ["allreduce", "barrier", "recv", "allgather", "broadcast", "future", "joint"])
 def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, operation) -> None:
     ranks = cohort(3, timeout=LONG)
     started = threading.Barrier(3)
@@ -164,9 +167,10 @@ def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, oper
             "allgather": lambda: group.allgather([[torch.ones(4) for _ in range(3)]], [tensor]),
             "broadcast": lambda: group.broadcast(tensor, 2),
             "future": lambda: group.allreduce([tensor]),
+            "joint": lambda: group.allgather_into_tensor_coalesced([torch.ones(12), torch.ones(12)], [tensor, tensor]),
         }[operation]()
         started.wait(30)
-        waiting = work.get_future() if operation == "future" else work
+        waiting = work.get_future() if operation in {"future", "joint"} else work
         with pytest.raises(RuntimeError) as raised:
             waiting.wait()
         return raised.value
@@ -175,7 +179,7 @@ def test_abort_frees_every_wait_in_flight_and_the_peers_learn_of_it(cohort, oper
     waits[2].result(30)
     ranks.groups[0].abort("r2 was lost")
     errors = [wait.result(60) for wait in waits[:2]]
-    if operation != "future":
+    if operation not in {"future", "joint"}:
         assert isinstance(errors[0], ProcessGroupAbortedError)
         assert "r2 was lost" in str(errors[0])
         assert isinstance(errors[1], ProcessGroupError)
@@ -296,6 +300,23 @@ def test_an_abort_touches_no_connection_of_another_group(cohort) -> None:
         with server:
             client.send(b"y")
             assert server.recv(1) == b"y"
+
+
+LOCK_FILE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+def test_an_abort_lets_go_of_no_file_lock(cohort, tmp_path) -> None:
+    path = tmp_path / "locked"
+
+    def other_process_gets_it() -> bool:
+        tried = [sys.executable, "-c", LOCK_FILE, path]
+        return subprocess.run(tried, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
+
+    assert other_process_gets_it()
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        cohort(2).groups[0].abort("whatever the reason")
+        assert not other_process_gets_it()
 
 
 def test_a_listening_socket_is_never_shut_down() -> None:

@@ -9,8 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
+from torch.futures import Future
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep.process_group.nccl import AcceleratorCommunicator, AcceleratorWork
 from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
 
 on_gpu = pytest.mark.skipif(
@@ -101,6 +104,77 @@ def test_a_stream_that_stands_still_aborts_the_group(alone) -> None:
     torch.cuda._sleep(4_000_000_000)  # about two seconds
     one.group.allreduce([tensor]).wait()
     assert isinstance(one.group.errored(), TimeoutError)
+
+
+@on_gpu
+def test_a_future_whose_operation_stands_still_aborts_the_group_though_no_other_stream_waits_for_it(alone) -> None:
+    one = alone(timedelta(seconds=0.5))
+    one.configure()
+    tensor = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(8_000_000_000)  # about four seconds, of that stream and of what the operation waits for
+        work = one.group.allreduce([tensor])
+    future = work.get_future()
+    deadline = time.monotonic() + 5
+    while one.group.errored() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert isinstance(one.group.errored(), TimeoutError)
+    future.wait()
+
+
+@on_gpu
+def test_a_future_holds_the_value_that_its_operation_leaves(alone) -> None:
+    one = alone()
+    one.configure()
+    tensor = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(1)
+        future = one.group.allreduce([tensor]).get_future()
+    (result,) = future.wait()  # makes the current stream wait
+    assert bool((result.clone() == 1).all())
+    assert one.group.errored() is None
+
+
+class Operation(Work):
+    """What torch gives for a collective, done when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Future[list[torch.Tensor]] = Future()
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        return self.future
+
+
+class Expecting(AcceleratorCommunicator):
+    """Notes when a stream is expected to be through, where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, dist.HashStore(), 0, 1, timedelta(seconds=7))
+        self.expected: list[timedelta] = []
+
+    def expect(self, timeout: timedelta) -> None:
+        self.expected.append(timeout)
+
+
+def test_a_future_is_expected_from_where_torch_says_that_its_operation_is_behind() -> None:
+    communicator, operation, tensors = Expecting(), Operation(), [torch.ones(1)]
+    future = AcceleratorWork(communicator, operation, "allreduce", tensors).get_future()
+    assert communicator.expected == [], "the stream that is current now is not behind the operation"
+    operation.future.set_result(tensors)
+    assert communicator.expected == [timedelta(seconds=7)]
+    assert future.wait() == tensors
+
+
+def test_a_future_of_an_accelerator_holds_the_error_of_its_operation() -> None:
+    operation = Operation()
+    future = AcceleratorWork(Expecting(), operation, "allreduce", [torch.ones(1)]).get_future()
+    operation.future.set_exception(RuntimeError("unhandled system error"))
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        future.wait()
 
 
 @on_gpu

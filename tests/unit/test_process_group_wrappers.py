@@ -150,7 +150,7 @@ def test_an_injected_error_fails_the_next_operation_only() -> None:
     assert group.barrier().wait()
 
 
-def test_wrappers_compose() -> None:
+def test_a_swallowing_wrapper_takes_the_errors_of_the_wrapper_in_it() -> None:
     faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
     group = ErrorSwallowingProcessGroupWrapper(faulty)
     faulty.report_future_error(RuntimeError("injected"))

@@ -227,8 +227,7 @@ async def test_the_server_is_bounded_and_forgets_what_nobody_uses(server, monkey
         server.set(Table(), "key", bytes(2000))
     with pytest.raises(RendezvousError, match="full: it holds 10000 bytes"):
         server.set(Table(), "large", bytes(5000))
-    monkeypatch.setattr(rendezvous_server, "IDLE_SECONDS", 0.0)
-    await asyncio.sleep(0.01)
+    monkeypatch.setattr(rendezvous_server, "IDLE_SECONDS", -1.0)
     server.set(Table(group_rank=3), "large", bytes(5000))
 
 
@@ -271,16 +270,20 @@ async def test_a_host_that_comes_up_late_is_met(server) -> None:
         store.close()
 
 
-async def test_a_host_that_never_comes_up_is_a_timeout_and_can_be_aborted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(TimeoutError, match="no rendezvous host listened"):
+async def times_out_and_can_be_aborted(address: str, why: str) -> None:
+    with pytest.raises(TimeoutError, match=why):
         await call(RendezvousStore(address, NEW, timeout=timedelta(seconds=0.1)).get, "key")
     store = RendezvousStore(address, NEW, timeout=LONG)
     waiting = await begun(call(store.get, "key"))
     store.abort("enough")
     with pytest.raises(RendezvousAbortedError, match="enough"):
         await waiting
+
+
+async def test_a_host_that_never_comes_up_is_a_timeout_and_can_be_aborted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    await times_out_and_can_be_aborted(address, "no rendezvous host listened")
 
 
 async def test_a_host_that_dies_is_an_error_at_once() -> None:
@@ -294,14 +297,7 @@ async def test_a_host_that_dies_is_an_error_at_once() -> None:
 
 async def test_a_host_that_accepts_and_says_nothing_is_a_timeout_and_can_be_aborted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TimeoutError, match="did not answer"):
-            await call(RendezvousStore(address, NEW, timeout=timedelta(seconds=0.1)).get, "key")
-        store = RendezvousStore(address, NEW, timeout=LONG)
-        waiting = await begun(call(store.get, "key"))
-        store.abort("enough")
-        with pytest.raises(RendezvousAbortedError):
-            await waiting
+        await times_out_and_can_be_aborted(f"127.0.0.1:{silent.getsockname()[1]}", "did not answer")
 
 
 @pytest.mark.parametrize("address", ["", "host", "http://host", "host:port"])

@@ -53,12 +53,12 @@ def test_a_settings_file_is_toml(tmp_path) -> None:
     ("text", "seconds"),
     [("500ms", 0.5), ("1.5", 1.5), (" 2 s ", 2.0), ("2m", 120.0), ("1h", 3600.0), (".5s", 0.5), ("0", 0)],
 )
-def test_durations(text, seconds) -> None:
+def test_a_duration_is_seconds_or_has_its_unit(text, seconds) -> None:
     assert duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1 year", "nan", "inf", "1e9", "s", "1.2.3"])
-def test_what_is_no_duration(text) -> None:
+def test_what_is_no_duration_is_refused_with_what_to_write(text) -> None:
     with pytest.raises(ValueError, match="write 500ms"):
         duration(text)
 
@@ -73,7 +73,7 @@ def test_addresses_are_split_completed_and_checked() -> None:
             split_addresses(bad)
 
 
-def test_addresses_to_listen_on() -> None:
+def test_an_address_to_listen_on_is_completed_or_refused() -> None:
     assert bind_address("0.0.0.0:29510") == ("0.0.0.0", 29510)
     assert bind_address(":0") == ("127.0.0.1", 0)
     assert bind_address("*:1") == ("0.0.0.0", 1)
@@ -83,7 +83,7 @@ def test_addresses_to_listen_on() -> None:
             bind_address(bad)
 
 
-def test_booleans() -> None:
+def test_a_boolean_is_any_of_the_usual_words() -> None:
     assert [boolean(text) for text in ("1", "true", "YES", " on ")] == [True] * 4
     assert [boolean(text) for text in ("0", "false", "No", "off")] == [False] * 4
     with pytest.raises(ValueError, match="write true or false"):

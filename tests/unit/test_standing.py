@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from keepstep.quorum_plan import make_plan
 from keepstep.standing import Standing
-from keepstep_mesh.messages import Member, MemberInfo, Quorum
-
-INFO = MemberInfo("http://a:1", "http://a:1")
-MEMBERS = (Member("a:1", 5, 3, 0, shrink_only=False, info=INFO),)
-PLAN = make_plan(Quorum(1, 7, 0, 0, 5, 3, True, MEMBERS), "a:1")
 
 
 def test_a_commit_gives_the_state_the_lineage_of_its_quorum():
     standing = Standing("a:1", "a:1")
     standing.discard()
-    standing.commit(PLAN, participants=2, behind=False)
+    standing.commit(7, participants=2, behind=False)
     assert standing.state_dict() == {"step": 1, "batches_committed": 2, "lineage": 7}
     assert standing.commit_failures == 0
 
 
 def test_a_commit_of_a_group_that_took_part_behind_leaves_it_the_lineage_that_it_had():
     standing = Standing("a:1", "a:1")
-    standing.commit(PLAN, participants=2, behind=True)
+    standing.commit(7, participants=2, behind=True)
     assert (standing.step, standing.lineage) == (1, "a:1")
 
 

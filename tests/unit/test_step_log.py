@@ -77,3 +77,12 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     log.quorum(1, plan_of(1, "a:1"), built=True)
     log.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_no_step_and_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setenv(STEP_LOG_ENV, "/dev/full")
+    log = StepLog("night", "a:1", 0)
+    for step in (1, 2):
+        log.write("committed", step, 1)
+    log.close()
+    assert [record.getMessage().count("No space left on device") for record in caplog.records] == [1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from keepstep.checkpointing.errors import TransferError, UnsupportedValue
 from keepstep.checkpointing.http import HTTPTransport
+from keepstep.checkpointing.pg import PGTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep_mesh.errors import ManifestError
 
-__all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "TransferError", "UnsupportedValue"]
+__all__ = ["CheckpointTransport", "HTTPTransport", "ManifestError", "PGTransport", "TransferError", "UnsupportedValue"]

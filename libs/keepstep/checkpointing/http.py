@@ -80,6 +80,11 @@ class HTTPTransport(CheckpointTransport[T]):
         self._staged = snapshot
         self.allow_checkpoint(step)
 
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """See ``CheckpointTransport``."""
+        del dst_ranks
+        self._server.refuse(step, reason)
+
     def allow_checkpoint(self, step: int) -> None:
         """Serves the staged snapshot again, after ``disallow_checkpoint``. ``ValueError`` if it is of another step."""
         if self._staged is None or self._staged.step != step:
@@ -116,7 +121,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 self._fetches.discard(fetch)
 
     def abort_receive(self, reason: str) -> None:
-        """Ends every ``recv_checkpoint`` in progress with ``TransferError``. From any thread."""
+        """See ``CheckpointTransport``."""
         with self._lock:
             fetches = list(self._fetches)
         for fetch in fetches:

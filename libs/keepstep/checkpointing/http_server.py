@@ -87,9 +87,12 @@ class CheckpointServer:
         self._listener = listen(host)
         self._address, self.port = self._listener.getsockname()[:2]
         self._to_serve: Snapshot | None = None
+        self._refusing = False
         self._served: Snapshot | None = None
         """What ``_to_serve`` becomes once the server's thread has heard of it."""
         self._newest_step = -1
+        self._refused: tuple[int, str] | None = None
+        """A step of which there is no snapshot, and why."""
         self._changed = asyncio.Event()
         self._leases: dict[str, _Lease] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -104,9 +107,14 @@ class CheckpointServer:
 
     def serve(self, snapshot: Snapshot | None) -> None:
         """From now on new readers get ``snapshot`` (None: they wait). Readers of the one before go on."""
-        if snapshot is not None or self._to_serve is not None:  # each step ends with None; that wakes nobody
-            self._to_serve = snapshot
+        if snapshot is not None or self._to_serve is not None or self._refusing:  # each step ends with None
+            self._to_serve, self._refusing = snapshot, False
             self._call(self._set_served, snapshot)
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Who asks for ``step``, or waits for it, is told that there is none, until ``serve`` is called again."""
+        self._refusing = True
+        self._call(self._set_refused, step, reason)
 
     def cut_off(self, snapshot: Snapshot) -> None:
         """Ends the transfers of all readers of ``snapshot``. Does not wait for that."""
@@ -256,6 +264,8 @@ class CheckpointServer:
             served = self._served
             if served is not None and served.step == step and served.hold():
                 return served
+            if self._refused is not None and self._refused[0] == step:
+                raise _Refused(503, f"the source has no snapshot of step {step}: {self._refused[1]}")
             if self._newest_step > step:
                 raise _Refused(410, f"step {step} is gone: step {self._newest_step} was staged since")
             try:
@@ -325,9 +335,16 @@ class CheckpointServer:
                 self._end_lease(name)
 
     def _set_served(self, snapshot: Snapshot | None) -> None:
-        self._served = snapshot
+        self._served, self._refused = snapshot, None
         if snapshot is not None:
             self._newest_step = max(self._newest_step, snapshot.step)
+        self._wake_readers()
+
+    def _set_refused(self, step: int, reason: str) -> None:
+        self._refused = (step, reason)
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -25,8 +25,12 @@ class CheckpointTransport(ABC, Generic[T]):
         """Takes a snapshot of ``state_dict`` on the calling thread and serves it as the state of ``step``.
 
         Returns when the snapshot is taken: the state may change at once. Readers are served in the background and never
-        waited for; one that makes no progress for ``timeout`` is cut off.
+        waited for; one that makes no progress for ``timeout`` is cut off. Who calls it calls ``refuse_checkpoint`` when
+        it raises.
         """
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """There is no snapshot of ``step``, and none will come: whoever asks for it is told why, at once."""
 
     @abstractmethod
     def recv_checkpoint(
@@ -47,6 +51,9 @@ class CheckpointTransport(ABC, Generic[T]):
         them as valid until a later call succeeds, which overwrites all of them.
         Raises ``TimeoutError`` when ``timeout`` passes, ``TransferError`` with the reason otherwise.
         """
+
+    def abort_receive(self, reason: str) -> None:
+        """Ends every ``recv_checkpoint`` in progress with ``TransferError``. From any thread."""
 
     def disallow_checkpoint(self) -> None:
         """No new reader gets the snapshot. Never waits: a reader in the middle of it finishes from its own copy."""

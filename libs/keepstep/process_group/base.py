@@ -48,6 +48,9 @@ class ProcessGroup(TorchProcessGroup):
     ``torch.distributed`` by name. An operation that fails, or is aborted, raises where it is waited for.
     """
 
+    works_tell_all = False
+    """Whether the tensors of a work that succeeded are right. Else ``errored`` is to be asked before they are used."""
+
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size, which are asked of ours
         self._name: GroupName | None = None

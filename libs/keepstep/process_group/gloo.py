@@ -33,6 +33,8 @@ RESCUE_SECONDS = 0.02
 class ProcessGroupGloo(BackendProcessGroup):
     """Gloo with an ``abort`` that works, any number of times configurable."""
 
+    works_tell_all = True
+
     def getBackendName(self) -> str:  # noqa: N802
         return "keepstep-gloo"
 

@@ -8,8 +8,10 @@ at the other end. The listening socket itself is never touched: Gloo ends the pr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,8 +115,12 @@ def _sockets() -> Iterator[socket.socket]:
 def _duplicate(descriptor: int) -> socket.socket:
     """Another descriptor of the same socket: the one that we look at cannot be closed and used anew meanwhile.
 
+    Nothing but a socket is duplicated: to close any descriptor of a file drops this process's POSIX locks on it.
+
     :raises OSError: it is no socket.
     """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

@@ -98,9 +98,14 @@ class AcceleratorWork(BackendWork):
 
     def get_future(self) -> Future[Any]:
         """torch's, which knows of streams. A failure that shows later is in ``errored`` of the group."""
-        future = super().get_future() if self._raw is None else self._raw.get_future()
-        self._communicator.expect(self._communicator.timeout)
-        return future
+        timeout = self._communicator.timeout
+
+        def expected(future: Future[Any]) -> Any:
+            # on a stream of torch's that comes after the operation's, which the current one need not
+            self._communicator.expect(timeout)
+            return future.value()
+
+        return (super().get_future() if self._raw is None else self._raw.get_future()).then(expected)
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:  # noqa: ARG002
         return raw.wait()

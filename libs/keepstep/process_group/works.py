@@ -33,7 +33,7 @@ class CompletedWork(Work):
 
 
 class JointWork(Work):
-    """Several works as one. Its future holds ``tensors``."""
+    """Several works as one. Its future holds ``tensors``, or the first error once all are over."""
 
     def __init__(self, works: list[Work], tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -44,4 +44,9 @@ class JointWork(Work):
         return all([work.wait(timeout) for work in self._works])  # noqa: C419  each is waited for
 
     def get_future(self) -> Future[Any]:
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda _: self._tensors)
+        def tensors(works: Future[list[Future[Any]]]) -> list[torch.Tensor]:
+            for work in works.value():
+                work.value()
+            return self._tensors
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(tensors)

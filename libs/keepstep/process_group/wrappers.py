@@ -19,6 +19,8 @@ log = get_logger("keepstep.process_group")
 class ProcessGroupDummy(ProcessGroup):
     """A group of one that needs no peers and no rendezvous: every collective is what it is over a single rank."""
 
+    works_tell_all = True
+
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         if (rank, world) != (0, 1):
             raise ValueError(f"a dummy group is rank 0 of 1, not rank {rank} of {world}")
@@ -54,6 +56,10 @@ class ProcessGroupWrapper(ProcessGroup):
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__()
         self._pg = pg
+
+    @property
+    def works_tell_all(self) -> bool:  # type: ignore[override]
+        return self._pg.works_tell_all
 
     @property
     def parent(self) -> ProcessGroup:
@@ -95,6 +101,8 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """Never raises from an operation. The first error is kept for ``error()``; from then until the next ``configure``
     operations do nothing and leave their tensors as they are.
     """
+
+    works_tell_all = False
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)

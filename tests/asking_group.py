@@ -1,0 +1,46 @@
+"""A replica group that does nothing but ask for quorums, over a session with a lighthouse."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.messages import MemberInfo, Quorum
+from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from keepstep_mesh.testing import DEADLINE
+from keepstep_mesh.tls import TlsFiles
+
+
+class Group:
+    """In session within ``async with``. ``pushes`` are kept until they are asked for."""
+
+    def __init__(
+        self,
+        *addresses: str,
+        name: str = "r0",
+        job: str = "job",
+        token: str | ClientToken | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        self.pushes: asyncio.Queue[Push] = asyncio.Queue()
+        settings = SessionSettings(addresses, job, f"{name}:1", token, DEADLINE, tls=tls or TlsFiles())
+        self.session = LighthouseSession(settings, self.pushes.put_nowait)
+
+    async def __aenter__(self) -> Self:
+        await self.session.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    async def ask(self, step: int = 0, timeout: float = DEADLINE, **changes: Any) -> Quorum:
+        asked = {"lineage": f"state {step}", "info": MemberInfo("http://10.0.0.1:1"), **changes}
+        return await self.session.quorum(step=step, timeout=timeout, **asked)
+
+    async def push_of(self, kind: type[Push]) -> Push:
+        """The next push of a kind; others before it are passed over."""
+        async with asyncio.timeout(DEADLINE):
+            while not isinstance(push := await self.pushes.get(), kind):
+                pass
+        return push

@@ -1,0 +1,29 @@
+"""A lighthouse for the Managers of a test, and the history of what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.coordination import LighthouseServer
+from keepstep_cli.check_history import check_files, violation_lines
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=20_000)
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The step log of all Managers of a test, which has to be a valid history."""
+    path = tmp_path / "steps.jsonl"
+    monkeypatch.setenv("KEEPSTEP_STEP_LOG", str(path))
+    yield path
+    if path.exists():
+        report = check_files([path])
+        assert report.fine, "\n".join(violation_lines(report))

@@ -1,0 +1,79 @@
+"""What the environment tells a Manager is in force, or refused by its name."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+from tests.services.manager.groups import manager
+
+from keepstep import Manager, ProcessGroupGloo
+from keepstep.coordination import LighthouseServer
+
+
+def test_without_any_address_the_error_says_what_to_set(monkeypatch):
+    for name in ("KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="set KEEPSTEP_LIGHTHOUSE="):
+        Manager(ProcessGroupGloo())
+
+
+@pytest.mark.parametrize("prefix", ["KEEPSTEP", "TORCHFT"])
+def test_the_quorum_timeout_of_the_environment_is_the_one_in_force(monkeypatch, prefix):
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    monkeypatch.setenv(f"{prefix}_QUORUM_TIMEOUT_SEC", "0.3")
+    monkeypatch.setenv(f"{prefix}_LIGHTHOUSE", server.address())
+    try:
+        m = Manager(ProcessGroupGloo(), lambda _: None, dict, replica_id="a", use_async_quorum=False)
+        try:
+            with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
+                m.start_quorum()
+            with pytest.raises(TimeoutError):  # still usable: it asks again
+                m.start_quorum()
+        finally:
+            m.shutdown()
+    finally:
+        server.shutdown()
+
+
+def test_a_bad_duration_in_the_environment_is_named(monkeypatch, lighthouse):
+    monkeypatch.setenv("KEEPSTEP_TIMEOUT_SEC", "soon")
+    with pytest.raises(ValueError, match=r"KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"):
+        Manager(ProcessGroupGloo(), lighthouse_addr=lighthouse)
+
+
+def test_a_lighthouse_and_a_port_that_are_given_are_not_those_of_the_environment(lighthouse, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE", "http://127.0.0.1:9")
+    monkeypatch.setenv("KEEPSTEP_MANAGER_PORT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with manager(lighthouse, "a", port=port, hostname="127.0.0.1") as m:
+        m.start_quorum()
+        assert m.should_commit()
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
+
+
+OVERRIDES = {
+    "TIMEOUT_SEC": ("1.5", "_timeout"),
+    "QUORUM_TIMEOUT_SEC": ("2.5", "_quorum_timeout"),
+    "CONNECT_TIMEOUT_SEC": ("3.5", "_connect_timeout"),
+}
+
+
+@pytest.mark.parametrize("prefix", ["KEEPSTEP", "TORCHFT"])
+def test_every_override_of_the_environment_reaches_where_the_value_is_used(lighthouse, monkeypatch, prefix):
+    for name, (value, _) in OVERRIDES.items():
+        monkeypatch.setenv(f"{prefix}_{name}", value)
+    monkeypatch.setenv(f"{prefix}_QUORUM_RETRIES", "4")
+    with manager(lighthouse, "a") as m:
+        assert {name: getattr(m, where) for name, (_, where) in OVERRIDES.items()} == {
+            name: timedelta(seconds=float(value)) for name, (value, _) in OVERRIDES.items()
+        }
+        assert (m._context.settings.connect_timeout, m._context.settings.quorum_retries) == (3.5, 4)
+        assert m._context.reconfigurer._timeout == timedelta(seconds=1.5)
+        assert m._context.transport._server._timeout == 1.5
+        m.start_quorum()
+        assert m._attempt is not None
+        assert m._attempt.timeout == 2.5
+        assert m.should_commit()

@@ -1,0 +1,165 @@
+"""What is ordered: evict, drain, readmit, a policy; and bodies that will not do."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from tests.services.rest.scene import JOB, scene
+
+from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.memory import MemoryStore
+from keepstep_lighthouse.store import WriteFailedError
+from keepstep_mesh.messages import Drain, Evicted, MemberLost, QuorumAnswer
+from lighthouse_driver import DEADLINE, connection, eventually
+
+
+async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -> None:
+    async with scene() as (_, rest, members):
+        event = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
+        assert (event["kind"], event["replica_id"]) == ("evicted", "r1")
+        facts = {"incarnations": ["r1:1"], "quorum_id": 1}
+        assert event["detail"] == {"reason": "bad GPU", "by": "admin at 127.0.0.1", "ban_seconds": 0.0, **facts}
+        assert await members[1].next(Evicted) == Evicted("bad GPU", 0.0)
+        await members[1].ended()
+        assert "evicted by admin" in (await members[0].next(MemberLost)).reason
+        assert event in (await rest.get(f"{JOB}/events"))["events"]
+        assert (await rest.get(f"{JOB}/replicas/r1"))["state"] == "gone"
+        assert await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}) == event
+
+
+async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
+    async with scene() as (one, rest, _members):
+        await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad host", "ban_seconds": 500})
+        await rest.post(f"{JOB}/replicas/never-seen/evict", {"reason": "bad host", "ban_seconds": 500})
+        assert [ban["target"] for ban in (await rest.get(JOB))["bans"]] == ["r1", "never-seen"]
+        async with connection(one.address, "r1:2") as banned:
+            await banned.hello()
+            assert (await banned.refusal()).code == "banned"
+        event = await rest.post(f"{JOB}/replicas/r1/readmit")
+        assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1"})
+        assert await rest.post(f"{JOB}/replicas/r1/readmit", {}) == event
+        async with connection(one.address, "r1:2") as welcome:
+            await welcome.hello()
+            await eventually(lambda: len(one.sessions) == 2)
+
+
+async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
+    async with scene() as (_, rest, members):
+        event = await rest.post(f"{JOB}/replicas/r0/drain", {"reason": "maintenance"})
+        assert (event["kind"], event["replica_id"]) == ("drain", "r0:1")
+        assert await members[0].next(Drain) == Drain("maintenance")
+        assert (await rest.get(f"{JOB}/replicas/r0"))["draining"] is True
+        assert await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"}) == event
+
+
+async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
+    async with scene(2, policy=Policy(min_replicas=2, reconnect_grace=DEADLINE)) as (_, rest, members):
+        before = (await rest.get(JOB))["policy"]
+        unchanged = {"job": "job", "policy": before, "event": None}
+        assert await rest.patch(JOB, {"min_replicas": 2}) == unchanged, "it was so from the beginning"
+        members[1].cut()
+        await members[0].ask(1, commit_failures=1)
+        changed = await rest.patch(JOB, {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3})
+        answer = await members[0].until(QuorumAnswer)
+        assert [member.replica_id for member in answer.members or ()] == ["r0:1"], "the one that waited is answered"
+        policy = {**before, "min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3}
+        assert (await rest.get(JOB))["policy"] == changed["policy"] == policy
+        event = changed["event"]
+        assert (event["kind"], event["replica_id"], event["detail"]) == (
+            "policy",
+            "",
+            {
+                "by": "admin at 127.0.0.1",
+                "changed": {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3},
+                "before": {"min_replicas": 2, "join_timeout": 60.0, "takeover_grace": None},
+            },
+        )
+        assert await rest.patch(JOB, {"min_replicas": 1}) == changed
+        assert [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "policy"] == [event]
+        again = await rest.patch(JOB, {"takeover_grace": None})
+        assert again["policy"]["takeover_grace"] is None
+        assert again["event"]["id"] > event["id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "nothing to change is given; there are min_replicas, max_replicas, join_timeout"),
+        (b'{"min_replica": 1}', "unknown field 'min_replica'; there are"),
+        (b'{"min_replicas": 1.5}', "min_replicas must be a whole number, not 1.5"),
+        (b'{"min_replicas": null}', "min_replicas must be a whole number, not None"),
+        (b'{"min_replicas": true}', "min_replicas must be a whole number, not True"),
+        (b'{"min_replicas": 0}', "min_replicas must be at least 1"),
+        (b'{"min_replicas": ' + b"9" * 400 + b"}", "min_replicas must be at least 1 (at most"),
+        (b'{"max_replicas": 1, "min_replicas": 2}', "max_replicas 1 is less than min_replicas 2"),
+        (b'{"join_timeout": "60s"}', "join_timeout must be a number, not '60s'"),
+        (b'{"join_timeout": NaN}', "join_timeout must be a time"),
+        (b'{"heal_timeout": 1e300}', "heal_timeout must be a time"),
+        (b'{"heartbeat_timeout": 0.001}', "groups that are alive would be lost"),
+        (b'{"takeover_grace": "none"}', "takeover_grace must be a number or null"),
+    ],
+)
+async def test_a_policy_that_will_not_do_is_a_problem_and_changes_nothing(body: bytes, said: str) -> None:
+    async with scene(1) as (one, rest, _members):
+        before = one.jobs["job"].core.record
+        assert said in (await rest.call("PATCH", JOB, 400, data=body))["detail"]
+        assert one.jobs["job"].core.record == before
+        await rest.patch("/v1/jobs/elsewhere", {"min_replicas": 1}, 404)
+
+
+async def test_a_policy_that_cannot_be_written_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object) -> bool:
+        raise WriteFailedError("the disk is full")
+
+    async with scene(1) as (one, rest, _members):
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", full)
+            await rest.patch(JOB, {"min_replicas": 7}, 503)
+        await eventually(lambda: one.term is not None)
+        assert (await rest.get(JOB))["policy"]["min_replicas"] == 1
+
+
+async def test_an_order_that_can_do_nothing_says_why() -> None:
+    async with scene() as (_, rest, members):
+        await rest.post(f"{JOB}/replicas/r1:1/evict", {"reason": "x"})
+        await members[1].ended()
+        problem = await rest.post(f"{JOB}/replicas/r1/drain", {"reason": "x"}, 409)
+        assert "gone already" in problem["detail"]
+        problem = await rest.post(f"{JOB}/replicas/r0/readmit", {}, 409)
+        assert problem["detail"] == "nothing stands against r0"
+
+
+@pytest.mark.parametrize(
+    ("order", "body", "said"),
+    [
+        ("evict", b"{", "the body is not JSON"),
+        ("evict", b"\xff\xfe", "the body is not JSON"),
+        ("evict", b"[" * 100_000, "the body is not JSON"),
+        ("evict", b"[]", "must be a JSON object"),
+        ("evict", b"", "a field is missing; there are ban_seconds, reason"),
+        ("evict", b'{"reason": 5}', "reason must be text, not 5"),
+        ("evict", b'{"reason": null}', "reason must be text"),
+        ("evict", b'{"reason": "x", "ban_seconds": "1"}', "ban_seconds must be a number"),
+        ("evict", b'{"reason": "x", "ban_seconds": true}', "ban_seconds must be a number"),
+        ("evict", b'{"reason": "x", "ban_seconds": -1}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "ban_seconds": NaN}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "ban_seconds": 1e300}', "ban_seconds must be between"),
+        ("evict", b'{"reason": "x", "for": 1}', "unknown field 'for'"),
+        ("drain", b'{"ban_seconds": 1, "reason": "x"}', "unknown field 'ban_seconds'; there are reason"),
+        ("drain", json.dumps({"reason": "x" * 1001}).encode(), "at most 1000"),
+        ("readmit", b'{"reason": "x"}', "unknown field 'reason'; there is none"),
+    ],
+)
+async def test_a_body_that_will_not_do_is_a_problem_that_names_the_field(order: str, body: bytes, said: str) -> None:
+    async with scene() as (one, rest, _members):
+        problem = await rest.call("POST", f"{JOB}/replicas/r0/{order}", 400, data=body)
+        assert said in problem["detail"]
+        assert len(one.sessions) == 2
+
+
+async def test_a_body_without_end_is_cut_off() -> None:
+    async with scene(1) as (_, rest, _members):
+        problem = await rest.call("POST", f"{JOB}/replicas/r0/evict", 413, data=io.BytesIO(b" " * 3_000_000))
+        assert problem["status"] == 413

@@ -1,0 +1,105 @@
+"""What is read: health, metrics, the cluster, jobs, quorums, replicas."""
+
+from __future__ import annotations
+
+import pytest
+from tests.services.rest.scene import JOB, scene
+
+from keepstep_mesh.messages import Heartbeat
+from lighthouse_driver import DEADLINE, eventually
+
+
+async def test_health_readiness_and_metrics() -> None:
+    async with scene() as (_, rest, _members):
+        assert (await rest.get("/healthz"))["status"] == "ok"
+        assert (await rest.get("/readyz"))["status"] == "ready"
+        async with rest.http.get(f"{rest.address}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for line in (
+            "keepstep_lighthouse_ready 1.0",
+            "keepstep_lighthouse_epoch 1.0",
+            "keepstep_lighthouse_sessions 2.0",
+            'keepstep_quorum_id{job="job"} 1.0',
+            'keepstep_quorum_members{job="job"} 2.0',
+            'keepstep_quorum_rounds_total{job="job"} 1.0',
+            'keepstep_groups{job="job",state="training"} 2.0',
+        ):
+            assert line in lines
+
+
+async def test_the_cluster_is_told_under_the_address_that_was_asked() -> None:
+    async with scene() as (one, rest, _):
+        rest.address = rest.address.replace("127.0.0.1", "localhost")
+        assert await rest.get("/v1/cluster") == {
+            "leader": rest.address,
+            "epoch": 1,
+            "nodes": [{"address": rest.address, "leads": True, "epoch": 1, "trouble": None}],
+            "services": [],
+            "store": {"kind": "memory", "trouble": None},
+        }
+        assert one.address != rest.address
+
+
+async def test_jobs_and_one_job() -> None:
+    async with scene(3) as (_, rest, _members):
+        job = await rest.get(JOB)
+        assert await rest.get("/v1/jobs") == {"jobs": [job]}
+        assert job["policy"]["min_replicas"] == 1
+        assert {name: job[name] for name in ("job", "quorum_id", "members", "healthy", "sessions", "bans")} == {
+            "job": "job",
+            "quorum_id": 1,
+            "members": 3,
+            "healthy": 3,
+            "sessions": 3,
+            "bans": [],
+        }
+
+
+async def test_the_quorum_and_why_the_next_is_not_formed() -> None:
+    async with scene() as (one, rest, members):
+        quorum = await rest.get(f"{JOB}/quorum")
+        assert (quorum["quorum_id"], quorum["members"], quorum["epoch"]) == (1, ["r0:1", "r1:1"], 1)
+        assert 0 <= quorum["age_seconds"] < DEADLINE
+        await members[0].ask(1)
+        await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ("r0:1",))
+        reason = (await rest.get(f"{JOB}/quorum"))["reason"]
+        assert reason["code"] == "majority"
+        assert "r1:1 heartbeats but has not asked" in reason["sentence"]
+
+
+async def test_replicas_by_name_and_by_incarnation() -> None:
+    async with scene() as (_, rest, members):
+        await members[0].send(Heartbeat())
+        every = (await rest.get(f"{JOB}/replicas"))["replicas"]
+        assert [(one["replica_id"], one["state"], one["member"]) for one in every] == [
+            ("r0:1", "training", True),
+            ("r1:1", "training", True),
+        ]
+        for spelled in ("r1", "r1:1", "r1%3A1"):
+            one = await rest.get(f"{JOB}/replicas/{spelled}")
+            assert (one["replica_id"], one["address"]) == ("r1:1", "http://r1:1")
+
+
+@pytest.mark.parametrize("path", ["", "/quorum", "/replicas", "/events", "/replicas/r0"])
+async def test_an_unknown_job_is_a_problem_that_names_those_there_are(path: str) -> None:
+    async with scene(1) as (_, rest, _members):
+        problem = await rest.get(f"/v1/jobs/elsewhere{path}", 404)
+        assert problem["detail"] == "there is no job 'elsewhere'; there are job"
+        assert problem["known"] == ["job"]
+
+
+async def test_an_unknown_replica_is_a_problem_that_names_those_there_are() -> None:
+    async with scene() as (_, rest, _members):
+        problems = [
+            await rest.get(f"{JOB}/replicas/r9", 404),
+            await rest.post(f"{JOB}/replicas/r9/evict", {"reason": "x"}, 404),
+            await rest.post(f"{JOB}/replicas/r9/drain", {"reason": "x"}, 404),
+        ]
+        for problem in problems:
+            assert "there are r0:1, r1:1" in problem["detail"]
+
+
+async def test_a_lighthouse_without_jobs_answers() -> None:
+    async with scene(0) as (_, rest, _members):
+        assert await rest.get("/v1/jobs") == {"jobs": []}
+        assert (await rest.get(JOB, 404))["detail"] == "there is no job 'job'; there is none"

@@ -1,0 +1,51 @@
+"""What either side of a session tells the other unasked."""
+
+from __future__ import annotations
+
+from tests.services.session.worker import in_session
+
+from keepstep_mesh.messages import (
+    PROTOCOL_VERSION,
+    Drain,
+    Healing,
+    MemberLost,
+    RoundBroken,
+    ServiceAddress,
+    Services,
+    Welcome,
+)
+from keepstep_mesh.session import Connected, Disconnected
+from keepstep_mesh.testing import scripted_lighthouse
+
+
+async def test_pushes_are_handed_on_in_order() -> None:
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        told = [MemberLost(3, "r1:9", "its connection broke"), RoundBroken(3, "half heard"), Drain("node goes down")]
+        for message in told:
+            peer.send(message)
+        assert [await worker.next_push(type(message)) for message in told] == told
+
+
+async def test_services_come_with_the_welcome_and_change_by_a_push() -> None:
+    relay, metrics = ServiceAddress("relay", "a", "http://a:1"), ServiceAddress("metrics", "m", "http://m:2")
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        assert worker.session.services == ()
+        peer.send(Services((relay,)))
+        assert await worker.next_push(Services) == Services((relay,))
+        peer.send(Services((relay,)))
+        peer.send(Services((metrics, relay)))
+        assert await worker.next_push(Services) == Services((metrics, relay)), "what is known already is not pushed"
+        assert worker.session.services == (metrics, relay)
+        peer.link.abort("test")
+        await worker.next_push(Disconnected)
+        assert worker.session.services == (metrics, relay), "kept while no lighthouse is there"
+        next_peer = await lighthouse.session(welcome_epoch=None)
+        next_peer.send(Welcome(PROTOCOL_VERSION, 1, 0, 30_000, 60_000, 200, "script", (relay,)))
+        await worker.next_push(Connected)
+        assert await worker.next_push(Services) == Services((relay,))
+
+
+async def test_healing_is_told() -> None:
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        worker.session.healing(10, 100, 2.5)
+        assert await peer.next(Healing) == Healing(10, 100, 2.5)
