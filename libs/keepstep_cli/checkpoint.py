@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from keepstep_cli.errors import Refused, Unreachable
 from keepstep_cli.options import job_option, json_option, lighthouse_option, tls_options, token_option
 from keepstep_cli.rest import Lighthouse, Relay, read_token
+
+if TYPE_CHECKING:
+    from keepstep_mesh.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -58,15 +61,10 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         addresses: str | None,
         job: str,
         token_file: Path | None,
-        tls_cert: Path | None,
-        tls_key: Path | None,
-        tls_ca: Path | None,
+        tls: TlsFiles,
         as_json: bool,
         **others: Any,
     ) -> None:
-        from keepstep_mesh.tls import tls_of_client
-
-        tls = tls_of_client({"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca})
         token = read_token(token_file)
         if relays is None:
             services = _run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
