@@ -39,6 +39,10 @@ def read_token(token_file: Path | None) -> ClientToken:
 class Lighthouse:
     """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
+    what = "lighthouse"
+    default: str | None = DEFAULT_LIGHTHOUSE
+    advice = "Start one with `keepstep up`, or say where it is with --lighthouse or KEEPSTEP_LIGHTHOUSE."
+
     def __init__(
         self,
         addresses: str | None,
@@ -49,9 +53,9 @@ class Lighthouse:
         from keepstep_mesh.settings import split_addresses
 
         try:
-            self._addresses = split_addresses(addresses or DEFAULT_LIGHTHOUSE)
+            self._addresses = split_addresses(addresses or self.default or "")
         except ValueError as error:
-            raise click.UsageError(f"--lighthouse: {error}") from error
+            raise click.UsageError(f"--{self.what}: {error}") from error
         self._token = token
         self._tls = tls
         self._timeout = timeout
@@ -59,6 +63,18 @@ class Lighthouse:
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await answer.json()
+
+    async def read(self, *path: str, limit: int, **query: int) -> bytes:
+        """The answer as bytes. ``Refused`` when there are more than ``limit``."""
+        async with self._answer("GET", path, None, params=query) as answer:
+            length = answer.content_length
+            if length is None or length > limit:
+                raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken")
+            return await answer.read()
+
+    async def delete(self, *path: str) -> None:
+        async with self._answer("DELETE", path, self._timeout):
+            pass
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:
@@ -119,8 +135,12 @@ class Lighthouse:
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
                         raise Unreachable(f"{address} broke off: {str(error) or type(error).__name__}") from error
                 return
-        raise Unreachable(
-            "no lighthouse answers; tried\n  "
-            + "\n  ".join(tried)
-            + "\nStart one with `keepstep up`, or say where it is with --lighthouse or KEEPSTEP_LIGHTHOUSE."
-        )
+        raise Unreachable(f"no {self.what} answers; tried\n  " + "\n  ".join(tried) + f"\n{self.advice}")
+
+
+class Relay(Lighthouse):
+    """A checkpoint relay."""
+
+    what = "relay"
+    default = None
+    advice = "Start one with `keepstep up` or `keepstep relay`, or say where it is with --relay or KEEPSTEP_RELAY."

@@ -98,6 +98,53 @@ def show_facts(facts: dict[str, Any]) -> None:
     _print(table)
 
 
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
+    if not checkpoints:
+        _print("no checkpoints of this job")
+        return
+    table = _table("checkpoint", "step", "kind", "state", "ranks", "size", "chunks", "lacking", "where", "begun")
+    for one in checkpoints:
+        tiers = {"memory": one["in_memory"], "disk": one["on_disk"], "durable": one["durable"]}
+        table.add_row(
+            escape(one["id"]),
+            str(one["step"]),
+            one["kind"],
+            one["state"],
+            str(one["ranks"]),
+            _bytes(one["bytes"]),
+            str(one["chunks"]),
+            str(one["lacking"]),
+            ", ".join(tier for tier, some in tiers.items() if some),
+            datetime.fromtimestamp(one["begun"]).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
+        )
+    _print(table)
+
+
+def show_ranks(ranks: list[dict[str, Any]]) -> None:
+    table = _table("rank", "root", "producers", "size", "chunks", "lacking", "reported")
+    for one in ranks:
+        others = [name for name, root in one["roots"].items() if root != one["root"]]
+        producers = f"{len(one['roots'])}" + (f", another state: {', '.join(others)}" if others else "")
+        table.add_row(
+            str(one["rank"]),
+            (one["root"] or "-")[:16],
+            escape(producers),
+            _bytes(one["bytes"]),
+            str(one["chunks"]),
+            str(one["lacking"]),
+            "yes" if one["reported"] else "no",
+        )
+    _print(table)
+
+
 def show_policy(policy: dict[str, Any]) -> None:
     table = _table("limit", "value")
     for name, value in policy.items():

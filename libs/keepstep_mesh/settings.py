@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 PREFIXES = ("KEEPSTEP_", "TORCHFT_")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTkmgt])(?:i?[Bb])?|[Bb])?")
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?")
 
 
@@ -95,6 +96,14 @@ def duration(text: str) -> float:
     if match is None:
         raise ValueError("not a time; write 500ms, 1.5s, 2m or 1h (a bare number is seconds)")
     return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def byte_size(text: str) -> int:
+    """``"8GiB"``, ``"512M"``, ``"1000000"`` in bytes, K to T being powers of 1024. ``ValueError`` for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("not a size; write 512MiB, 8GiB or a number of bytes")
+    return int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
 
 
 def boolean(text: str) -> bool:

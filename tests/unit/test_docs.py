@@ -54,18 +54,22 @@ def test_every_route_is_documented():
         assert f"`{route.method} {path}`" in DOCS
 
 
-def test_every_route_is_documented_with_the_roles_that_may_use_it():
+@pytest.mark.parametrize("page", ["lighthouse.md", "relay.md"])
+def test_every_route_is_documented_with_the_roles_that_may_use_it(page):
     from keepstep_lighthouse.app import Lighthouse
     from keepstep_lighthouse.settings import LighthouseSettings
     from keepstep_mesh.auth import Access
     from keepstep_mesh.service import all_routes
+    from keepstep_relay.app import Relay
+    from keepstep_relay.settings import RelaySettings
 
-    text = (ROOT / "docs" / "lighthouse.md").read_text()
+    services = {"lighthouse.md": Lighthouse(LighthouseSettings()), "relay.md": Relay(RelaySettings())}
+    text = (ROOT / "docs" / page).read_text()
     rows = re.findall(r"^\| `(\w+) (/\S*)` \| (.*?) \|", text, re.MULTILINE)
     written = {(method, path): role for method, path, role in rows}
     names = {Access.OPEN: "none", Access.READ: "any", Access.WORKER: "worker", Access.SERVICE: "service"}
     names[Access.ADMIN] = "admin"
-    routes = all_routes(Lighthouse(LighthouseSettings()).service())
+    routes = all_routes(services[page].service())
     assert {(one.method, one.path): names[one.access] for one in routes} == written
 
 

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from keepstep.checkpointing.http_client import Fetch
 from keepstep.checkpointing.http_server import CheckpointServer
-from keepstep.checkpointing.manifest import Origin, build_manifest
+from keepstep.checkpointing.manifest import build_manifest
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.manifest import Origin
 from keepstep_mesh.settings import outward_address
 
 T = TypeVar("T")
