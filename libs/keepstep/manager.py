@@ -83,7 +83,7 @@ class Manager:
         store_addr, store_port: where the ranks of one group find each other; default: MASTER_ADDR and MASTER_PORT.
             Not used by a group of one.
         lighthouse_addr: ``http://host:port``, several separated by commas; default: ``KEEPSTEP_LIGHTHOUSE``.
-        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random name.
+        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random one of rank 0.
         port: of the group server on rank 0 (``KEEPSTEP_MANAGER_PORT``); default: any free one.
         hostname: to advertise; default: the address of the interface that reaches the lighthouse.
         heartbeat_interval: between heartbeats to the lighthouse, unless it asks for fewer.
@@ -546,4 +546,5 @@ class Manager:
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             self._mesh.call(self._link.close(), limit)
         self._mesh.stop()
+        self._store = None
         self._context.steps.close()

@@ -1,0 +1,83 @@
+"""Several ranks in one group: each is a thread of this process with a Manager, and they meet in a store."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from tests.services.manager.groups import SECOND, manager, together
+
+from keepstep_mesh.errors import KeepstepError
+
+
+def place_to_meet() -> dict[str, Any]:
+    """A free port for the store that rank 0 serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"store_addr": "127.0.0.1", "store_port": probe.getsockname()[1], "world_size": 2}
+
+
+def what_comes_of(work: Callable[[], Any]) -> Any:
+    """Its result, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return error
+
+
+@pytest.mark.parametrize("name", [None, "g"])
+def test_ranks_without_a_name_form_the_group_that_rank_0_names(lighthouse, monkeypatch, name):
+    monkeypatch.delenv("REPLICA_GROUP_ID", raising=False)
+    place = place_to_meet()
+
+    def rank(number: int) -> tuple[str, bool]:
+        with manager(lighthouse, name if number == 0 else None, rank=number, **place) as m:
+            m.start_quorum()
+            return m.replica_id(), m.should_commit()
+
+    first, second = together(lambda: rank(0), lambda: rank(1))
+    assert first == second
+    assert first[0].partition(":")[0] == (name or first[0].partition(":")[0])
+    assert first[1]
+
+
+def test_a_rank_that_meets_another_group_in_its_store_says_so(lighthouse):
+    place = place_to_meet()
+    other_came = []
+
+    def rank_0() -> None:
+        with manager(lighthouse, "a", rank=0, **place):
+            while not other_came:
+                time.sleep(0.01)
+
+    def rank_1() -> Any:
+        try:
+            with manager(lighthouse, "b", rank=1, **place):
+                return None
+        except KeepstepError as error:
+            return str(error)
+        finally:
+            other_came.append(True)
+
+    assert "rank 1 of b found rank 0 of a:" in together(rank_0, rank_1)[1]
+
+
+def test_whoever_is_missing_is_a_timeout(lighthouse):
+    place = place_to_meet()
+
+    def come(rank: int, lighthouse: str, limit: timedelta) -> Any:
+        return what_comes_of(lambda: manager(lighthouse, "a", rank=rank, connect_timeout=limit, **place).__enter__())
+
+    alone = come(1, lighthouse, SECOND)
+    assert isinstance(alone, TimeoutError)
+    assert str(place["store_port"]) in str(alone)
+    without_lighthouse, without_rank_0 = together(
+        lambda: come(0, "http://127.0.0.1:9", 4 * SECOND), lambda: come(1, lighthouse, 2 * SECOND)
+    )
+    assert isinstance(without_lighthouse, TimeoutError)
+    assert isinstance(without_rank_0, TimeoutError)
+    assert "rank 1 was not told where rank 0 of its group is" in str(without_rank_0)
