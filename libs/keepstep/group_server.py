@@ -141,15 +141,16 @@ class GroupServer:
             raise
 
     async def close(self) -> None:
-        """Says goodbye to the ranks and stops listening. The lighthouse session just ends, unless ``leave`` came
-        before.
+        """Says goodbye to the ranks, unless the group is lost, and stops listening. The lighthouse session just ends,
+        unless ``leave`` came before.
         """
         self._leaving = True
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for peer in tuple(self._ranks.values()):
-            await peer.send(Goodbye())
+            if not self._failed:
+                await peer.send(Goodbye())
             await peer.socket.close()
         self._deny_asks("closed", "the group server was shut down")
         self._served.close()

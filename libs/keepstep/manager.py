@@ -527,7 +527,7 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Says leave, frees threads, ports and memory. Twice is fine.
 
-        In the middle of a step the group does not say leave: its peers must learn that it is lost.
+        In the middle of a step the group does not say leave: its peers must learn that it is lost. Its other ranks end.
         """
         if self._shut_down:
             return
@@ -541,6 +541,8 @@ class Manager:
                 self._mesh.call(self._link.leave("shutdown", limit), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as error:
                 self._context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+        elif in_step and self._settings.world_size > 1:
+            self._context.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
         self._reconfigurer.shutdown()
         self._transport.shutdown(wait=wait)
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):

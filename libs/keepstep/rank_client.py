@@ -147,6 +147,7 @@ class RankClient:
                         self._goodbye.set()
                     case Failed():
                         reason = message.reason
+                        break
                     case Heartbeat():
                         pass
                     case Services(services):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,3 +83,46 @@ def test_whoever_is_missing_is_a_timeout(lighthouse):
     assert isinstance(without_lighthouse, TimeoutError)
     assert isinstance(without_rank_0, TimeoutError)
     assert "rank 1 was not told where rank 0 of its group is" in str(without_rank_0)
+
+
+@pytest.fixture
+def ended(monkeypatch) -> queue.Queue[tuple[str, int]]:
+    """Why and with which code a rank was to end, in place of its end."""
+    told: queue.Queue[tuple[str, int]] = queue.Queue()
+    monkeypatch.setattr("keepstep.manager.end_process", lambda reason, code: told.put((reason, code)))
+    return told
+
+
+@pytest.mark.parametrize("going", [0, 1])
+def test_a_rank_that_goes_in_the_middle_of_a_step_takes_the_others_along_at_once(lighthouse, ended, going):
+    place = place_to_meet()
+    in_step = threading.Barrier(2)
+
+    def rank(number: int) -> tuple[str, int] | None:
+        with manager(lighthouse, "g", rank=number, **place) as m:
+            m.start_quorum()
+            m.wait_quorum()
+            in_step.wait(30)
+            return None if number == going else ended.get(timeout=30)
+
+    assert together(lambda: rank(0), lambda: rank(1))[1 - going] == (f"rank {going} ended in the middle of a step", 75)
+
+
+def test_a_rank_that_goes_between_two_steps_ends_nobody(lighthouse, ended):
+    place = place_to_meet()
+    gone = threading.Event()
+
+    def rank(number: int) -> Any:
+        with manager(lighthouse, "g", rank=number, **place) as m:
+            m.start_quorum()
+            assert m.should_commit()
+            if number == 1:
+                assert gone.wait(30)
+                m.start_quorum()
+                return what_comes_of(m.wait_quorum)
+        gone.set()
+        return None
+
+    error = together(lambda: rank(0), lambda: rank(1))[1]
+    assert isinstance(error, KeepstepError)
+    assert ended.empty()
