@@ -51,6 +51,7 @@ HELLO_DEADLINE = 10.0
 LEAVE_PATIENCE = 1.0
 """How long a group that is to leave waits for the answer to a request that is open."""
 LEAVE_SECONDS = 5.0
+"""How long it waits for the lighthouse to take its goodbye."""
 
 
 class _Rank:
@@ -191,11 +192,11 @@ class GroupServer:
         """The groups that should answer may have left already: then there is no next step to leave at."""
         if self._requesting:
             self._wish = reason
-            self._own(self._leave_quietly(reason))
+            self._own(self._leave_anyway(reason, LEAVE_SECONDS))
 
-    async def _leave_quietly(self, reason: str) -> None:
+    async def _leave_anyway(self, reason: str, timeout: float) -> None:
         try:
-            await self.leave(reason, LEAVE_SECONDS)
+            await self.leave(reason, timeout)
         except (TimeoutError, KeepstepError, OSError) as error:
             log.warning("could not say goodbye; leaving all the same", error=str(error))
             await self._session.close()
@@ -269,7 +270,7 @@ class GroupServer:
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
         merged = merge_asks(asks)
         if merged.leaving:
-            await self.leave(merged.leaving, merged.timeout)
+            await self._leave_anyway(merged.leaving, min(merged.timeout, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
         self._attempt += 1
         info = MemberInfo(

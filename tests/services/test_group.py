@@ -169,6 +169,13 @@ async def test_one_rank_that_was_told_to_leave_takes_the_group_along(pair):
     assert [str(answer) for answer in answers] == ["SIGTERM"] * 2
 
 
+async def test_a_group_leaves_although_no_lighthouse_takes_its_goodbye(lighthouse, pair):
+    await lighthouse.stop()
+    answers = await pair.ask(leaving="SIGTERM", timeout_ms=300)
+    assert [repr(answer) for answer in answers] == ["Leaving('SIGTERM')"] * 2
+    assert [type(answer) for answer in await pair.ask()] == [SessionClosed] * 2, "it has left"
+
+
 @pytest.mark.parametrize(
     ("rank", "changes", "message"),
     [
