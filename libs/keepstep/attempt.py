@@ -30,6 +30,7 @@ from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.lineage import is_torn
 from keepstep_mesh.logging import Logger
 from keepstep_mesh.messages import RankAsk, RankVote
 
@@ -207,7 +208,7 @@ class Attempt:
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
                 self.report(error)
-        if not plan.heal and context.standing.torn:
+        if not plan.heal and (context.standing.torn or is_torn(plan.lineage)):  # so is a group of which one rank is
             context.end_for(
                 KeepstepError(
                     "a broken heal left this group's state half written and no healthy group is there to heal from; "

@@ -21,6 +21,7 @@ from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
+from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -103,6 +104,8 @@ class GroupServer:
         self._info = MemberInfo()
         self._checkpoints: dict[int, str] = {}
         self._attempt = 0
+        self._healed = False
+        """Whether the last quorum told the group to heal."""
         self._failed = ""
         self._leaving = False
         self._requesting = False
@@ -268,7 +271,7 @@ class GroupServer:
                 future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
 
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
-        merged = merge_asks(asks)
+        merged = merge_asks(asks, self.replica_id, healed=self._healed)
         if merged.leaving:
             await self._leave_anyway(merged.leaving, min(merged.timeout, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
@@ -304,6 +307,7 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
+        self._healed = not quorum.uniform and reference_state(quorum.listed) != (merged.step, merged.lineage)
         return RankQuorum(asks[0].request, self._attempt, quorum)
 
     # ---- votes

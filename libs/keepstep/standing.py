@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.quorum_plan import QuorumPlan
-from keepstep_mesh.lineage import TORN
+from keepstep_mesh.lineage import TORN, is_torn
 from keepstep_mesh.messages import Lineage
 
 
@@ -43,7 +43,7 @@ class Standing:
 
     @property
     def torn(self) -> bool:
-        return isinstance(self.lineage, str) and self.lineage.startswith(TORN)
+        return is_torn(self.lineage)
 
     def commit(self, plan: QuorumPlan, participants: int, *, behind: bool) -> None:
         """``behind``: the group took part as it was, without healing, and still holds other weights than the cohort."""

@@ -11,8 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from tests.services.manager.groups import SECOND, manager, together
 
+from keepstep import HTTPTransport
+from keepstep.checkpointing.errors import TransferError
 from keepstep_mesh.errors import KeepstepError
 
 
@@ -126,3 +129,82 @@ def test_a_rank_that_goes_between_two_steps_ends_nobody(lighthouse, ended):
     error = together(lambda: rank(0), lambda: rank(1))[1]
     assert isinstance(error, KeepstepError)
     assert ended.empty()
+
+
+class Flaky(HTTPTransport[dict[str, Any]]):
+    """Its first heal fails, before it has touched any state."""
+
+    tries = 0
+
+    def recv_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self.tries += 1
+        if self.tries == 1:
+            raise TransferError("a hiccup", torn=False)
+        return super().recv_checkpoint(*args, **options)
+
+
+@pytest.mark.parametrize("torn", [True, False], ids=["half written", "untouched"])
+def test_a_rank_that_cannot_heal_costs_its_group_one_step_and_then_all_its_ranks_heal(lighthouse, ended, torn):
+    ahead, healed = threading.Event(), threading.Event()
+    over: list[bool] = []
+    veterans = threading.Barrier(2, lambda: over.append(healed.is_set()))
+    places = {"a": place_to_meet(), "b": place_to_meet()}
+
+    def veteran(rank: int) -> None:
+        with manager(lighthouse, "a", {"w": torch.full((2,), 7.0)}, rank=rank, **places["a"]) as m:
+            while veterans.wait(30) >= 0 and not over[-1]:
+                m.start_quorum()
+                m.allreduce(torch.ones(1)).wait()
+                m.should_commit()
+                if m.current_step() == 3:
+                    ahead.set()
+
+    def joiner(rank: int) -> tuple[list[bool], bool, list[float]]:
+        assert ahead.wait(30)
+        state, failures = {"w": torch.zeros(2)}, []
+
+        def load(new: dict[str, Any]) -> None:
+            if torn and rank == 1 and not failures:
+                failures.append(1)
+                raise OSError("a hiccup")
+            state.update(new)
+
+        options: dict[str, Any] = {}
+        if not torn and rank == 1:
+            options["checkpoint_transport"] = Flaky(timeout=20 * SECOND, num_chunks=0, hostname="127.0.0.1")
+        with manager(lighthouse, "b", rank=rank, **places["b"], **options) as m:
+            m.set_state_dict_fns(load, lambda: dict(state))
+            committed = []
+            while committed.count(True) < 2:
+                m.start_quorum()
+                m.allreduce(torch.ones(1)).wait()
+                committed.append(m.should_commit())
+            healed.set()
+            return committed, m.current_step() > 3, state["w"].tolist()
+
+    *_, first, second = together(lambda: veteran(0), lambda: veteran(1), lambda: joiner(0), lambda: joiner(1))
+    assert first == second == ([False, True, True], True, [7.0, 7.0])
+    assert ended.empty()
+
+
+def test_a_group_with_a_torn_rank_and_nobody_to_heal_from_ends(lighthouse, ended):
+    place = place_to_meet()
+    both = threading.Barrier(2)
+
+    def rank(number: int) -> Any:
+        with manager(lighthouse, "g", rank=number, **place) as m:
+            m.start_quorum()
+            assert m.should_commit()
+            if number == 1:
+                m.mark_torn()
+
+            def step() -> bool:
+                m.start_quorum()
+                return m.should_commit()
+
+            error = what_comes_of(step)
+            both.wait(30)
+            return str(error)
+
+    for error in together(lambda: rank(0), lambda: rank(1)):
+        assert "no healthy group is there to heal from" in error
