@@ -68,6 +68,8 @@ WELCOME_SECONDS = 5.0
 """From hello to welcome."""
 ANSWER_MARGIN = 0.25
 """Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
+PROBE_SECONDS = 0.01
+"""Between two looks for a sign of life."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 
@@ -238,6 +240,23 @@ class LighthouseSession:
         self._end(SessionClosed(f"the group failed: {reason}"))
         if link is not None:
             await asyncio.wait([link.closed], timeout=timeout)
+
+    async def probe(self, timeout: float) -> None:
+        """Returns once a lighthouse has given a sign of life. TimeoutError with the reason after ``timeout`` s."""
+        began, asked = self._loop.time(), None
+        try:
+            async with asyncio.timeout(timeout):
+                while self._ended is None:
+                    if self.lighthouse and self._link is not None:
+                        if self._link is not asked:
+                            asked = self._link
+                            asked.ping()
+                        elif asked.last_received >= began:
+                            return
+                    await asyncio.sleep(PROBE_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"no sign of life within {timeout:g} s: {self._why()}") from None
+        raise self._ended
 
     # ---- the step
 
