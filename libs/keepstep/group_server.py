@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from aiohttp import WSMsgType, web
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
-from keepstep.group_core import CommitBarrier, DisagreeError, merge_asks
+from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial, denied
+from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
+from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -35,7 +36,6 @@ from keepstep_mesh.messages import (
     MemberInfo,
     RankAsk,
     RankDecision,
-    RankDenied,
     RankHello,
     RankQuorum,
     RankReady,
@@ -111,7 +111,7 @@ class GroupServer:
         self._requesting = False
         self._wish = ""
         """Why the group left in the middle of a request."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks(self._broke)
         self._runner: web.AppRunner | None = None
         self.address = ""
 
@@ -139,7 +139,7 @@ class GroupServer:
             if connect:
                 await self._session.start()
             if self._settings.world_size > 1:
-                self._own(self._watch_ranks())
+                self._tasks.start(self._watch_ranks())
         except BaseException:
             await self.close()
             raise
@@ -149,9 +149,7 @@ class GroupServer:
         unless ``leave`` came before.
         """
         self._leaving = True
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for peer in tuple(self._ranks.values()):
             if not self._failed:
                 await peer.send(Goodbye())
@@ -163,10 +161,9 @@ class GroupServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def _own(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _broke(self, error: BaseException) -> None:
+        log.error("the group server broke", replica_id=self.replica_id, exc_info=error)
+        self._tasks.start(self.fail(f"the group server broke: {error!r}"))
 
     # ---- what rank 0 does itself (RankLink)
 
@@ -195,7 +192,7 @@ class GroupServer:
         """The groups that should answer may have left already: then there is no next step to leave at."""
         if self._requesting:
             self._wish = reason
-            self._own(self._leave_anyway(reason, LEAVE_SECONDS))
+            self._tasks.start(self._leave_anyway(reason, LEAVE_SECONDS))
 
     async def _leave_anyway(self, reason: str, timeout: float) -> None:
         try:
@@ -234,7 +231,7 @@ class GroupServer:
         self._asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
             asks, self._asks = self._asks, {}
-            self._own(self._round(asks))
+            self._tasks.start(self._round(asks))
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -350,7 +347,9 @@ class GroupServer:
             if self._ranks.get(peer.rank) is peer:
                 del self._ranks[peer.rank]
             if not peer.said_goodbye and not self._leaving:
-                self._own(self.fail(f"rank {peer.rank} of {self._settings.world_size} died: its connection ended"))
+                self._tasks.start(
+                    self.fail(f"rank {peer.rank} of {self._settings.world_size} died: its connection ended")
+                )
         return socket
 
     def _check_hello(self, hello: object) -> None:
@@ -382,9 +381,9 @@ class GroupServer:
                 return
             match message:
                 case RankAsk():
-                    self._own(self._answer_ask(peer, message))
+                    self._tasks.start(self._answer_ask(peer, message))
                 case RankVote():
-                    self._own(self._answer_vote(peer, message))
+                    self._tasks.start(self._answer_vote(peer, message))
                 case Healing():
                     self.healing(message.bytes_done, message.bytes_total, message.bytes_per_second)
                 case Leave():
@@ -401,17 +400,8 @@ class GroupServer:
     async def _answer_ask(self, peer: _Rank, ask: RankAsk) -> None:
         try:
             answer = await self._ask(peer.rank, ask)
-        except TimeoutError as error:
-            await peer.send(RankDenied(ask.request, "deadline", str(error)))
-        except Leaving as error:
-            await peer.send(RankDenied(ask.request, "leaving", str(error)))
-        except LayoutMismatch as error:
-            await peer.send(RankDenied(ask.request, "layout", str(error), error.peer_address))
-        except SessionClosed as error:
-            await peer.send(RankDenied(ask.request, "closed", str(error)))
-        except KeepstepError as error:
-            code = "disagree" if isinstance(error, DisagreeError) else "failed"
-            await peer.send(RankDenied(ask.request, code, str(error)))
+        except Exception as error:  # noqa: BLE001  the rank waits for an answer, whatever it is
+            await peer.send(denied(ask.request, error))
         else:
             await peer.send(answer)
 
@@ -436,7 +426,7 @@ class GroupServer:
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
             for peer in tuple(self._ranks.values()):
-                self._own(peer.send(push))
+                self._tasks.start(peer.send(push))
 
     # ---- what peers read
 

@@ -148,6 +148,33 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
     await other.close()
 
 
+async def test_a_request_that_cannot_be_sent_is_an_error_for_every_rank(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask(handle=object())), pair.clients[0].ask(ask()), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [TypeError, KeepstepError]
+    assert str(answers[1]) == f"TypeError: {answers[0]}"
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
+
+
+async def test_a_group_server_that_breaks_fails_its_group(pair, monkeypatch):
+    def break_down(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(pair.server._barrier, "vote", break_down)
+    with pytest.raises(SessionClosed, match=r"the group server broke: TypeError\('a bug'\)"):
+        await pair.clients[0].vote(RankVote(1, 1, 0, 1, True), DEADLINE)
+    await eventually(lambda: len(pair.failed) == 2)
+
+
+async def test_a_rank_tells_how_far_its_heal_is_and_nobody_minds_when_the_server_is_gone(pair):
+    pair.clients[0].healing(1, 2, 3.0)
+    await pair.server.close()
+    pair.clients[0].healing(2, 2, 3.0)
+    await pair.clients[0].close()
+    assert not pair.failed
+
+
 async def test_a_rank_that_leaves_properly_fails_nobody(pair):
     await pair.clients[0].leave("done", DEADLINE)
     await pair.clients[0].close()
