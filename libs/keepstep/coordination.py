@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from keepstep.environment import address_towards, restart_count, variable
+from keepstep.environment import restart_count, variable
 from keepstep.group import GroupSettings
 from keepstep.group_peers import checkpoint_metadata
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
+from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger

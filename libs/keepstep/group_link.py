@@ -20,6 +20,7 @@ from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.rank_client import RankClient
+from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
@@ -87,7 +88,7 @@ class LinkSettings:
             name=replica_id or _name_of_group(),
             rank=rank,
             world_size=world_size,
-            host=hostname or environment.address_towards(lighthouses[0]),
+            host=hostname or address_towards(lighthouses[0]),
             port=port or environment.integer("MANAGER_PORT", 0),
             store_addr=store_addr,
             store_port=store_port,

@@ -20,6 +20,7 @@ from keepstep.group_core import CommitBarrier, merge_asks
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
+from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.lineage import reference_state
@@ -134,8 +135,7 @@ class GroupServer:
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
         try:
             await site.start()
-            host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-            self.address = f"http://{host}:{self._runner.addresses[0][1]}"
+            self.address = f"http://{in_url(self._settings.host)}:{self._runner.addresses[0][1]}"
             if connect:
                 await self._session.start()
             if self._settings.world_size > 1:

@@ -39,13 +39,14 @@ from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import Store, StoreError, open_store
 from keepstep_lighthouse.term import STORE_TIMEOUT, Term, TermOverError
 from keepstep_mesh import codec, websocket
+from keepstep_mesh.addresses import in_url, outward_address
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address, outward_address
+from keepstep_mesh.settings import bind_address
 
 MAX_JOBS = 1000
 MAX_SESSIONS = 20_000
@@ -203,7 +204,7 @@ class Lighthouse:
         host = urlsplit(self.address).hostname or ""
         if host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
             return self.address
-        return self.address.replace(f"[{host}]" if ":" in host else host, outward_address())
+        return self.address.replace(in_url(host), outward_address())
 
     def _token_for_leader(self) -> str | None:
         tokens = self.settings.tokens
