@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from keepstep.environment import restart_count, variable
+from keepstep.environment import restart_count
 from keepstep.group import GroupSettings
 from keepstep.group_peers import checkpoint_metadata
 from keepstep.group_server import GroupServer
@@ -30,7 +30,7 @@ from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
 from keepstep_mesh.session import LighthouseSession, SessionSettings
 from keepstep_mesh.settings import Settings, split_addresses
-from keepstep_mesh.tls import tls_of_client, tls_of_service
+from keepstep_mesh.tls import tls_of_service
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -193,14 +193,7 @@ class LighthouseClient:
 
     async def _open_session(self, replica_id: str) -> LighthouseSession:
         session = LighthouseSession(
-            SessionSettings(
-                addresses=self._addresses,
-                job=variable("JOB") or "default",
-                replica_id=replica_id,
-                token=ClientToken(),
-                tls=tls_of_client(),
-                connect_timeout=self._connect_timeout,
-            ),
+            SessionSettings.from_environment(self._addresses, replica_id, connect_timeout=self._connect_timeout),
             lambda _: None,
         )
         await session.start()
@@ -289,31 +282,22 @@ class ManagerServer:
     ) -> None:
         addresses = split_addresses(lighthouse_addr)
         port = bind.rpartition(":")[2]
-        token = ClientToken()
         self._mesh = MeshThread("keepstep-manager-server")
         self._server = GroupServer(
             GroupSettings(
-                replica_id=replica_id,
                 world_size=world_size,
                 host=hostname or address_towards(addresses[0]),
                 port=int(port) if port.isdigit() else 0,
                 restart=restart_count(),
                 store_address=store_addr,
-                token=token,
                 quorum_retries=quorum_retries,
                 rank_0_connects=True,
             ),
-            lambda name, push: LighthouseSession(
-                SessionSettings(
-                    addresses=addresses,
-                    job=variable("JOB") or "default",
-                    replica_id=name,
-                    token=token,
-                    tls=tls_of_client(),
-                    connect_timeout=connect_timeout.total_seconds(),
-                    heartbeat_interval=heartbeat_interval.total_seconds(),
-                ),
-                push,
+            SessionSettings.from_environment(
+                addresses,
+                replica_id,
+                connect_timeout=connect_timeout.total_seconds(),
+                heartbeat_interval=heartbeat_interval.total_seconds(),
             ),
             lambda _: None,  # the ranks are told, and the server says so in its log
             lambda _: None,

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from keepstep.group_core import DisagreeError
 from keepstep.rendezvous_server import KeyValueServer
-from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.messages import RankAsk, RankDenied, RankQuorum, RankVote, ServiceAddress
 
@@ -56,7 +55,6 @@ class RankLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    replica_id: str
     world_size: int
     host: str
     """Address to advertise; the server binds to it."""
@@ -64,7 +62,6 @@ class GroupSettings:
     restart: int = 0
     store_address: str = ""
     """What members are told to meet at; empty: this server."""
-    token: str | ClientToken | None = None
     quorum_retries: int = 0
     rank_0_connects: bool = False
     """True: rank 0 is a client like the others (``coordination.ManagerServer``)."""

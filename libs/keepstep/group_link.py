@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import cast
 
@@ -23,17 +23,16 @@ from keepstep.rank_client import RankClient
 from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
-from keepstep_mesh.tls import TlsFiles, tls_of_client
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
     """Everything that arguments and environment say about this rank's place."""
 
-    lighthouses: tuple[str, ...]
-    job: str
+    session: SessionSettings
+    """With the lighthouse, of rank 0; its replica_id is rank 0's to fill in."""
     name: str
     """The group's stable name; empty: rank 0 makes one up."""
     rank: int
@@ -43,11 +42,15 @@ class LinkSettings:
     store_addr: str | None
     store_port: int | None
     restart: int
-    token: ClientToken
-    tls: TlsFiles
-    heartbeat_interval: float
-    connect_timeout: float
     quorum_retries: int
+
+    @property
+    def job(self) -> str:
+        return self.session.job
+
+    @property
+    def token(self) -> str | ClientToken | None:
+        return self.session.token
 
     @classmethod
     def from_arguments(
@@ -83,8 +86,9 @@ class LinkSettings:
                 f"MASTER_PORT (torchrun and `keepstep run` do), or pass store_addr and store_port"
             )
         return cls(
-            lighthouses=lighthouses,
-            job=environment.variable("JOB") or "default",
+            session=SessionSettings.from_environment(
+                lighthouses, "", connect_timeout=connect_timeout, heartbeat_interval=heartbeat_interval
+            ),
             name=replica_id or _name_of_group(),
             rank=rank,
             world_size=world_size,
@@ -93,10 +97,6 @@ class LinkSettings:
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),
-            token=ClientToken(),
-            tls=tls_of_client(),
-            heartbeat_interval=heartbeat_interval,
-            connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
         )
 
@@ -114,33 +114,20 @@ def connect_group(
 
     All of it within connect_timeout, else TimeoutError.
     """
-    deadline = time.monotonic() + settings.connect_timeout
+    deadline = time.monotonic() + settings.session.connect_timeout
     store = _MeetingStore(settings, deadline) if settings.world_size > 1 else None
     if settings.rank == 0:
         name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         limit = _left(deadline)
         server = GroupServer(
             GroupSettings(
-                replica_id=f"{name}:{uuid.uuid4()}",
                 world_size=settings.world_size,
                 host=settings.host,
                 port=settings.port,
                 restart=settings.restart,
-                token=settings.token,
                 quorum_retries=settings.quorum_retries,
             ),
-            lambda replica_id, push: LighthouseSession(
-                SessionSettings(
-                    addresses=settings.lighthouses,
-                    job=settings.job,
-                    replica_id=replica_id,
-                    token=settings.token,
-                    tls=settings.tls,
-                    connect_timeout=limit,
-                    heartbeat_interval=settings.heartbeat_interval,
-                ),
-                push,
-            ),
+            replace(settings.session, replica_id=f"{name}:{uuid.uuid4()}", connect_timeout=limit),
             on_failed,
             on_push,
         )

@@ -45,7 +45,7 @@ from keepstep_mesh.messages import (
     ServiceAddress,
     Services,
 )
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
 
 log = get_logger("keepstep.group")
 
@@ -75,7 +75,7 @@ class GroupServer:
 
     Args:
         settings: who the group is and where it listens.
-        make_session: makes the group's lighthouse session, not started yet, from the replica_id and where pushes go.
+        session: with the lighthouse, under the group's replica_id. Its token is that of ranks and peers too.
         on_failed: called once, on the loop, when the group is lost as a whole.
         on_push: what the lighthouse pushes, for this rank; the others get it over their connections.
     """
@@ -83,18 +83,18 @@ class GroupServer:
     def __init__(
         self,
         settings: GroupSettings,
-        make_session: Callable[[str, Callable[[Push], None]], LighthouseSession],
+        session: SessionSettings,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
     ) -> None:
-        self.replica_id = settings.replica_id
+        self.replica_id = session.replica_id
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
         self._served = served
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
         self._settings = settings
-        self._token = ClientToken.of(settings.token)
-        self._session = make_session(settings.replica_id, self._pushed)
+        self._token = ClientToken.of(session.token)
+        self._session = LighthouseSession(session, self._pushed)
         self._on_failed = on_failed
         self._on_push = on_push
         self._barrier = CommitBarrier(settings.world_size)

@@ -56,8 +56,8 @@ from keepstep_mesh.messages import (
     Welcome,
 )
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
-from keepstep_mesh.settings import base_url
-from keepstep_mesh.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.settings import base_url, from_environment
+from keepstep_mesh.tls import TlsFiles, as_safe, explained, tls_of_client
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
@@ -93,6 +93,27 @@ class SessionSettings:
     library: str = ""
     """Name and version of the client, for people."""
     tls: TlsFiles = field(default_factory=TlsFiles)
+
+    @classmethod
+    def from_environment(
+        cls,
+        addresses: tuple[str, ...],
+        replica_id: str,
+        *,
+        connect_timeout: float,
+        heartbeat_interval: float = 0.1,
+    ) -> SessionSettings:
+        """With the job, the token and the certificates that the environment names."""
+        _, job = from_environment("JOB") or ("", "default")
+        return cls(
+            addresses=addresses,
+            job=job,
+            replica_id=replica_id,
+            token=ClientToken(),
+            connect_timeout=connect_timeout,
+            heartbeat_interval=heartbeat_interval,
+            tls=tls_of_client(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

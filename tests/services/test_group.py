@@ -20,7 +20,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
-from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Push, SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop
 
@@ -42,10 +42,8 @@ class Group:
         self.failed: list[str] = []
         self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
         self.server = GroupServer(
-            GroupSettings(name, world_size, "127.0.0.1", token=token),
-            lambda replica_id, push: LighthouseSession(
-                SessionSettings((lighthouse.address,), "default", replica_id), push
-            ),
+            GroupSettings(world_size, "127.0.0.1"),
+            SessionSettings((lighthouse.address,), "default", name, token),
             self.failed.append,
             self.hear,
         )
