@@ -311,6 +311,8 @@ class GroupServer:
 
     def _vote(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if rank in self._votes:  # it gave up on that one
+            self._votes[rank][1].cancel()
         self._votes[rank] = (vote, future)
         decision = self._barrier.vote(rank, vote)
         if decision is not None:

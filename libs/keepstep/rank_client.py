@@ -159,6 +159,9 @@ class RankClient:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:
             reason = str(error)
+        except Exception as error:  # nobody reads on: the group cannot go on with this rank
+            reason = f"rank {self._hello.group_rank} broke: {error!r}"
+            log.error("rank broke", address=self.address, exc_info=error)
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)

@@ -135,6 +135,27 @@ async def test_a_vote_that_nobody_completes_times_out(pair):
         await pair.server.vote(RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True), 0.1)
 
 
+async def test_a_vote_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    await pair.ask()
+    idle = len(pair.server._tasks._running)
+    for attempt in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await pair.clients[0].vote(RankVote(1, 1, 0, attempt, True), 0.05)
+    vote = RankVote(1, 1, 0, 4, True)
+    assert await asyncio.gather(pair.server.vote(vote, DEADLINE), pair.clients[0].vote(vote, DEADLINE)) == [True] * 2
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
+async def test_a_rank_that_breaks_on_what_it_is_told_says_so(lighthouse, pair):
+    def break_down(_: Push) -> None:
+        raise TypeError("a bug")
+
+    pair.clients[0]._on_push = break_down
+    await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
+    await eventually(lambda: pair.failed)
+    assert "rank 1 broke: TypeError('a bug')" in pair.failed
+
+
 async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_hears_of_it(lighthouse, pair):
     other = Group(lighthouse, 1, "b:1")
     await other.start()
