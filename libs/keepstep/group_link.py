@@ -197,6 +197,6 @@ class _MeetingStore:
         if name and not replica_id.startswith(f"{name}:"):
             raise KeepstepError(
                 f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
-                f"group a MASTER_ADDR and MASTER_PORT of its own, and its ranks one REPLICA_GROUP_ID"
+                f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"
             )
         return address

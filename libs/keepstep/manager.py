@@ -95,6 +95,7 @@ class Manager:
     Raises:
         ValueError: an argument or variable makes no sense.
         TimeoutError: the lighthouse, or the group's rank 0, was not reached within ``connect_timeout``.
+        KeepstepError: rank 0 cannot serve the group's store, or it is the store of another group.
         EvictedExit: the group is banned.
     """
 
