@@ -47,6 +47,7 @@ class Simulation:
         self.policy = Policy(
             min_replicas=minimum,
             max_replicas=self.random.choice((0, 0, 0, groups)),
+            initial_replicas=self.random.choice((0, groups)),
             join_timeout=4.0,
             heal_timeout=3.0,
         )
