@@ -99,7 +99,9 @@ class LighthouseServer:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
             from keepstep_lighthouse.events import Policy  # noqa: PLC0415
         except ImportError as error:
-            raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
+            raise RuntimeError(
+                f"LighthouseServer needs pip install -e '.[services]' in keepstep's folder: {error}"
+            ) from error
         policy = Policy(
             min_replicas=min_replicas,
             join_timeout=(join_timeout_ms or 60_000) / 1000,

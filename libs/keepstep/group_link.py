@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 from torch.distributed import Store, TCPStore
@@ -21,9 +22,12 @@ from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.rank_client import RankClient
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
 from keepstep_mesh.tls import TlsFiles, tls_of_client
+
+log = get_logger("keepstep.group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ def connect_group(
     key = f"keepstep/{settings.name}/{settings.restart}/group_server"
     limit = settings.connect_timeout
     if settings.rank == 0:
+        _tell_launcher(settings.name)
         server = GroupServer(
             GroupSettings(
                 replica_id=f"{settings.name}:{uuid.uuid4()}",
@@ -157,6 +162,15 @@ def connect_group(
     )
     mesh.call(client.start(limit), limit + SLACK)
     return client, store
+
+
+def _tell_launcher(name: str) -> None:
+    """Leaves the group's name where the launcher looks for it: it asks under this name whether the group is banned."""
+    if file := os.environ.get("KEEPSTEP_NAME_FILE"):
+        try:
+            Path(file).write_text(name)
+        except OSError as error:
+            log.warning("the launcher is not told this group's name", file=file, reason=error.strerror)
 
 
 def _meeting_store(settings: LinkSettings) -> Store:
