@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+FILE_THERE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NAMES = (
+    "min_replicas",
+    "max_replicas",
+    "initial_replicas",
+    "join_timeout",
+    "heal_timeout",
+    "heartbeat_timeout",
+    "reconnect_grace",
+    "takeover_grace",
+)
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
+"""A setting as the lighthouse calls it in what it says of it."""
 
 
 def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -30,10 +45,16 @@ def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 _service_options = _apply(
     click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{DEFAULT_PORT}]"),
     click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON."),
-    click.option("--token-file", type=FILE, help="File with lines `role [name] = token` for worker, service, admin."),
-    click.option("--tls-cert", type=FILE, help="Its certificate (PEM), the intermediate ones after it: https only."),
-    click.option("--tls-key", type=FILE, help="The key of the certificate (PEM), if it is not in the same file."),
-    click.option("--tls-ca", type=FILE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."),
+    click.option(
+        "--token-file", type=FILE_THERE, help="File with lines `role [name] = token` for worker, service, admin."
+    ),
+    click.option(
+        "--tls-cert", type=FILE_THERE, help="Its certificate (PEM), the intermediate ones after it: https only."
+    ),
+    click.option("--tls-key", type=FILE_THERE, help="The key of the certificate (PEM), if it is not in the same file."),
+    click.option(
+        "--tls-ca", type=FILE_THERE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."
+    ),
     click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
     click.option(
         "--log-format",
@@ -52,8 +73,20 @@ _service_options = _apply(
 )
 
 _policy_options = _apply(
-    click.option("--min-replicas", "--min_replicas", type=int, help="Groups that a step needs at least.  [default: 1]"),
-    click.option("--max-replicas", type=int, help="Groups that take part at most; 0: no limit.  [default: 0]"),
+    click.option(
+        "--min-replicas",
+        "--min_replicas",
+        type=click.IntRange(1),
+        help="Groups that a step needs at least.  [default: 1]",
+    ),
+    click.option(
+        "--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.  [default: 0]"
+    ),
+    click.option(
+        "--initial-replicas",
+        type=click.IntRange(0),
+        help="Groups that the first step of a job waits for, up to the join timeout.  [default: 0]",
+    ),
     click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
     click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.  [default: 60]"),
     click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.  [default: 5]"),
@@ -74,7 +107,7 @@ _policy_options = _apply(
 )
 
 
-@click.command()
+@click.command(short_help="Run a lighthouse, which forms the quorum of each step.")
 @_service_options
 @click.option(
     "--store",
@@ -110,17 +143,18 @@ def up(state_dir: Path, **flags: Any) -> None:
 
     Takes the flags and variables of `keepstep lighthouse`.
     """
-    flags["store"] = f"sqlite://{make_folder(state_dir) / 'lighthouse.sqlite'}"
+    flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
     flags["event_log"] = flags["event_log"] or state_dir / "events.jsonl"
-    _serve(flags)
+    _serve(flags, state_dir)
 
 
-def _serve(flags: dict[str, Any]) -> None:
+def _serve(flags: dict[str, Any], state_dir: Path | None = None) -> None:
+    """``state_dir`` is there while it runs, and is not left behind empty."""
     try:
         from keepstep_lighthouse.__main__ import run_lighthouse
         from keepstep_lighthouse.settings import read_settings
     except ImportError as error:
-        raise Missing(f"a lighthouse needs {error.name}: pip install 'keepstep[services]'") from error
+        raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh import logging
     from keepstep_mesh.errors import KeepstepError
 
@@ -132,9 +166,18 @@ def _serve(flags: dict[str, Any]) -> None:
         if milliseconds is not None and flags[name] is None:
             flags[name] = milliseconds / 1000
     try:
-        run_lighthouse(read_settings(flags), _announce)
+        settings = read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(SETTING.sub(lambda found: f"--{found[0].replace('_', '-')}", str(error))) from error
+    made = make_folder(state_dir) if state_dir is not None and not state_dir.exists() else None
+    try:
+        run_lighthouse(settings, _announce)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):  # there is something in it
+                made.rmdir()
 
 
 def _announce(endpoint: Endpoint) -> None:
