@@ -17,6 +17,7 @@ from aiohttp import WSMsgType, web
 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
 from keepstep.group_core import CommitBarrier, DisagreeError, merge_asks
+from keepstep.impatience import Impatience
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
@@ -92,6 +93,7 @@ class GroupServer:
         self._settings = settings
         self._token = ClientToken.of(settings.token)
         self._session = make_session(settings.replica_id, self._pushed)
+        self._impatience = Impatience(self._session, settings.replica_id, self._own)
         self._on_failed = on_failed
         self._on_push = on_push
         self._barrier = CommitBarrier(settings.world_size)
@@ -283,14 +285,15 @@ class GroupServer:
         for left in range(self._settings.quorum_retries, -1, -1):
             self._requesting = True
             try:
-                quorum = await self._session.quorum(
-                    step=merged.step,
-                    lineage=merged.lineage,
-                    shrink_only=merged.shrink_only,
-                    commit_failures=merged.commit_failures,
-                    info=self._info,
-                    timeout=merged.timeout,
-                )
+                with self._impatience.waiting():
+                    quorum = await self._session.quorum(
+                        step=merged.step,
+                        lineage=merged.lineage,
+                        shrink_only=merged.shrink_only,
+                        commit_failures=merged.commit_failures,
+                        info=self._info,
+                        timeout=merged.timeout,
+                    )
                 break
             except TimeoutError as error:
                 if not left:

@@ -190,6 +190,7 @@ async def test_the_commands_of_the_document_make_a_mesh_that_works(made: Made) -
         ):
             code, text = await keepstep(made, "status", *at, *arguments, **variables)
             assert code == expected, text
+            assert "keepstep up" not in text, "there is a lighthouse"
             assert says in " ".join(text.split())
 
 
