@@ -203,7 +203,7 @@ def _ordered(link: Link, answer: Any) -> None:
         return
     from keepstep_cli import tables
 
-    print(answer["sentence"])
+    print(tables.short(answer["sentence"]))
     tables.show_event(answer)
 
 

@@ -82,7 +82,7 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
 
 
 def show_replicas(replicas: list[dict[str, Any]]) -> None:
-    table = _table("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", "why", fold={"why"})
+    table = _table("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", fold={"state"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
         state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
@@ -95,9 +95,14 @@ def show_replicas(replicas: list[dict[str, Any]]) -> None:
             "-" if one["heard_seconds_ago"] is None else f"{_seconds(one['heard_seconds_ago'])} ago",
             _seconds(one["step_seconds"]),
             f"{one['healed_bytes'] / one['heal_bytes']:.0%}" if one["heal_bytes"] else "-",
-            escape(short(one["reason"]["sentence"])) if one["reason"] else "",
         )
     _print(table)
+    # Why one waits or is gone has no place beside all that: a terminal may have 80 columns.
+    for one in replicas:
+        if one["reason"]:
+            sentence = str(one["reason"]["sentence"])
+            whose = "" if sentence.startswith(one["replica_id"]) else f"{one['replica_id']}: "
+            _print(escape(short(whose + sentence)))
 
 
 def show_facts(facts: dict[str, Any]) -> None:
