@@ -182,4 +182,6 @@ class Lighthouse:
 
 def _is_ours(answer: aiohttp.ClientResponse) -> bool:
     """Whether this is what a lighthouse would answer, by its form."""
-    return answer.content_type in ("application/json", "application/problem+json", "text/event-stream")
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        return answer.content_type == "application/problem+json"
+    return answer.content_type in ("application/json", "text/event-stream")

@@ -349,12 +349,18 @@ async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
     assert "http://127.0.0.1:2: nothing listens there (connection refused)" in said.err
     assert "keepstep up" in said.err
     assert "Traceback" not in said.err
+    said = await keepstep("status", "--lighthouse", "http://no-such-host.invalid:29510")
+    assert said.code == 3
+    assert "there is no host no-such-host.invalid" in said.err
 
 
 @pytest.mark.parametrize("command", [("status",), ("run", "--replicas", "1", "true")])
-async def test_a_server_of_another_kind_is_told_from_a_lighthouse(command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("status", "kind"), [(200, "text/html"), (404, "text/html"), (404, "application/json")])
+async def test_a_server_of_another_kind_is_told_from_a_lighthouse(
+    command: tuple[str, ...], status: int, kind: str
+) -> None:
     async def page(_: web.Request) -> web.Response:
-        return web.Response(text="<html>hello</html>", content_type="text/html")
+        return web.Response(text="<html>hello</html>", content_type=kind, status=status)
 
     other = web.Application()
     other.router.add_get("/v1/{all:.*}", page)
@@ -363,7 +369,7 @@ async def test_a_server_of_another_kind_is_told_from_a_lighthouse(command: tuple
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        address = site.name if runner.addresses == [] else f"http://127.0.0.1:{runner.addresses[0][1]}"
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
         said = await keepstep(command[0], "--lighthouse", address, *command[1:])
         assert said.code == 3
         assert f"{address}: what answers there is no keepstep lighthouse" in said.err
