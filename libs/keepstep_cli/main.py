@@ -6,8 +6,10 @@ import click
 
 from keepstep_cli import admin
 from keepstep_cli.check_history import check_history
+from keepstep_cli.checkpoint import checkpoint
 from keepstep_cli.completion import completion
 from keepstep_cli.demo import demo
+from keepstep_cli.relay import relay
 from keepstep_cli.run import run
 from keepstep_cli.serve import lighthouse, up
 
@@ -18,5 +20,5 @@ def main() -> None:
     """Keeps PyTorch training in step while its machines fail."""
 
 
-for command in (up, lighthouse, run, demo, *admin.COMMANDS, check_history, completion):
+for command in (up, lighthouse, relay, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):
     main.add_command(command)

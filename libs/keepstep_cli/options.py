@@ -85,6 +85,22 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+class Size(click.ParamType[int]):
+    """``8GiB``, ``512M``, ``1000000`` as bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from keepstep_mesh.settings import byte_size
+
+        if isinstance(value, int):
+            return value
+        try:
+            return byte_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Seconds(click.ParamType[float]):
     """``60``, ``1.5s``, ``500ms``, ``2m`` as seconds."""
 

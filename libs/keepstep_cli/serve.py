@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import DEFAULT_PORT, Command, Seconds, make_folder
+from keepstep_cli.options import DEFAULT_PORT, Seconds, make_folder
+from keepstep_cli.service_options import FILE, all_of, service_options
 
 if TYPE_CHECKING:
-    from keepstep_mesh.service import Endpoint
+    from keepstep_mesh.service import Endpoint, Hosted, Service
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def apply(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-_service_options = _apply(
-    click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{DEFAULT_PORT}]"),
-    click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON."),
-    click.option("--token-file", type=FILE, help="File with lines `role [name] = token` for worker, service, admin."),
-    click.option("--tls-cert", type=FILE, help="Its certificate (PEM), the intermediate ones after it: https only."),
-    click.option("--tls-key", type=FILE, help="The key of the certificate (PEM), if it is not in the same file."),
-    click.option("--tls-ca", type=FILE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."),
-    click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
-    click.option(
-        "--log-format",
-        type=click.Choice(["auto", "console", "json"]),
-        default="auto",
-        show_default=True,
-        help="auto: for people on a terminal, else JSON.",
-    ),
-    click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="info",
-        show_default=True,
-        help="What is logged, to standard error.",
-    ),
+RELAY_PORTS_ABOVE = 10
+NAMES = (
+    "min_replicas",
+    "max_replicas",
+    "initial_replicas",
+    "join_timeout",
+    "heal_timeout",
+    "heartbeat_timeout",
+    "reconnect_grace",
+    "takeover_grace",
 )
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
+"""A setting as the lighthouse calls it in what it says of it."""
 
-_policy_options = _apply(
-    click.option("--min-replicas", "--min_replicas", type=int, help="Groups that a step needs at least.  [default: 1]"),
-    click.option("--max-replicas", type=int, help="Groups that take part at most; 0: no limit.  [default: 0]"),
+_event_log_option = click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON.")
+
+_policy_options = all_of(
+    click.option(
+        "--min-replicas",
+        "--min_replicas",
+        type=click.IntRange(1),
+        help="Groups that a step needs at least.  [default: 1]",
+    ),
+    click.option(
+        "--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.  [default: 0]"
+    ),
+    click.option(
+        "--initial-replicas",
+        type=click.IntRange(0),
+        help="Groups that the first step of a job waits for, up to the join timeout.  [default: 0]",
+    ),
     click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
     click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.  [default: 60]"),
     click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.  [default: 5]"),
@@ -74,8 +70,9 @@ _policy_options = _apply(
 )
 
 
-@click.command()
-@_service_options
+@click.command(short_help="Run a lighthouse, which forms the quorum of each step.")
+@service_options(DEFAULT_PORT)
+@_event_log_option
 @click.option(
     "--store",
     metavar="URL",
@@ -95,8 +92,9 @@ def lighthouse(**flags: Any) -> None:
     _serve(flags)
 
 
-@click.command()
-@_service_options
+@click.command(short_help="Run the whole mesh, a lighthouse and a relay, in this process.")
+@service_options(DEFAULT_PORT)
+@_event_log_option
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -104,37 +102,91 @@ def lighthouse(**flags: Any) -> None:
     show_default=True,
     help="Folder for the state and the event log.",
 )
+@click.option(
+    "--relay-bind",
+    metavar="HOST:PORT",
+    help="Where the relay listens.  [default: ten ports above the lighthouse]",
+)
 @_policy_options
-def up(state_dir: Path, **flags: Any) -> None:
-    """Run the whole mesh in this process. What must survive a restart is kept in a folder.
+def up(state_dir: Path, relay_bind: str | None, **flags: Any) -> None:
+    """Run the whole mesh, a lighthouse and a relay, in this process. What must survive a restart is kept in a folder.
 
-    Takes the flags and variables of `keepstep lighthouse`.
+    Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay`.
     """
-    flags["store"] = f"sqlite://{make_folder(state_dir) / 'lighthouse.sqlite'}"
+    flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
     flags["event_log"] = flags["event_log"] or state_dir / "events.jsonl"
-    _serve(flags)
+    shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure")
+    of_relay = {name: flags[name] for name in shared} | {"bind": relay_bind, "data_dir": state_dir / "relay"}
+    _serve(flags, state_dir, of_relay)
 
 
-def _serve(flags: dict[str, Any]) -> None:
+def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[str, Any] | None = None) -> None:
+    """``state_dir`` is there while it runs, and is not left behind empty. ``of_relay``: flags of a relay beside it."""
     try:
-        from keepstep_lighthouse.__main__ import run_lighthouse
+        from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
+        from keepstep_mesh import service
     except ImportError as error:
-        raise Missing(f"a lighthouse needs {error.name}: pip install 'keepstep[services]'") from error
-    from keepstep_mesh import logging
+        raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
-    as_json = {"json": True, "console": False}.get(flags.pop("log_format"))
-    logging.configure(flags.pop("log_level"), as_json=as_json)
+    configure_logs(flags)
     flags.pop("quorum_tick_ms")
     for name in ("join_timeout", "heartbeat_timeout"):
         milliseconds = flags.pop(f"{name}_ms")
         if milliseconds is not None and flags[name] is None:
             flags[name] = milliseconds / 1000
     try:
-        run_lighthouse(read_settings(flags), _announce)
+        settings = read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(SETTING.sub(lambda found: f"--{found[0].replace('_', '-')}", str(error))) from error
+    made = make_folder(state_dir) if state_dir is not None and not state_dir.exists() else None
+    listens: list[Endpoint] = []
+
+    def started(endpoint: Endpoint) -> None:
+        listens.append(endpoint)
+        _announce(endpoint)
+
+    try:
+        hosted = [hosted_lighthouse(settings, started)]
+        if of_relay is not None:
+            hosted.append(_relay_beside(settings.bind, listens, of_relay))
+        service.raise_descriptor_limit()
+        service.run_several(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):  # there is something in it
+                made.rmdir()
+
+
+def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
+    """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
+    from keepstep_cli.relay import announce
+    from keepstep_mesh.addresses import in_url
+    from keepstep_mesh.settings import bind_address
+    from keepstep_relay.__main__ import hosted_relay
+    from keepstep_relay.app import Relay
+    from keepstep_relay.settings import read_settings
+
+    host, port = bind_address(bind)
+    if flags["bind"] is None and "KEEPSTEP_RELAY_BIND" not in os.environ:
+        flags["bind"] = f"{in_url(host)}:{port + RELAY_PORTS_ABOVE if port else 0}"
+    settings = read_settings(flags)
+
+    def service() -> Service:
+        return Relay(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
+
+    return replace(hosted_relay(settings, announce), service=service)
+
+
+def configure_logs(flags: dict[str, Any]) -> None:
+    """Takes ``log_format`` and ``log_level`` out of ``flags``."""
+    from keepstep_mesh import logging
+
+    as_json = {"json": True, "console": False}.get(flags.pop("log_format"))
+    logging.configure(flags.pop("log_level"), as_json=as_json)
 
 
 def _announce(endpoint: Endpoint) -> None:

@@ -17,6 +17,10 @@ class VersionError(ProtocolError):
     """A peer is too old or too new to talk to."""
 
 
+class ManifestError(ProtocolError):
+    """A manifest is damaged, hostile, or of a version that this build does not read. Nothing was allocated for it."""
+
+
 class AuthError(KeepstepError):
     """A token is missing or wrong."""
 

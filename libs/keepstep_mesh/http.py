@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -37,18 +38,23 @@ class Problem(KeepstepError):
     """An HTTP error with its problem details, on either side.
 
     A handler raises it; the client gets it back from ``raise_for_problem``. ``fields`` travel as extra members.
+    ``retry_after``: seconds after which it may be different, for the header and for ``fields``.
     """
 
-    def __init__(self, status: int, detail: str, *, title: str = "", **fields: Any) -> None:
+    def __init__(
+        self, status: int, detail: str, *, title: str = "", retry_after: float | None = None, **fields: Any
+    ) -> None:
         super().__init__(detail or title or str(status))
         self.status = status
         self.title = title or _phrase(status)
         self.detail = detail
-        self.fields = fields
+        self.fields = fields if retry_after is None else {**fields, "retry_after": retry_after}
 
     def response(self) -> web.Response:
         body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail} | self.fields
         headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
+        if "retry_after" in self.fields:
+            headers[hdrs.RETRY_AFTER] = str(math.ceil(self.fields["retry_after"]))
         return web.json_response(body, status=self.status, content_type=PROBLEM_JSON, headers=headers)
 
 

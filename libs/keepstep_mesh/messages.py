@@ -23,6 +23,9 @@ MAX_DATA_BYTES = 64 * 1024
 Lineage = int | str
 """Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
 
+Detail = str | float | bool | None
+"""What a service may say of itself."""
+
 Data = object
 """Any msgpack value. Checked for size, never for shape."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -124,12 +124,13 @@ async def registered(
     lighthouses: Iterable[str],
     registration: Registration,
     *,
-    token: str | ClientToken | None = None,
+    token: str | ClientToken | Callable[[], str | None] | None = None,
     tls: TlsFiles | None = None,
 ) -> AsyncIterator[Registrar]:
     """Registers in the background while the context is open, then says goodbye.
 
-    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role. ``tls``:
+    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role,
+    or what tells the one of the moment. ``tls``:
     for https; ``TlsError`` when its files cannot be used. It never fails for want of a lighthouse: it tries on, and
     ``Registrar.trouble`` says why.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import signal
 import socket
 import ssl
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
+from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.event_loop import new_event_loop
@@ -70,6 +72,8 @@ class Service:
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
     max_body_bytes: int = MAX_BODY_BYTES
+    read_ahead_bytes: int = 2**18
+    """Of a body, beyond what was taken of it, when reading from its connection pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,13 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{in_url(self.host)}:{self.port}"
+
+    @property
+    def near_url(self) -> str:
+        """As this machine itself reaches it."""
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host)  # noqa: S104 - compared, not bound
+        return self.url if near is None else Endpoint(near, self.port, self.scheme).url
 
 
 @asynccontextmanager
@@ -120,7 +129,12 @@ async def serving(
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(_heard_from(silent))
     runner = web.AppRunner(
-        app, handle_signals=False, access_log=None, shutdown_timeout=stop_seconds / 2, lingering_time=LINGER_SECONDS
+        app,
+        handle_signals=False,
+        access_log=None,
+        shutdown_timeout=stop_seconds / 2,
+        lingering_time=LINGER_SECONDS,
+        read_bufsize=service.read_ahead_bytes,
     )
     # Before the service starts: one whose port is taken must not touch its store.
     with _listening(service.name, host, port) as listener:
@@ -345,25 +359,61 @@ def run(
     SIGHUP has the files of tokens and certificates read again; where there are none it ends the process, as ever.
     ``service`` is called on the loop. ``uvloop``: use it where it is installed. ``started`` is told where it listens.
     """
+    hosted = Hosted(service, host, port, tokens, tls, insecure, started or (lambda _: None))
+    run_several([hosted], uvloop=uvloop, stop_seconds=stop_seconds)
+
+
+def raise_descriptor_limit() -> None:
+    """A connection is a descriptor, and the usual soft limit is a thousand."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A service of a process, and what ``run`` says of it."""
+
+    service: Callable[[], Service]
+    host: str
+    port: int
+    tokens: Tokens | FromFiles[Tokens] | None = None
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    started: Callable[[Endpoint], None] = lambda _: None
+
+
+def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True, stop_seconds: float = STOP_SECONDS) -> None:
+    """As ``run``, for several services on one loop. Each starts when the one before listens; the last stops first."""
 
     async def main() -> None:
-        reread = asyncio.Event()
-        if tls or (isinstance(tokens, FromFiles) and tokens.files):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread.set)
-        async with serving(
-            service(),
-            host,
-            port,
-            tokens=tokens,
-            tls=tls,
-            insecure=insecure,
-            reread=reread,
-            stop_seconds=stop_seconds,
-        ) as at:
-            if started is not None:
-                started(at)
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            for one in hosted:
+                reread = asyncio.Event()
+                if one.tls or (isinstance(one.tokens, FromFiles) and one.tokens.files):
+                    rereads.append(reread)
+                    loop.add_signal_handler(signal.SIGHUP, reread_all)
+                at = await stack.enter_async_context(
+                    serving(
+                        one.service(),
+                        one.host,
+                        one.port,
+                        tokens=one.tokens,
+                        tls=one.tls,
+                        insecure=one.insecure,
+                        reread=reread,
+                        stop_seconds=stop_seconds,
+                    )
+                )
+                one.started(at)
             number = await until_signal()
             log.info("stopping", signal=number.name)
+
+    rereads: list[asyncio.Event] = []
+
+    def reread_all() -> None:
+        for every in rereads:
+            every.set()
 
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         runner.run(main())

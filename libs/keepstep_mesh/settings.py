@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ T = TypeVar("T")
 
 PREFIXES = ("KEEPSTEP_", "TORCHFT_")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTkmgt])(?:i?[Bb])?|[Bb])?")
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?")
 
 
@@ -70,6 +70,8 @@ def split_addresses(text: str) -> tuple[str, ...]:
     for address in addresses:
         if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.%]+\]|[^/:\[\]@\s]+):[0-9]{1,5}", address):
             raise ValueError(f"{address!r} is no address; write http://host:port")
+        if not 0 < int(address.rpartition(":")[2]) <= 65535:
+            raise ValueError(f"{address!r} has no such port; there are 1 to 65535")
     return addresses
 
 
@@ -79,22 +81,20 @@ def base_url(address: str) -> str:
     return address if "://" in address else f"http://{address}"
 
 
-def outward_address() -> str:
-    """Address of the interface with the default route, loopback when there is none. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any address, owned by nobody
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
 def duration(text: str) -> float:
     """``"500ms"``, ``"1.5"``, ``"2m"`` in seconds; a bare number is seconds. ``ValueError`` for anything else."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError("not a time; write 500ms, 1.5s, 2m or 1h (a bare number is seconds)")
     return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def byte_size(text: str) -> int:
+    """``"8GiB"``, ``"512M"``, ``"1000000"`` in bytes, K to T being powers of 1024. ``ValueError`` for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("not a size; write 512MiB, 8GiB or a number of bytes")
+    return int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
 
 
 def boolean(text: str) -> bool:

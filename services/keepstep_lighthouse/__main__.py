@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,28 +13,28 @@ from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh import logging, service
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.service import Endpoint
+from keepstep_mesh.service import Endpoint, Hosted
 from keepstep_mesh.settings import bind_address, duration, whole
 
 
-def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None] | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ``KeepstepError`` or ``ValueError`` that says what to do.
-
-    ``started`` is told where it listens.
-    """
+def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None] | None = None) -> Hosted:
+    """For ``service.run_several``. Raises ``ValueError``. ``started`` is told where it listens."""
     host, port = bind_address(settings.bind)
-    # A session is a descriptor, and the usual soft limit is a thousand.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    service.run(
+    return Hosted(
         Lighthouse(settings).service,
         host,
         port,
-        tokens=settings.tokens,
-        tls=settings.tls,
-        insecure=settings.insecure,
-        started=started,
+        settings.tokens,
+        settings.tls,
+        settings.insecure,
+        started or (lambda _: None),
     )
+
+
+def run_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None] | None = None) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
+    service.raise_descriptor_limit()
+    service.run_several([hosted_lighthouse(settings, started)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-ca", type=Path, help="PEM: who connects must show a certificate of this CA")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
     for one in fields(Policy):
-        read = whole if one.name in ("min_replicas", "max_replicas") else duration
+        read = whole if one.name.endswith("_replicas") else duration
         flag = f"--{one.name.replace('_', '-')}"
         parser.add_argument(flag, type=read, help=f"policy of new jobs ({one.default})")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")

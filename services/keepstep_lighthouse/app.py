@@ -13,7 +13,6 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -26,11 +25,12 @@ from keepstep_lighthouse.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import open_store
 from keepstep_lighthouse.term import Term
+from keepstep_mesh.addresses import reachable
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address, outward_address
+from keepstep_mesh.settings import bind_address
 
 MAX_SESSIONS = 20_000
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -137,14 +137,8 @@ class Lighthouse(Keeper):
 
     async def _listen_and_stand_by(self) -> None:
         await self._listening.wait()
-        address = self.settings.advertise or self._reachable_address()
+        address = self.settings.advertise or reachable(self.address)
         await self.stand_by(address, LeaderLink(self._identity))
-
-    def _reachable_address(self) -> str:
-        host = urlsplit(self.address).hostname or ""
-        if host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-            return self.address
-        return self.address.replace(f"[{host}]" if ":" in host else host, outward_address())
 
     def _token_for_leader(self) -> str | None:
         tokens = self.settings.tokens

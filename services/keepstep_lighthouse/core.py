@@ -73,7 +73,7 @@ from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
-from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, replica_view
+from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, older, replica_view
 from keepstep_mesh.messages import (
     Data,
     Denied,
@@ -168,7 +168,7 @@ class JobCore:
                 record = bans.readmit(self.record, target, now_unix)
                 if record != self.record:
                     # logged first: a lighthouse killed in between must not leave a return that nothing explains
-                    self._log("readmitted", target, by=by)
+                    self._log("readmitted", target, by=by, quorum_id=record.quorum_id)
                     self._persist(record)
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
@@ -441,7 +441,7 @@ class JobCore:
         self._persist(replace(self.record, policy=policy))
         names = policy_changes(old, policy)
         changed, before = ({name: getattr(one, name) for name in names} for one in (policy, old))
-        self._log("policy", "", by=by, changed=changed, before=before)
+        self._log("policy", "", by=by, changed=changed, before=before, quorum_id=self.record.quorum_id)
         if policy.heartbeat_timeout < old.heartbeat_timeout:
             self._beats_counted_from = now
         if self._takeover.until is not None:
@@ -536,7 +536,8 @@ class JobCore:
     def _settle(self, now: float, now_unix: float) -> None:
         self._lose_reported(now)
         record = self.record
-        self._verdict = judge(self._groups, len(record.members), record.policy, self._takeover.until, now)
+        until, first = self._takeover.until, record.quorum_id == 0
+        self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge(self._groups, len(self.record.members), record.policy, None, now)
@@ -626,10 +627,16 @@ class JobCore:
         )
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
-        """Every group known, sorted by replica_id; behind them those that went within ``GONE_SECONDS``."""
+        """Every incarnation once: those that are there, sorted by replica_id; behind them those that went within
+        ``GONE_SECONDS``, the last first.
+        """
         here = [replica_view(group, self._groups, self.record, now) for group in self._groups]
         here += [absent_view(replica_id) for replica_id in self._takeover.absent]
-        gone = [view for went, view in self._gone if now - went <= GONE_SECONDS]
+        seen, gone = {view.replica_id for view in here}, []
+        for went, view in reversed(self._gone):
+            if now - went <= GONE_SECONDS and view.replica_id not in seen:
+                seen.add(view.replica_id)
+                gone.append(older(view, now - went))
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
 
     # ---- invariants

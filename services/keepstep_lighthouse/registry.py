@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 from keepstep_lighthouse import service_records
-from keepstep_lighthouse.service_records import PREFIX, Detail, ServiceRecord
+from keepstep_lighthouse.service_records import PREFIX, ServiceRecord
 from keepstep_lighthouse.store import Change, Compare, Store, StoreError, Write, WriteFailedError
 from keepstep_lighthouse.term import EPOCH_KEY, STORE_TIMEOUT, TermOverError
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import ServiceAddress
+from keepstep_mesh.messages import Detail, ServiceAddress
 
 MAX_SERVICES = 1000
 FOLLOW_AGAIN_SECONDS = 1.0

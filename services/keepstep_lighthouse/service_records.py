@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepstep_lighthouse.store import StoreError
-from keepstep_mesh.messages import ServiceAddress
+from keepstep_mesh.messages import Detail, ServiceAddress
 from keepstep_mesh.settings import split_addresses
 
 PREFIX = "services/"
@@ -19,8 +19,6 @@ MIN_TTL, MAX_TTL = 1.0, 3600.0
 MAX_ADDRESS = 256
 MAX_DETAILS_BYTES = 4096
 """Of the details as JSON."""
-
-Detail = str | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from tests.services.checkpoint_ends import MIB, RawReader, address, blank, event
 from tests.services.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue
-from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.serialization import save_state
 from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.manifest import CHUNK_BYTES
 
 # ---- the plain way
 

@@ -18,7 +18,9 @@ OF_ANOTHER = {"up": "lighthouse"}
 
 
 def flags_of(command: str, *, hidden: bool) -> set[str]:
-    options = (one for one in main.commands[command].params if isinstance(one, click.Option))
+    found = main.commands[command]
+    parts = found.commands.values() if isinstance(found, click.Group) else [found]
+    options = [one for part in parts for one in part.params if isinstance(one, click.Option)]
     return {flag for one in options if hidden or not one.hidden for flag in one.opts}
 
 
@@ -53,8 +55,15 @@ def test_every_exit_code_is_documented() -> None:
     assert listed == {0, 1, 2} | {one.exit_code for one in (errors.Unreachable, errors.Refused, errors.Missing)}
 
 
+def test_no_summary_of_a_command_is_cut() -> None:
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert "..." not in shown.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize("command", sorted(main.commands))
 def test_every_flag_of_a_command_is_in_its_help(command: str) -> None:
-    shown = CliRunner().invoke(main, [command, "--help"]).output
+    found = main.commands[command]
+    parts = [[name] for name in found.commands] if isinstance(found, click.Group) else [[]]
+    shown = "".join(CliRunner().invoke(main, [command, *part, "--help"]).output for part in parts)
     assert not [flag for flag in flags_of(command, hidden=False) if flag not in shown]
     assert "\\" not in shown, "an escape that was meant for click"

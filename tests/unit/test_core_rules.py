@@ -16,6 +16,9 @@ from keepstep_lighthouse.quorum_rules import heal_limit
 from keepstep_lighthouse.views import ReplicaState
 
 TWO = Policy(min_replicas=2, join_timeout=10)
+THREE = Policy(join_timeout=10, initial_replicas=3)
+PATIENT = Policy(join_timeout=1000, initial_replicas=3)
+BOTH = Policy(min_replicas=2, join_timeout=10, initial_replicas=3)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ SITUATIONS = [
     Situation("too few ask, and time does not change that", "", "abc", "a", "min_replicas", seconds=60),
     Situation("half of the healthy groups ask", "", "abcd", "ab", "majority"),
     Situation("half of them ask, and time does not change that", "", "abcd", "ab", "majority", seconds=60),
+    Situation(
+        "the first quorum waits for those that the job begins with", "", "a", "a", "initial_replicas", policy=THREE
+    ),
+    Situation("the first quorum waits until join_timeout", "", "ab", "ab", "initial_replicas", None, 9.9, THREE),
+    Situation("the first quorum waits no longer", "", "ab", "ab", "all_asking", "ab", 10, THREE),
+    Situation("the first quorum waits no longer than half a request", "", "a", "a", "all_asking", "a", 300, PATIENT),
+    Situation("all that the job begins with are there", "", "abc", "abc", "all_asking", "abc", policy=THREE),
+    Situation("more than the job begins with", "", "abcd", "abcd", "all_asking", "abcd", policy=THREE),
+    Situation("min_replicas is for ever, whatever the job begins with", "", "a", "a", "min_replicas", None, 60, BOTH),
+    Situation(
+        "max_replicas bounds what the job begins with",
+        "",
+        "ab",
+        "ab",
+        "all_asking",
+        "ab",
+        policy=Policy(1, 2, initial_replicas=3),
+    ),
+    Situation("a later quorum waits for nobody who is gone", "abc", "ab", "ab", "all_asking", "ab", policy=THREE),
+    Situation("a last member goes on alone", "abc", "a", "a", "all_asking", "a", policy=THREE),
     Situation("more than half ask", "", "abc", "ab", "stragglers"),
     Situation("more than half ask, just before join_timeout", "", "abc", "ab", "stragglers", seconds=9.9),
     Situation("more than half ask, join_timeout is over", "", "abc", "ab", "stragglers_dropped", "ab", 10),
@@ -240,7 +263,7 @@ def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:
     driver.passes(10)
     reason = driver.core.reason(driver.now)
     assert reason.code == "stragglers_dropped"
-    assert reason.sentence == "quorum 2 of 1: the time to wait for b was over"
+    assert reason.sentence == "quorum 2, 1 member: the time to wait for b was over"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +303,12 @@ def test_a_policy_change_is_written_and_can_complete_a_quorum() -> None:
     assert driver.record.policy.min_replicas == 1
     assert members(announced(decisions)) == ["a"]
     (entry,) = [one for one in decisions if isinstance(one, LogEntry) and one.kind == "policy"]
-    assert entry.detail == {"by": "ann", "changed": {"min_replicas": 1}, "before": {"min_replicas": 2}}
+    assert entry.detail == {
+        "by": "ann",
+        "changed": {"min_replicas": 1},
+        "before": {"min_replicas": 2},
+        "quorum_id": 0,
+    }
     kinds = [type(one) for one in decisions]
     assert kinds.index(Persist) < kinds.index(LogEntry), "written before anybody can hear of it"
     assert driver.sets_policy(driver.record.policy) == [], "once is enough"

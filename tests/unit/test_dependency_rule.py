@@ -10,24 +10,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"keepstep_mesh", "keepstep", "keepstep_cli", "keepstep_lighthouse"}
+PACKAGES = {"keepstep_mesh", "keepstep", "keepstep_cli", "keepstep_lighthouse", "keepstep_relay"}
 
 MAY_IMPORT = {
     "keepstep_mesh": {"keepstep_mesh"},
     "keepstep": {"keepstep", "keepstep_mesh"},
     "keepstep_lighthouse": {"keepstep_lighthouse", "keepstep_mesh"},
+    "keepstep_relay": {"keepstep_relay", "keepstep_mesh"},
     "keepstep_cli": PACKAGES,
 }
 MAY_IMPORT_LAZILY = {("keepstep/coordination.py", "keepstep_lighthouse")}
 """Inside a function only."""
 
-ONLY_TRAINERS = {"torch", "numpy", "xxhash"}
+ONLY_TRAINERS = {"torch", "numpy"}
 """Imported by ``keepstep`` and by no other."""
 ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
 PURE = [
     "services/keepstep_lighthouse/core.py",
+    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "retention")),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
     *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),
@@ -151,6 +153,7 @@ for name in sys.argv[1:]:
     [
         pytest.param(modules_of("keepstep_mesh"), id="keepstep_mesh"),
         pytest.param(modules_of("keepstep_lighthouse"), id="keepstep_lighthouse"),
+        pytest.param(modules_of("keepstep_relay"), id="keepstep_relay"),
         pytest.param(modules_of("keepstep_cli"), id="keepstep_cli"),
         pytest.param(["keepstep", "keepstep.coordination"], id="keepstep.coordination"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,18 +54,22 @@ def test_every_route_is_documented():
         assert f"`{route.method} {path}`" in DOCS
 
 
-def test_every_route_is_documented_with_the_roles_that_may_use_it():
+@pytest.mark.parametrize("page", ["lighthouse.md", "relay.md"])
+def test_every_route_is_documented_with_the_roles_that_may_use_it(page):
     from keepstep_lighthouse.app import Lighthouse
     from keepstep_lighthouse.settings import LighthouseSettings
     from keepstep_mesh.auth import Access
     from keepstep_mesh.service import all_routes
+    from keepstep_relay.app import Relay
+    from keepstep_relay.settings import RelaySettings
 
-    text = (ROOT / "docs" / "lighthouse.md").read_text()
+    services = {"lighthouse.md": Lighthouse(LighthouseSettings()), "relay.md": Relay(RelaySettings())}
+    text = (ROOT / "docs" / page).read_text()
     rows = re.findall(r"^\| `(\w+) (/\S*)` \| (.*?) \|", text, re.MULTILINE)
     written = {(method, path): role for method, path, role in rows}
     names = {Access.OPEN: "none", Access.READ: "any", Access.WORKER: "worker", Access.SERVICE: "service"}
     names[Access.ADMIN] = "admin"
-    routes = all_routes(Lighthouse(LighthouseSettings()).service())
+    routes = all_routes(services[page].service())
     assert {(one.method, one.path): names[one.access] for one in routes} == written
 
 
@@ -93,6 +99,22 @@ def test_every_link_of_the_documentation_leads_somewhere():
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_of_the_documentation_exists():
+    found = 0
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for link, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+            if "://" not in link:
+                found += 1
+                assert anchor in anchors(page.parent / link if link else page), f"{page.name}: {link}#{anchor}"
+    assert found >= 5
+
+
 def test_every_test_named_in_the_documentation_exists():
     named = set(re.findall(r"`(test_[a-z0-9_]+)`", DOCS))
     written = {
@@ -100,3 +122,32 @@ def test_every_test_named_in_the_documentation_exists():
     }
     assert len(named) >= 20
     assert named <= written
+
+
+@pytest.mark.parametrize("page", ["guarantees.md", "testing.md"])
+def test_every_file_and_command_that_is_named_as_proof_exists(page):
+    from keepstep_cli.main import main
+
+    text = (ROOT / "docs" / page).read_text()
+    files = set(re.findall(r"`((?:tests|benchmarks|examples)/[^`: ]*)", text))
+    assert files
+    assert not [one for one in files if not (ROOT / one).exists()]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+)", "\n".join(re.findall(r"`[^`]+`", text)))) <= targets
+    assert set(re.findall(r"`keepstep ([a-z-]+)", text)) <= set(main.commands)
+
+
+def test_every_row_of_the_fault_runs_is_in_the_guarantees():
+    from tests.faults.rows import ROWS
+
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    assert not [row.what for row in ROWS.values() if f"| {row.what} " not in text]
+
+
+def test_the_test_that_the_documentation_shows_passes(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+    (tmp_path / "test_my_training.py").write_text(script)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from keepstep_mesh.errors import KeepstepError, ProtocolError
+from keepstep_mesh.errors import KeepstepError
 
 
 class UnsupportedValue(KeepstepError, TypeError):
     """The state holds a value that the format has no type for. The message names its path."""
-
-
-class ManifestError(ProtocolError):
-    """A manifest is damaged, hostile, or of a version that this build does not read. Nothing was allocated for it."""
 
 
 class TransferError(KeepstepError):

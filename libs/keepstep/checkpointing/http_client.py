@@ -23,12 +23,14 @@ from urllib.parse import urlsplit
 import msgpack
 import xxhash
 
-from keepstep.checkpointing.errors import ManifestError, TransferError, TransferTimeout
-from keepstep.checkpointing.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_manifest
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.manifest import read_manifest
 from keepstep.checkpointing.restoring import Destination
 from keepstep.checkpointing.transport import Progress
 from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES
 
 PIECE_BYTES = 1 << 20
 MAX_STREAMS = 32

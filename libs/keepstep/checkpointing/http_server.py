@@ -29,10 +29,10 @@ from typing import Any
 import msgpack
 
 from keepstep.checkpointing.errors import UnsupportedValue
-from keepstep.checkpointing.manifest import CHUNK_BYTES
 from keepstep.checkpointing.staging import Snapshot
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.manifest import CHUNK_BYTES
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 8192

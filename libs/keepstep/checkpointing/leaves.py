@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import ManifestError, UnsupportedValue
+from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.manifest import glimpse
 
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 _MAX_INT_BYTES = 1 << 16
@@ -32,11 +34,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """The dtypes of tensors that travel, by the name that they have in a manifest."""
 
 TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-def glimpse(value: Any) -> str:
-    """A hostile value for an error message: short, and without walking through it."""
-    return str(value)[:40] if value is None or type(value) in (bool, int, float, str) else type(value).__name__
 
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:

@@ -1,51 +1,42 @@
 """The manifest: what a pack of bytes means, and how to check every one of them. docs/checkpoint-format.md is its page.
 
 A manifest from the network is hostile until it is decoded: sizes, indices, strides and nesting are checked here, before
-anything is allocated for what it describes.
+anything is allocated for what it describes. Its envelope, which a relay reads too, is ``keepstep_mesh.manifest``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import astuple, dataclass
-from itertools import accumulate
 from typing import Any
 
 import msgpack
-import xxhash
 
-from keepstep.checkpointing.errors import ManifestError, UnsupportedValue
-from keepstep.checkpointing.leaves import TORCH_DTYPES, glimpse, numpy_dtype
+from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep.checkpointing.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.checkpointing.sharding import Sharding
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.manifest import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    MAX_PACK_BYTES,
+    Origin,
+    chunk_digest,
+    glimpse,
+    pack_envelope,
+    read_envelope,
+    region_positions,
+    size,
+    typed,
+)
 
-FORMAT = "keepstep-state"
-VERSION = 1
-ALIGNMENT = 64
-"""Every region starts at a multiple of this many bytes of its pack."""
-CHUNK_BYTES = 8 << 20
-"""A pack is verified, sent and fetched in pieces of this size; the last one is shorter."""
-MAX_MANIFEST_BYTES = 32 << 20
-MAX_PACK_BYTES = 1 << 46
 MAX_DEPTH = 64
 """Deepest nesting of dicts, lists and tuples."""
 MAX_DIMENSIONS = 64
-DIGEST_BYTES = 16
 BYTES = "bytes"
 """The ``dtype`` of a long Python bytes object that lies in the pack."""
 NUMPY = "numpy:"
 """Prefix of the ``dtype`` of a numpy array; the rest is numpy's ``dtype.str``."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a state comes from. Not part of the root digest: equal states of two producers have equal roots."""
-
-    checkpoint_id: str = ""
-    job: str = ""
-    step: int = 0
-    quorum_id: int = 0
-    producer: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,8 +72,7 @@ class Content:
 
     def positions(self) -> list[int]:
         """Where each region starts in the pack; one more at the end: the length of the pack."""
-        starts = list(accumulate(self.regions, lambda end, length: aligned(end) + length, initial=0))
-        return [*(end - length for end, length in zip(starts[1:], self.regions, strict=True)), starts[-1]]
+        return region_positions(self.regions)
 
 
 @dataclass(frozen=True)
@@ -97,26 +87,6 @@ class Manifest:
     @property
     def pack_bytes(self) -> int:
         return self.content.positions()[-1]
-
-
-def aligned(position: int) -> int:
-    return (position + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-def chunk_count(pack_bytes: int) -> int:
-    return -(-pack_bytes // CHUNK_BYTES)
-
-
-def chunk_digest(data: Any) -> bytes:
-    return xxhash.xxh3_128_digest(data)
-
-
-def root_digest(content_bytes: bytes, chunk_digests: bytes) -> bytes:
-    root = hashlib.blake2b(digest_size=32)
-    root.update(len(content_bytes).to_bytes(8, "little"))
-    root.update(content_bytes)
-    root.update(chunk_digests)
-    return root.digest()
 
 
 def pack_content(content: Content) -> bytes:
@@ -142,19 +112,7 @@ def build_manifest(origin: Origin, content_bytes: bytes, pack: memoryview) -> by
     Raises ``UnsupportedValue`` when the manifest gets larger than a reader takes.
     """
     digests = b"".join(chunk_digest(pack[start : start + CHUNK_BYTES]) for start in range(0, len(pack), CHUNK_BYTES))
-    manifest: bytes = msgpack.packb(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "origin": astuple(origin),
-            "content": content_bytes,
-            "chunk_bytes": CHUNK_BYTES,
-            "chunk_digest": "xxh3-128",
-            "chunks": digests,
-            "root_digest": "blake2b-256",
-            "root": root_digest(content_bytes, digests),
-        }
-    )
+    manifest = pack_envelope(origin, content_bytes, digests)
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise UnsupportedValue(
             f"the structure of this state takes {len(manifest)} bytes, at most {MAX_MANIFEST_BYTES} travel: "
@@ -165,28 +123,9 @@ def build_manifest(origin: Origin, content_bytes: bytes, pack: memoryview) -> by
 
 def read_manifest(data: bytes) -> Manifest:
     """A manifest out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
-    top = _unpack(data, "manifest")
-    if type(top) is not dict or top.get("format") != FORMAT:
-        raise ManifestError("this is no keepstep manifest")
-    if top.get("version") != VERSION:
-        raise ManifestError(f"manifest of version {glimpse(top.get('version'))}; this build reads version {VERSION}")
-    expected = {"chunk_bytes": CHUNK_BYTES, "chunk_digest": "xxh3-128", "root_digest": "blake2b-256"}
-    for name, value in expected.items():
-        if top.get(name) != value:
-            raise ManifestError(f"{name} of the manifest is {glimpse(top.get(name))}; this build reads {value}")
-    content_bytes, chunks, root = (_typed(top.get(name), bytes, name) for name in ("content", "chunks", "root"))
-    if root_digest(content_bytes, chunks) != root:
-        raise ManifestError("the root digest does not fit the manifest: it was damaged on its way")
-    content = _read_content(content_bytes)
-    pack_bytes = content.positions()[-1]
-    if pack_bytes > MAX_PACK_BYTES:
-        raise ManifestError(f"pack of {pack_bytes} bytes; at most {MAX_PACK_BYTES} are taken")
-    if len(chunks) != chunk_count(pack_bytes) * DIGEST_BYTES:
-        raise ManifestError(f"{len(chunks)} bytes of chunk digests do not fit a pack of {pack_bytes} bytes")
-    digests = tuple(chunks[start : start + DIGEST_BYTES] for start in range(0, len(chunks), DIGEST_BYTES))
-    return Manifest(_read_origin(top.get("origin")), content, content_bytes, digests, root)
+    envelope = read_envelope(data)
+    content = _read_content(envelope.content_bytes)
+    return Manifest(envelope.origin, content, envelope.content_bytes, envelope.chunk_digests, envelope.root)
 
 
 def _unpack(data: bytes, what: str) -> Any:
@@ -196,41 +135,16 @@ def _unpack(data: bytes, what: str) -> Any:
         raise ManifestError(f"{what} is not msgpack: {str(error) or type(error).__name__}") from error
 
 
-def _typed(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise ManifestError(f"{what} must be {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _size(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_PACK_BYTES:
-        raise ManifestError(f"{what} must be an integer in [0, 2^46], not {glimpse(value)}")
-    return value
-
-
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
-    if len(_typed(value, list, what)) > MAX_DIMENSIONS:
+    if len(typed(value, list, what)) > MAX_DIMENSIONS:
         raise ManifestError(f"{what} has {len(value)} numbers; at most {MAX_DIMENSIONS} are taken")
-    return tuple([_size(one, what) for one in value])
+    return tuple([size(one, what) for one in value])
 
 
 def _names(value: Any, what: str) -> tuple[str, ...]:
-    if len(_typed(value, list, what)) > MAX_DIMENSIONS:
+    if len(typed(value, list, what)) > MAX_DIMENSIONS:
         raise ManifestError(f"{what} has {len(value)} names; at most {MAX_DIMENSIONS} are taken")
-    return tuple([_typed(one, str, what) for one in value])
-
-
-def _read_origin(value: Any) -> Origin:
-    if len(_typed(value, list, "origin")) < len(astuple(Origin())):
-        raise ManifestError("origin has too few fields")
-    checkpoint_id, job, step, quorum_id, producer = value[:5]
-    return Origin(
-        _typed(checkpoint_id, str, "origin.checkpoint_id"),
-        _typed(job, str, "origin.job"),
-        _typed(step, int, "origin.step"),
-        _typed(quorum_id, int, "origin.quorum_id"),
-        _typed(producer, str, "origin.producer"),
-    )
+    return tuple([typed(one, str, what) for one in value])
 
 
 def _read_content(content_bytes: bytes) -> Content:
@@ -238,9 +152,9 @@ def _read_content(content_bytes: bytes) -> Content:
     if type(value) is not list or len(value) != 3:
         raise ManifestError("content must be a list of tree, tensors and regions")
     tree, rows, lengths = value
-    regions = tuple([_size(length, "length of a region") for length in _typed(lengths, list, "regions")])
+    regions = tuple([size(length, "length of a region") for length in typed(lengths, list, "regions")])
     entries = tuple(
-        [_read_entry(row, regions, f"tensor {index}") for index, row in enumerate(_typed(rows, list, "tensors"))]
+        [_read_entry(row, regions, f"tensor {index}") for index, row in enumerate(typed(rows, list, "tensors"))]
     )
     if len({entry.region for entry in entries}) != len(regions):
         raise ManifestError("a region belongs to no tensor")
@@ -259,8 +173,8 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
         dtype,
         _sizes(shape, f"shape of {what}"),
         None if strides is None else _sizes(strides, f"strides of {what}"),
-        _size(region, f"region of {what}"),
-        _size(offset, f"offset of {what}"),
+        size(region, f"region of {what}"),
+        size(offset, f"offset of {what}"),
         None if sharding is None else _read_sharding(sharding, f"sharding of {what}"),
     )
     if entry.region >= len(regions):

@@ -16,20 +16,14 @@ from typing import NoReturn, TypeVar
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from keepstep.checkpointing.errors import ManifestError, TransferError, TransferTimeout
-from keepstep.checkpointing.manifest import (
-    CHUNK_BYTES,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Origin,
-    build_manifest,
-    chunk_digest,
-    read_manifest,
-)
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.manifest import Manifest, build_manifest, read_manifest
 from keepstep.checkpointing.restoring import Destination
 from keepstep.checkpointing.staging import StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Origin, chunk_digest
 
 T = TypeVar("T")
 

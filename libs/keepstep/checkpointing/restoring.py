@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import ManifestError, TransferError
+from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.layout import may_overlap_itself
 from keepstep.checkpointing.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
-from keepstep.checkpointing.manifest import ALIGNMENT, BYTES, CHUNK_BYTES, NUMPY, Content, TensorEntry
+from keepstep.checkpointing.manifest import BYTES, NUMPY, Content, TensorEntry
 from keepstep.checkpointing.sharding import is_dtensor, sharding_of
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.manifest import ALIGNMENT, CHUNK_BYTES
 
 _ABSENT = object()
 

@@ -8,15 +8,9 @@ import torch
 
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.layout import describe
-from keepstep.checkpointing.manifest import (
-    CHUNK_BYTES,
-    Origin,
-    build_manifest,
-    chunk_digest,
-    pack_content,
-    read_manifest,
-)
+from keepstep.checkpointing.manifest import build_manifest, pack_content, read_manifest
 from keepstep.checkpointing.restoring import Destination
+from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest
 
 
 def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description, made from the routes and from the dataclasses that they answer with."""
+"""The OpenAPI 3.1 description of a service, made from its routes and from the dataclasses that they answer with."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import PROBLEM_JSON, Route
 
+RAW: dict[str, Any] = {}
+"""The schema of bytes as they are."""
 SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
 
 
@@ -26,11 +28,15 @@ class Shape:
     status: int = 200
     body: type | None = None
     query: Mapping[str, str] = field(default_factory=dict)
+    takes_bytes: bool = False
+    """The body is raw bytes."""
+    gives_bytes: bool = False
+    """The answer is raw bytes."""
 
 
 COMMON = {
     "/healthz": "the process lives",
-    "/readyz": "the lighthouse can decide",
+    "/readyz": "the service can do its work",
     "/metrics": "Prometheus text format",
 }
 """Routes that every service has."""
@@ -49,7 +55,7 @@ def plain(value: object) -> Any:
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 
-def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+def describe(title: str, routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """``shapes`` by method and path: ``GET /v1/jobs``."""
     schemas: dict[str, Any] = {
         "Problem": {
@@ -70,7 +76,7 @@ def describe(routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, 
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "keepstep lighthouse", "version": version("keepstep")},
+        "info": {"title": title, "version": version("keepstep")},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -97,15 +103,19 @@ def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> di
         operation["responses"] = {status: {"description": route.summary}, **_problem()}
     else:
         parameters += [
-            {"name": name, "in": "query", "description": meaning, "schema": {"type": "integer"}}
+            {"name": name, "in": "query", "description": meaning, "schema": {"type": "number"}}
             for name, meaning in shape.query.items()
         ]
         answer: dict[str, Any] = {"description": route.summary}
         if shape.answer is not None:
             answer["content"] = {"application/json": {"schema": _schema(shape.answer, schemas)}}
+        if shape.gives_bytes:
+            answer["content"] = {"application/octet-stream": {"schema": RAW}}
         if "follow" in shape.query:
             answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         operation["responses"] = {str(shape.status): answer, **_problem()}
+        if shape.takes_bytes:
+            operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": RAW}}}
         if shape.body is not None:
             needed = route.method == "PATCH" or any(one.default is MISSING for one in fields(shape.body))
             schema = _schema(shape.body, schemas)

@@ -1,0 +1,576 @@
+"""What a relay knows and decides. Pure: events in, decisions out, time is an argument.
+
+The rules that this file keeps:
+
+* A checkpoint is one pack for each rank. It begins, its ranks say what their packs are made of (``Table``), chunks
+  come in any order and from anybody, and it is committed when every chunk of every table is here and was made to last
+  (``Seal``, ``Sealed``). Nothing that is incomplete is ever committed.
+* A chunk is kept while a table names it, and only then is it taken. Equal chunks are one.
+* The first root of a rank counts; who comes with another is told so, and its table is not taken.
+* An upload ends when a rank that has not reported says nothing for ``upload_seconds``, or reports an error. A chunk
+  that comes is a sign of life of every rank whose table has it.
+* Dropped without being asked are only committed checkpoints beyond the count or age of their kind, never the newest
+  of a job and kind, never one that was read from within ``reading_seconds``, never for want of room.
+* Memory is taken back from chunks that another tier has and that nobody reads now: first from those that no open
+  upload or transfer needs, the longest unused first.
+
+Duties of the shell: feed events in their order; send ``Tick`` when ``deadline()`` has passed; carry out decisions in
+their order, before anybody is answered; say ``ChunkCame`` for nothing that was not verified.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from keepstep_relay.events import (
+    Aborted,
+    Begun,
+    Cause,
+    ChunkCame,
+    ChunkLetGo,
+    ChunkLost,
+    ChunkTaken,
+    CommitAsked,
+    Decision,
+    Drop,
+    Event,
+    Evict,
+    Facts,
+    Forget,
+    HolderSaid,
+    Keep,
+    Key,
+    Limits,
+    RankReported,
+    ReadFrom,
+    RefusedError,
+    Removed,
+    RoomWanted,
+    RootSaid,
+    Seal,
+    Sealed,
+    SealFailed,
+    State,
+    Table,
+    TableCame,
+    Tick,
+    Tier,
+    Wake,
+)
+from keepstep_relay.retention import retirements
+
+MAX_NAMED = 10
+"""Silent ranks, in a reason."""
+MAX_ENDED = 1000
+"""Checkpoints that are gone and of which it is still known why."""
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Lives while a table names it, or somebody reads it."""
+
+    length: int
+    users: set[tuple[Key, int]] = field(default_factory=set)
+    """(checkpoint, rank) whose table names it."""
+    tiers: set[Tier] = field(default_factory=set)
+    readers: int = 0
+
+
+@dataclass(slots=True)
+class Holder:
+    """A process that serves chunks which it has."""
+
+    address: str
+    bitmap: bytes
+    until: float
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    key: Key
+    facts: Facts
+    began: float
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each rank last gave a sign of life, until it has reported; one that is not here gave none yet."""
+    roots: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """Of each rank, by producer; the first one counts unless a table is here."""
+    tables: dict[int, Table] = field(default_factory=dict)
+    lacking: dict[int, int] = field(default_factory=dict)
+    """Different chunks of each table that are not here."""
+    reported: set[int] = field(default_factory=set)
+    holders: dict[tuple[int, str], Holder] = field(default_factory=dict)
+    arrived: bool = False
+    sealing: bool = False
+    committed_at: float | None = None
+    read_until: float = -NEVER
+
+    @property
+    def state(self) -> State:
+        if self.committed_at is not None:
+            return State.COMMITTED
+        if len(self.tables) < self.facts.ranks:
+            return State.BEGUN
+        return State.UPLOADING if self.arrived else State.PLANNED
+
+    @property
+    def complete(self) -> bool:
+        return len(self.tables) == self.facts.ranks and not any(self.lacking.values())
+
+    @property
+    def longest_silent_since(self) -> float:
+        """Of the ranks that have not reported; ``NEVER`` when all have."""
+        unheard = len(self.heard) + len(self.reported) < self.facts.ranks
+        return min([*self.heard.values(), *([self.began] if unheard else [])], default=NEVER)
+
+    def silent_since(self, then: float) -> Iterator[int]:
+        """The ranks that have not reported and gave no sign of life after ``then``."""
+        for rank in range(self.facts.ranks):
+            if rank not in self.reported and self.heard.get(rank, self.began) <= then:
+                yield rank
+
+    def root(self, rank: int) -> bytes | None:
+        """The one that counts."""
+        if (table := self.tables.get(rank)) is not None:
+            return table.root
+        return next(iter(self.roots.get(rank, {}).values()), None)
+
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        """(digest, length) of all tables."""
+        for table in self.tables.values():
+            for number, digest in enumerate(table.digests):
+                yield digest, table.length(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A checkpoint that is no more."""
+
+    reason: str
+    state: State | None
+    """``ABORTED``, or None for one that was committed and dropped."""
+
+
+class RelayCore:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.checkpoints: dict[Key, Checkpoint] = {}
+        self.chunks: dict[bytes, Chunk] = {}
+        self.ended: OrderedDict[Key, Ended] = OrderedDict()
+        self.memory: OrderedDict[bytes, None] = OrderedDict()
+        """Chunks in memory, the longest unused first."""
+        self.tier_bytes = dict.fromkeys(Tier, 0)
+
+    def step(self, event: Event, now: float) -> list[Decision]:
+        """Raises ``RefusedError`` when it says no; then nothing has changed."""
+        match event:
+            case Begun(key, facts):
+                return self._begin(key, facts, now)
+            case RootSaid():
+                return self._root(event, now)
+            case TableCame(key, rank, table):
+                return self._table(key, rank, table, now)
+            case ChunkCame(digest, tier):
+                return self._came(digest, tier, now)
+            case ChunkLost(digest, tier):
+                return self._lost(digest, tier, now)
+            case RankReported(key, rank, error):
+                return self._report(key, rank, error, now)
+            case CommitAsked(key):
+                return self._commit(key)
+            case Sealed(key):
+                return self._sealed(key, now)
+            case SealFailed(key):
+                return self._seal_failed(key, now)
+            case Aborted(key, reason):
+                return self._abort(key, reason)
+            case Removed(key, reason):
+                return self._end(self.checkpoint(key), reason, None)
+            case ReadFrom(key):
+                self.checkpoint(key).read_until = now + self.limits.reading_seconds
+                return []
+            case ChunkTaken(digest):
+                return self._taken(digest, now)
+            case ChunkLetGo(digest):
+                return self._let_go(digest)
+            case HolderSaid():
+                return self._holder(event, now)
+            case RoomWanted(size):
+                return self._room(size, now)
+            case Tick():
+                return self._tick(now)
+
+    def restore(self, key: Key, facts: Facts, tables: dict[int, Table], committed_at: float | None, now: float) -> None:
+        """Takes up a checkpoint that was written down. Its chunks come after it, one ``ChunkCame`` each."""
+        one = Checkpoint(key, facts, now)
+        self.checkpoints[key] = one
+        for rank, table in tables.items():
+            self._use(one, rank, table)
+        one.committed_at = committed_at
+
+    # ---- questions
+
+    def checkpoint(self, key: Key) -> Checkpoint:
+        """Raises ``RefusedError``: unknown, or gone with the reason."""
+        one = self.checkpoints.get(key)
+        if one is None:
+            if (ended := self.ended.get(key)) is not None:
+                raise RefusedError(Cause.GONE, f"{key} is gone: {ended.reason}")
+            raise RefusedError(Cause.UNKNOWN, f"there is no {key}")
+        return one
+
+    def is_here(self, digest: bytes) -> bool:
+        chunk = self.chunks.get(digest)
+        return chunk is not None and bool(chunk.tiers)
+
+    def wanted(self, digest: bytes) -> int | None:
+        """Length of a chunk that a table names; None for any other."""
+        chunk = self.chunks.get(digest)
+        return chunk.length if chunk is not None and chunk.users else None
+
+    def to_come(self, digest: bytes) -> bool:
+        """Whether a chunk that is not here is about to be uploaded."""
+        chunk = self.chunks.get(digest)
+        return chunk is not None and any(self.checkpoints[key].committed_at is None for key, _ in chunk.users)
+
+    def lacking(self, table: Table) -> tuple[bytes, int]:
+        """(bitmap of the chunks that are not here, their number)."""
+        bitmap, count = bytearray(-(-len(table.digests) // 8)), 0
+        for number, digest in enumerate(table.digests):
+            if not self.chunks[digest].tiers:
+                bitmap[number // 8] |= 1 << number % 8
+                count += 1
+        return bytes(bitmap), count
+
+    def deadline(self) -> float:
+        """When something ends by itself; ``NEVER`` if nothing does."""
+        ends = [NEVER]
+        for one in self.checkpoints.values():
+            if one.committed_at is None and not one.sealing:
+                ends.append(one.longest_silent_since + self.limits.upload_seconds)
+            ends.extend(holder.until for holder in one.holders.values())
+        ends.extend(due.at for due in retirements(self.checkpoints.values(), self.limits))
+        return min(ends)
+
+    # ---- an upload
+
+    def _begin(self, key: Key, facts: Facts, now: float) -> list[Decision]:
+        known = self.checkpoints.get(key)
+        if known is not None:
+            if known.facts != facts:
+                raise RefusedError(Cause.CONFLICT, f"{key} is there already, with {known.facts}, not {facts}")
+            return []
+        if facts.ranks > self.limits.ranks:
+            raise RefusedError(Cause.FULL, f"{key} has {facts.ranks} ranks; this relay takes {self.limits.ranks}")
+        if len(self.checkpoints) >= self.limits.checkpoints:
+            raise RefusedError(
+                Cause.FULL,
+                f"this relay holds its {self.limits.checkpoints} checkpoints; remove some (keepstep checkpoint rm) or "
+                f"let it keep fewer (--keep-live, --keep-durable)",
+            )
+        self.ended.pop(key, None)
+        self.checkpoints[key] = Checkpoint(key, facts, now)
+        return [Keep(key), Wake((key,))]
+
+    def _upload(self, key: Key) -> Checkpoint:
+        one = self.checkpoint(key)
+        if one.committed_at is not None:
+            raise RefusedError(Cause.CONFLICT, f"{key} is committed; it does not change any more")
+        return one
+
+    def _rank(self, one: Checkpoint, rank: int) -> None:
+        if not 0 <= rank < one.facts.ranks:
+            raise RefusedError(Cause.CONFLICT, f"{one.key} has ranks 0 to {one.facts.ranks - 1}, not {rank}")
+
+    def _root(self, said: RootSaid, now: float) -> list[Decision]:
+        one = self.checkpoint(said.key)
+        self._rank(one, said.rank)
+        roots = one.roots.setdefault(said.rank, {})
+        if said.producer not in roots and len(roots) >= self.limits.producers:
+            raise RefusedError(Cause.FULL, f"{self.limits.producers} producers said a root of rank {said.rank} already")
+        roots[said.producer] = said.root
+        if one.root(said.rank) == said.root:
+            self._alive(one, said.rank, now)
+        return []
+
+    def _table(self, key: Key, rank: int, table: Table, now: float) -> list[Decision]:
+        one = self.checkpoint(key)
+        self._rank(one, rank)
+        counts = one.root(rank)
+        if counts is not None and counts != table.root:
+            raise RefusedError(
+                Cause.CONFLICT,
+                f"rank {rank} of {key} has root {counts.hex()}, this manifest has {table.root.hex()}: another state",
+            )
+        if rank in one.tables:
+            self._alive(one, rank, now)
+            return []
+        self._upload(key)
+        new: dict[bytes, int] = {}
+        for number, digest in enumerate(table.digests):
+            length, known = table.length(number), self.chunks.get(digest)
+            expected = known.length if known is not None else new.setdefault(digest, length)
+            if expected != length:
+                raise RefusedError(
+                    Cause.CONFLICT,
+                    f"chunk {number} of rank {rank} is {length} bytes; the one of that digest that is known here is "
+                    f"{expected}",
+                )
+        if len(self.chunks) + len(new) > self.limits.chunks:
+            raise RefusedError(
+                Cause.FULL,
+                f"{key} needs {len(new)} more chunks; this relay has {len(self.chunks)} and keeps {self.limits.chunks}",
+            )
+        self._use(one, rank, table)
+        self._alive(one, rank, now)
+        return [Wake((key, *new))]
+
+    def _use(self, one: Checkpoint, rank: int, table: Table) -> None:
+        one.tables[rank] = table
+        for number, digest in enumerate(table.digests):
+            chunk = self.chunks.setdefault(digest, Chunk(table.length(number)))
+            chunk.users.add((one.key, rank))
+        one.lacking[rank] = sum(not self.chunks[digest].tiers for digest in set(table.digests))
+
+    def _alive(self, one: Checkpoint, rank: int, now: float) -> None:
+        if one.committed_at is None and rank not in one.reported:
+            one.heard[rank] = now
+
+    def _came(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
+        chunk = self.chunks.get(digest)
+        if chunk is None:
+            return [Drop((digest,))]
+        came = not chunk.tiers
+        if tier not in chunk.tiers:
+            chunk.tiers.add(tier)
+            self.tier_bytes[tier] += chunk.length
+            if tier is Tier.MEMORY:
+                self.memory[digest] = None
+        if not came:
+            return []
+        for key, rank in chunk.users:
+            one = self.checkpoints[key]
+            one.lacking[rank] -= 1
+            one.arrived = True
+            self._alive(one, rank, now)
+        return [Wake((digest,))]
+
+    def _lost(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
+        chunk = self.chunks.get(digest)
+        if chunk is None or tier not in chunk.tiers:
+            return []
+        self._leaves(digest, chunk, tier)
+        if not chunk.tiers:
+            for key, rank in chunk.users:
+                one = self.checkpoints[key]
+                one.lacking[rank] += 1
+                self._wait_again(one, rank, now)
+        return []
+
+    def _leaves(self, digest: bytes, chunk: Chunk, tier: Tier) -> None:
+        chunk.tiers.discard(tier)
+        self.tier_bytes[tier] -= chunk.length
+        if tier is Tier.MEMORY:
+            del self.memory[digest]
+
+    def _wait_again(self, one: Checkpoint, rank: int, now: float) -> None:
+        """What the rank reported is not so any more."""
+        one.reported.discard(rank)
+        if one.committed_at is None:
+            one.heard.setdefault(rank, now)
+
+    def _report(self, key: Key, rank: int, error: str | None, now: float) -> list[Decision]:
+        if error is not None:
+            self._rank(self._upload(key), rank)
+            return self._abort(key, f"rank {rank} failed: {error}")
+        one = self.checkpoint(key)
+        self._rank(one, rank)
+        if one.committed_at is not None:
+            return []
+        self._alive(one, rank, now)
+        if rank not in one.tables:
+            raise RefusedError(Cause.CONFLICT, f"the manifest of rank {rank} of {key} is not here")
+        if one.lacking[rank]:
+            raise RefusedError(Cause.CONFLICT, f"{one.lacking[rank]} chunks of rank {rank} of {key} are not here")
+        one.reported.add(rank)
+        one.heard.pop(rank, None)
+        return self._commit(key) if len(one.reported) == one.facts.ranks and one.complete else []
+
+    def _commit(self, key: Key) -> list[Decision]:
+        one = self.checkpoint(key)
+        if one.committed_at is not None or one.sealing:
+            return []
+        if len(one.tables) < one.facts.ranks:
+            absent = next(rank for rank in range(one.facts.ranks) if rank not in one.tables)
+            raise RefusedError(
+                Cause.CONFLICT,
+                f"{one.facts.ranks - len(one.tables)} of {one.facts.ranks} manifests of {key} are not here, among them "
+                f"that of rank {absent}",
+            )
+        if not one.complete:
+            raise RefusedError(Cause.CONFLICT, f"{sum(one.lacking.values())} chunks of {key} are not here")
+        one.sealing = True
+        return [Seal(key, tuple(dict.fromkeys(digest for digest, _ in one.chunks())))]
+
+    def _sealed(self, key: Key, now: float) -> list[Decision]:
+        one = self._upload(key)
+        one.sealing, one.committed_at = False, now
+        one.heard.clear()
+        return [Wake((key,)), *self._retire(now)]
+
+    def _seal_failed(self, key: Key, now: float) -> list[Decision]:
+        one = self._upload(key)
+        one.sealing = False
+        for rank in range(one.facts.ranks):
+            self._wait_again(one, rank, now)
+        return [Wake((key,))]
+
+    # ---- ends
+
+    def _abort(self, key: Key, reason: str) -> list[Decision]:
+        one = self._upload(key)
+        if one.sealing:
+            raise RefusedError(Cause.CONFLICT, f"{key} is being committed")
+        return self._end(one, reason, State.ABORTED)
+
+    def _end(self, one: Checkpoint, reason: str, state: State | None) -> list[Decision]:
+        if one.sealing:
+            raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed")
+        del self.checkpoints[one.key]
+        self.ended[one.key] = Ended(reason, state)
+        while len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
+        digests = []
+        for rank, table in one.tables.items():
+            for digest in set(table.digests):
+                chunk = self.chunks[digest]
+                chunk.users.discard((one.key, rank))
+                if not chunk.users:
+                    digests.append(digest)
+        dropped = self._dropped(digests)
+        return [Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
+
+    def _dropped(self, digests: Iterable[bytes]) -> list[Decision]:
+        """Of ``digests`` those that nothing needs are gone."""
+        gone = []
+        for digest in digests:
+            chunk = self.chunks[digest]
+            if chunk.users or chunk.readers:
+                continue
+            for tier in tuple(chunk.tiers):
+                self._leaves(digest, chunk, tier)
+            del self.chunks[digest]
+            gone.append(digest)
+        return [Drop(tuple(gone))] if gone else []
+
+    def _retire(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        for due in list(retirements(self.checkpoints.values(), self.limits)):
+            if due.at <= now:
+                decisions += self._end(due.checkpoint, due.reason, None)
+        return decisions
+
+    def _tick(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        for one in list(self.checkpoints.values()):
+            one.holders = {name: holder for name, holder in one.holders.items() if holder.until > now}
+            if one.committed_at is not None or one.sealing:
+                continue
+            if one.longest_silent_since + self.limits.upload_seconds <= now:
+                silent = list(islice(one.silent_since(now - self.limits.upload_seconds), MAX_NAMED + 1))
+                ranks = ", ".join(map(str, silent[:MAX_NAMED])) + (" and others" if len(silent) > MAX_NAMED else "")
+                reason = f"nothing was heard of rank {ranks} for {self.limits.upload_seconds:g} s"
+                decisions += self._end(one, reason, State.ABORTED)
+        return decisions + self._retire(now)
+
+    # ---- readers
+
+    def _taken(self, digest: bytes, now: float) -> list[Decision]:
+        chunk = self.chunks.get(digest)
+        if chunk is None:
+            raise RefusedError(Cause.UNKNOWN, f"no checkpoint here has a chunk {digest.hex()}")
+        chunk.readers += 1
+        if digest in self.memory:
+            self.memory.move_to_end(digest)
+        for key, _ in chunk.users:
+            self.checkpoints[key].read_until = now + self.limits.reading_seconds
+        return []
+
+    def _let_go(self, digest: bytes) -> list[Decision]:
+        chunk = self.chunks[digest]
+        chunk.readers -= 1
+        return self._dropped((digest,))
+
+    def _holder(self, said: HolderSaid, now: float) -> list[Decision]:
+        one = self.checkpoint(said.key)
+        self._rank(one, said.rank)
+        table = one.tables.get(said.rank)
+        if table is None or len(said.bitmap) != -(-len(table.digests) // 8):
+            chunks = "no manifest" if table is None else f"{len(table.digests)} chunks"
+            raise RefusedError(
+                Cause.CONFLICT, f"a bitmap of {len(said.bitmap)} bytes does not fit: rank {said.rank} has {chunks}"
+            )
+        if (said.rank, said.name) not in one.holders and len(one.holders) >= self.limits.holders:
+            raise RefusedError(Cause.FULL, f"{one.key} has its {self.limits.holders} holders")
+        one.holders[said.rank, said.name] = Holder(said.address, said.bitmap, now + self.limits.holder_seconds)
+        one.read_until = now + self.limits.reading_seconds
+        return []
+
+    def _room(self, size: int, now: float) -> list[Decision]:
+        chosen: list[bytes] = []
+        for spare_busy in (True, False):
+            for digest in self.memory:
+                if size <= 0:
+                    break
+                chunk = self.chunks[digest]
+                if chunk.readers or len(chunk.tiers) == 1 or (spare_busy and self._busy(chunk, now)):
+                    continue
+                chosen.append(digest)
+                size -= chunk.length
+            for digest in chosen:
+                if digest in self.memory:
+                    self._lost(digest, Tier.MEMORY, now)
+        return [Evict(tuple(chosen))] if chosen else []
+
+    def _busy(self, chunk: Chunk, now: float) -> bool:
+        """Whether an open upload or transfer needs it."""
+        users = (self.checkpoints[key] for key, _ in chunk.users)
+        return any(one.committed_at is None or one.read_until > now for one in users)
+
+    # ---- what always holds
+
+    def validate(self) -> None:
+        """Raises ``AssertionError`` that says which invariant is broken."""
+        used: dict[bytes, set[tuple[Key, int]]] = {}
+        for key, one in self.checkpoints.items():
+            assert one.key == key
+            assert key not in self.ended, "a checkpoint that is there and gone"
+            assert set(one.tables) == set(one.lacking) <= set(range(one.facts.ranks))
+            assert one.reported <= set(one.tables), "a rank reported without a table"
+            if one.committed_at is None:
+                assert not any(one.lacking[rank] for rank in one.reported), "a rank reported that lacks chunks"
+                assert one.sealing or one.longest_silent_since < NEVER, "an upload that nobody is waited for stays"
+            for rank, table in one.tables.items():
+                assert one.root(rank) == table.root
+                here = {digest for digest in table.digests if self.chunks[digest].tiers}
+                assert one.lacking[rank] == len(set(table.digests) - here), "lacking chunks miscounted"
+                for number, digest in enumerate(table.digests):
+                    used.setdefault(digest, set()).add((key, rank))
+                    assert self.chunks[digest].length == table.length(number)
+            assert not (one.sealing and one.committed_at is not None)
+            if one.committed_at is not None or one.sealing:
+                assert len(one.tables) == one.facts.ranks, "committed without a table"
+                assert not one.heard.keys() & one.reported, "a rank that is done and waited for"
+        for digest, chunk in self.chunks.items():
+            assert chunk.users == used.get(digest, set()), "users of a chunk miscounted"
+            assert chunk.readers >= 0
+            assert chunk.users or chunk.readers, "a chunk that nothing needs"
+            assert (digest in self.memory) == (Tier.MEMORY in chunk.tiers), "memory miscounted"
+        for tier in Tier:
+            held = sum(chunk.length for chunk in self.chunks.values() if tier in chunk.tiers)
+            assert self.tier_bytes[tier] == held, "bytes of a tier miscounted"
+        assert len(self.checkpoints) <= self.limits.checkpoints
+        assert len(self.ended) <= MAX_ENDED

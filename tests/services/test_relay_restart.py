@@ -1,0 +1,309 @@
+"""Relays that are killed, disks that are full or rot, memory that is full: what was committed is there bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep_relay.disk import DiskTier
+from keepstep_relay.events import Limits
+from relay_driver import DEADLINE, client, relay, relay_process, state
+
+ONE, TWO = state(1), state(2)
+SMALL = 64 << 20
+
+
+async def killed(process: asyncio.subprocess.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE):
+        await process.wait()
+
+
+async def test_killed_after_a_commit_it_has_all_of_it_again(tmp_path: Path) -> None:
+    async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
+        await worker.store(ONE)
+        answer = await worker.show()
+        await killed(process)
+    async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
+        again = await worker.show()
+        assert again["checkpoint"] == answer["checkpoint"] | {"in_memory": 0}
+        assert await worker.call("GET", f"{worker.checkpoints}/c1/manifest") == ONE.manifest
+        assert await worker.pack() == ONE.pack
+
+
+@pytest.mark.parametrize("uploaded", [(), (1,), (0, 2), (0, 1, 2)])
+async def test_killed_before_a_commit_it_goes_on_with_what_lacks(tmp_path: Path, uploaded: tuple[int, ...]) -> None:
+    async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
+        await worker.store(TWO, "c0", 0)
+        await worker.upload(ONE, chunks=uploaded)
+        await killed(process)
+    async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
+        assert [await worker.has(digest) for digest in ONE.digests] == [number in uploaded for number in range(3)]
+        assert (await worker.begin(status=200))["committed"] is None
+        plan = await worker.manifest(ONE)
+        assert plan["lacking"] == 3 - len(uploaded)
+        for number in set(range(3)) - set(uploaded):
+            await worker.put(ONE.chunks[number])
+        await worker.commit()
+        assert await worker.pack() == ONE.pack
+        assert await worker.pack("c0") == TWO.pack
+
+
+async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_path: Path) -> None:
+    async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
+        await worker.upload(ONE, chunks=[0])
+        host, port = address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
+        writer.write(head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2])
+        await writer.drain()
+        await killed(process)
+        writer.close()
+    async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
+        assert [await worker.has(digest) for digest in ONE.digests] == [True, False, False]
+        assert not list((tmp_path / "partial").iterdir())
+
+
+async def test_killed_at_any_moment_it_never_has_a_commit_that_is_incomplete(tmp_path: Path) -> None:
+    """Uploads one after the other until the relay is killed under them; what it says is committed then is complete."""
+    states = [state(10 + number, CHUNK_BYTES + 5000) for number in range(12)]
+    committed: list[int] = []
+
+    async def upload_all(address: str) -> None:
+        async with client(address) as worker:
+            for number, one in enumerate(states):
+                await worker.store(one, f"c{number}", number)
+                committed.append(number)
+
+    for kills in range(3):
+        async with relay_process("--data-dir", str(tmp_path), "--keep-live", "0") as (process, address):
+            committed.clear()
+            uploading = asyncio.create_task(upload_all(address))
+            async with asyncio.timeout(DEADLINE):
+                while len(committed) <= 3 * kills and not uploading.done():  # noqa: ASYNC110 - it is killed meanwhile
+                    await asyncio.sleep(0.001)
+            await killed(process)
+            await asyncio.wait([uploading])
+            uploading.exception()
+        async with (
+            relay_process("--data-dir", str(tmp_path), "--keep-live", "0") as (_, address),
+            client(address) as worker,
+        ):
+            answer = await worker.call("GET", worker.checkpoints)
+            there = {one["step"] for one in answer["checkpoints"] if one["committed"] is not None}
+            assert there >= set(committed), "what was acknowledged is there"
+            for step in there:
+                assert await worker.pack(f"c{step}") == states[step].pack
+            for name in await worker.list():
+                await worker.call("DELETE", f"{worker.checkpoints}/{name}", 204)
+
+
+async def test_a_reader_goes_on_over_a_restart_with_the_range_that_it_lacks(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.store(ONE)
+        got = await worker.pack(status=206, headers={"Range": f"bytes=0-{CHUNK_BYTES + 99}"})
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        rest = await worker.pack(status=206, headers={"Range": f"bytes={len(got)}-"})
+        assert got + rest == ONE.pack
+
+
+async def test_an_age_goes_on_over_a_restart(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.store(ONE, "c1", 1)
+        await worker.store(TWO, "c2", 2)
+    limits = Limits(keep_live=0, live_seconds=0.01)
+    async with relay(data_dir=tmp_path, limits=limits) as one, client(one.address) as worker:
+        async with asyncio.timeout(DEADLINE):
+            while await worker.list() != ["c2"]:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+
+
+async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path):
+        with pytest.raises(KeepstepError, match="in use by another relay"):
+            DiskTier(tmp_path)
+
+
+# ---- a disk that rots
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def file_of(folder: Path, digest: str) -> Path:
+    return folder / "chunks" / digest[:2] / digest
+
+
+async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_mended(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.store(ONE)
+    flip(file_of(tmp_path, ONE.digests[1]))
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert await worker.chunk(ONE.digests[0]) == ONE.chunks[0]
+        assert "no upload is under way" in (await worker.chunk(ONE.digests[1], 410))["detail"]
+        assert one.chunks.damaged["disk"] == 1
+        assert not await worker.has(ONE.digests[1])
+        assert (await worker.show())["checkpoint"]["lacking"] == 1
+        await worker.pack(status=410, headers={"Range": f"bytes={CHUNK_BYTES}-"})
+        await worker.put(ONE.chunks[1])
+        assert await worker.pack() == ONE.pack
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert await worker.pack() == ONE.pack
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: os.truncate(file, 10)])
+async def test_what_rotted_while_the_relay_was_away_is_not_committed(tmp_path: Path, damage) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.upload(ONE)
+    damage(file_of(tmp_path, ONE.digests[1]))
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert "chunk" in (await worker.commit(status=409))["detail"]
+        await worker.put(ONE.chunks[1])
+        await worker.commit()
+        assert await worker.pack() == ONE.pack
+
+
+@pytest.mark.parametrize("name", ["record", "manifest-0"])
+async def test_a_damaged_checkpoint_on_disk_is_left_alone_and_the_others_are_there(tmp_path: Path, name: str) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.store(ONE)
+        await worker.store(TWO, "c2", 2)
+    damaged = tmp_path / "checkpoints" / "job" / "c1" / name
+    flip(damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert await worker.list() == ["c2"]
+        assert await worker.pack("c2") == TWO.pack
+        assert file_of(tmp_path, ONE.digests[0]).exists(), "somebody may mend it by hand"
+
+
+# ---- full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_still_served(small_disk: Path) -> None:
+    async with relay(data_dir=small_disk) as one, client(one.address) as worker:
+        await worker.store(ONE)
+        await worker.begin("c2", 2)
+        await worker.manifest(TWO, "c2")
+        problem = await worker.put(TWO.chunks[0], 507)
+        assert "No space left on device; free some space" in problem["detail"]
+        assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0], "from memory: a heal goes on"
+        for chunk in TWO.chunks[1:]:
+            await worker.put(chunk, 507 if len(chunk) == CHUNK_BYTES else 201)
+        assert await worker.pack("c2") == TWO.pack
+        await worker.commit("c2", 507)
+        assert (await worker.show("c2"))["checkpoint"]["state"] == "uploading"
+        assert await worker.pack() == ONE.pack
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+        await worker.commit("c2")
+    async with relay(data_dir=small_disk) as one, client(one.address) as worker:
+        assert await worker.list() == ["c2"]
+        assert await worker.pack("c2") == TWO.pack
+
+
+async def test_full_memory_without_a_disk_is_503_and_what_was_committed_is_safe(monkeypatch) -> None:
+    monkeypatch.setattr("keepstep_relay.bulk.ROOM_SECONDS", 0.05)
+    async with relay(memory=3 * CHUNK_BYTES) as one, client(one.address) as worker:
+        await worker.store(ONE)
+        await worker.begin("c2", 2)
+        await worker.manifest(TWO, "c2")
+        problem = await worker.put(TWO.chunks[0], 503)
+        assert "the memory tier is full" in problem["detail"]
+        assert problem["retry_after"] == 1
+        assert await worker.pack() == ONE.pack
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+        await worker.put(TWO.chunks[0])
+        assert one.chunks.memory.used <= one.chunks.memory.limit
+
+
+async def test_memory_that_is_full_spills_to_disk(tmp_path: Path) -> None:
+    big = state(4, 6 * CHUNK_BYTES)
+    async with relay(data_dir=tmp_path, memory=3 * CHUNK_BYTES) as one, client(one.address) as worker:
+        await worker.store(big)
+        for _ in range(2):
+            assert await worker.pack() == big.pack
+            assert one.chunks.memory.used <= one.chunks.memory.limit
+        assert one.chunks.evicted >= 3
+        assert (
+            sum(chunk.nbytes for chunk in one.chunks.memory.chunks.values())
+            == one.core.tier_bytes[next(tier for tier in one.core.tier_bytes if tier.value == "memory")]
+        )
+        one.core.validate()
+
+
+# ---- the durable tier
+
+
+async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
+    (tmp_path / "bucket").write_text("a file in the way")
+    async with relay(durable=f"file://{tmp_path}/bucket/below") as one, client(one.address) as worker:
+        await worker.begin(kind="durable")
+        await worker.manifest(TWO)
+        for chunk in TWO.chunks:
+            await worker.put(chunk)
+        assert "bucket" in (await worker.commit(status=503))["detail"]
+        assert (await worker.show())["checkpoint"]["state"] == "uploading"
+        assert await worker.pack() == TWO.pack
+
+
+async def test_a_durable_checkpoint_is_found_again_after_everything_local_was_lost(tmp_path: Path) -> None:
+    local, url = tmp_path / "local", f"file://{tmp_path}/bucket"
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        await worker.begin(kind="durable")
+        await worker.manifest(ONE)
+        for chunk in ONE.chunks:
+            await worker.put(chunk)
+        await worker.commit()
+        await worker.store(TWO, "live", 2)
+        async with asyncio.timeout(DEADLINE):
+            while not (await worker.show())["checkpoint"]["durable"]:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+    shutil.rmtree(local)
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        assert await worker.list() == ["c1"], "live ones are not copied"
+        assert await worker.pack() == ONE.pack
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+async def test_a_copy_that_was_not_completed_is_no_checkpoint_and_a_damaged_chunk_is_not_served(tmp_path: Path) -> None:
+    url, bucket = f"file://{tmp_path}/bucket", tmp_path / "bucket" / "job"
+    for number, one_state in enumerate((ONE, TWO), 1):
+        async with relay(durable=url) as one, client(one.address) as worker:
+            await worker.begin(f"c{number}", number, kind="durable")
+            await worker.manifest(one_state, f"c{number}")
+            for chunk in one_state.chunks:
+                await worker.put(chunk)
+            await worker.commit(f"c{number}")
+            assert (bucket / f"c{number}" / "record").exists(), "without a disk a commit waits for the durable tier"
+    (bucket / "c1" / "record").unlink()
+    flip(bucket / "c2" / "chunks" / TWO.digests[1])
+    async with relay(durable=url, memory=SMALL) as one, client(one.address) as worker:
+        assert await worker.list() == ["c2"]
+        assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0]
+        await worker.chunk(TWO.digests[1], 410)
+        assert one.chunks.damaged["durable"] == 1

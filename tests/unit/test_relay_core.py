@@ -1,0 +1,347 @@
+"""What a relay decides: uploads, commits, retention, room, expiry. Each test is a table of events and what follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep_relay.core import NEVER, RelayCore
+from keepstep_relay.events import (
+    Aborted,
+    Begun,
+    Cause,
+    ChunkCame,
+    ChunkLetGo,
+    ChunkLost,
+    ChunkTaken,
+    CommitAsked,
+    Drop,
+    Event,
+    Evict,
+    Facts,
+    Forget,
+    HolderSaid,
+    Keep,
+    Key,
+    Kind,
+    Limits,
+    RankReported,
+    ReadFrom,
+    RefusedError,
+    Removed,
+    RoomWanted,
+    RootSaid,
+    Seal,
+    Sealed,
+    SealFailed,
+    State,
+    Table,
+    TableCame,
+    Tick,
+    Tier,
+    Wake,
+)
+
+C1, C2, C3 = (Key("job", name) for name in ("c1", "c2", "c3"))
+A, B, C, LAST = (bytes([letter]) * 16 for letter in b"abcz")
+ONE = Facts(step=1, kind=Kind.LIVE, ranks=1)
+DISK, MEMORY = Tier.DISK, Tier.MEMORY
+
+
+def table(*digests: bytes, last: int = 100, root: bytes = b"r" * 32) -> Table:
+    """Whole chunks, and a last one of ``last`` bytes."""
+    return Table(root, (len(digests) - 1) * CHUNK_BYTES + last, digests)
+
+
+class Driver:
+    """Steps a core and validates it after each event."""
+
+    def __init__(self, **limits) -> None:
+        self.core = RelayCore(Limits(**limits))
+        self.now = 0.0
+
+    def __call__(self, *events: Event, at: float | None = None):
+        self.now = self.now if at is None else at
+        decisions = []
+        for event in events:
+            decisions += self.core.step(event, self.now)
+            self.core.validate()
+        return decisions
+
+    def refused(self, event: Event, cause: Cause, words: str) -> None:
+        with pytest.raises(RefusedError, match=words) as refused:
+            self.core.step(event, self.now)
+        assert refused.value.cause is cause
+        self.core.validate()
+
+    def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
+        """A committed checkpoint; what committing it decided."""
+        self(Begun(key, Facts(step, kind, 1)), TableCame(key, 0, table(*digests)))
+        self(*(ChunkCame(digest, tier) for digest in digests if not self.core.is_here(digest)))
+        self(CommitAsked(key))
+        return self(Sealed(key))
+
+
+def test_an_upload_from_its_beginning_to_its_commit():
+    relay = Driver()
+    assert relay(Begun(C1, ONE)) == [Keep(C1), Wake((C1,))]
+    assert relay.core.checkpoints[C1].state is State.BEGUN
+    (woken,) = relay(TableCame(C1, 0, table(A, B, LAST)))
+    assert set(woken.what) == {C1, A, B, LAST}
+    assert relay.core.checkpoints[C1].state is State.PLANNED
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "3 chunks")
+    assert relay(ChunkCame(B, MEMORY)) == [Wake((B,))]
+    assert relay.core.checkpoints[C1].state is State.UPLOADING
+    assert relay.core.lacking(table(A, B, LAST)) == (bytes([0b101]), 2)
+    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, DISK))
+    assert relay(CommitAsked(C1)) == [Seal(C1, (A, B, LAST))]
+    assert relay(CommitAsked(C1)) == [], "somebody is about it already"
+    assert relay(Sealed(C1)) == [Wake((C1,))]
+    assert relay.core.checkpoints[C1].state is State.COMMITTED
+    assert relay.core.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
+
+
+def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_refused():
+    relay = Driver()
+    relay(Begun(C1, ONE))
+    assert relay(Begun(C1, ONE)) == []
+    relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "there already")
+
+
+def test_what_is_here_already_is_not_lacking():
+    relay = Driver()
+    relay.stored(C1, A, B)
+    assert relay(Begun(C2, ONE), TableCame(C2, 0, table(A, C, B)))[-1] == Wake((C2, C))
+    assert relay.core.lacking(relay.core.checkpoints[C2].tables[0]) == (bytes([0b010]), 1)
+    relay(Removed(C1, "asked"))
+    assert relay.core.is_here(A), "the other checkpoint needs it"
+
+
+def test_a_chunk_that_comes_twice_in_a_pack_is_one():
+    relay = Driver()
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, A, LAST)))
+    assert relay.core.lacking(table(A, A, LAST)) == (bytes([0b111]), 3)
+    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, MEMORY))
+    assert relay(CommitAsked(C1)) == [Seal(C1, (A, LAST))]
+
+
+def test_a_chunk_that_no_table_names_is_dropped():
+    relay = Driver()
+    assert relay(ChunkCame(A, DISK)) == [Drop((A,))]
+    assert relay.core.wanted(A) is None
+
+
+def test_one_digest_has_one_length():
+    relay = Driver()
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, B)), Begun(C2, ONE))
+    relay.refused(TableCame(C2, 0, table(A, last=7)), Cause.CONFLICT, "is 7 bytes")
+    relay.refused(TableCame(C2, 0, table(C, C)), Cause.CONFLICT, "is 100 bytes")
+
+
+def test_the_first_root_counts_and_another_is_remembered():
+    relay = Driver()
+    relay(Begun(C1, ONE), RootSaid(C1, 0, "r0", b"r" * 32), RootSaid(C1, 0, "r1", b"x" * 32))
+    relay.refused(TableCame(C1, 0, table(A, root=b"x" * 32)), Cause.CONFLICT, "another state")
+    relay(TableCame(C1, 0, table(A)), RootSaid(C1, 0, "r2", b"r" * 32))
+    assert set(relay.core.checkpoints[C1].roots[0]) == {"r0", "r1", "r2"}
+    assert relay.core.checkpoints[C1].root(0) == b"r" * 32
+
+
+def test_ranks_commit_together():
+    relay = Driver()
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, DISK))
+    assert relay(RankReported(C1, 0)) == []
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "that of rank 1")
+    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "manifest of rank 1")
+    relay.refused(RankReported(C1, 2), Cause.CONFLICT, "ranks 0 to 1")
+    relay(TableCame(C1, 1, table(B)))
+    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "1 chunks of rank 1")
+    relay(ChunkCame(B, DISK))
+    assert relay(RankReported(C1, 1)) == [Seal(C1, (A, B))], "the last report commits"
+
+
+def test_a_rank_that_failed_ends_the_upload():
+    relay = Driver()
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))
+    decisions = relay(RankReported(C1, 1, "out of memory"))
+    assert decisions == [Forget(C1, "rank 1 failed: out of memory"), Drop((A,)), Wake((C1, A))]
+    relay.refused(CommitAsked(C1), Cause.GONE, "out of memory")
+    assert relay(Begun(C1, ONE))[0] == Keep(C1), "it may be tried again"
+
+
+def test_a_rank_that_vanished_ends_the_upload_and_a_chunk_is_a_sign_of_life():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), at=0)
+    assert relay.core.deadline() == 10
+    relay(TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)), at=8)
+    assert relay(Tick(), at=17.9) == []
+    relay(ChunkCame(A, MEMORY), at=17.9)
+    (forget, *_rest) = relay(Tick(), at=18)
+    assert forget == Forget(C1, "nothing was heard of rank 1 for 10 s")
+    assert relay.core.deadline() == NEVER
+
+
+def test_a_rank_that_has_reported_is_not_waited_for():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
+    relay(RootSaid(C1, 1, "r0", b"r" * 32), at=9)
+    assert relay(Tick(), at=18.9) == []
+    assert relay(Tick(), at=19)[0] == Forget(C1, "nothing was heard of rank 1 for 10 s")
+
+
+def test_a_commit_that_failed_may_be_asked_for_again_and_is_waited_for():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
+    relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "being committed")
+    relay.refused(Removed(C1, "x"), Cause.CONFLICT, "being committed")
+    assert relay(SealFailed(C1), at=5) == [Wake((C1,))]
+    assert relay.core.deadline() == 15
+    assert relay(CommitAsked(C1)) == [Seal(C1, (A,))]
+
+
+def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
+    relay = Driver()
+    relay.stored(C1, A, B, tier=DISK)
+    assert relay(ChunkLost(A, DISK)) == []
+    assert relay.core.checkpoints[C1].lacking == {0: 1}
+    assert relay.core.wanted(A) == CHUNK_BYTES
+    assert not relay.core.to_come(A), "nobody is uploading it"
+    relay(ChunkCame(A, MEMORY))
+    assert relay.core.checkpoints[C1].complete
+
+
+def test_a_committed_checkpoint_does_not_change():
+    relay = Driver()
+    relay.stored(C1, A)
+    relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "is committed")
+    relay.refused(RankReported(C1, 0, "late"), Cause.CONFLICT, "is committed")
+    assert relay(CommitAsked(C1), RankReported(C1, 0), TableCame(C1, 0, table(A))) == []
+
+
+# ---- what goes
+
+
+def test_the_newest_are_kept_and_uploads_do_not_count():
+    relay = Driver(keep_live=1)
+    relay.stored(C1, A, LAST, step=1)
+    relay(Begun(C3, Facts(9, Kind.LIVE, 1)))
+    decisions = relay.stored(C2, A, B, LAST, step=2)
+    assert [one.key for one in decisions if isinstance(one, Forget)] == [C1]
+    assert not [one for one in decisions if isinstance(one, Drop)], "the newer one has that chunk, too"
+
+
+def test_retention_counts_each_job_and_kind_for_itself():
+    relay = Driver(keep_live=1)
+    relay.stored(C1, A)
+    assert relay.stored(C2, B, step=2, kind=Kind.DURABLE) == [Wake((C2,))]
+    assert relay.stored(Key("other", "c1"), C, step=3) == [Wake((Key("other", "c1"),))]
+
+
+def test_a_checkpoint_that_is_read_stays_until_its_reader_is_done():
+    relay = Driver(keep_live=1, reading_seconds=60)
+    relay.stored(C1, A)
+    relay(ReadFrom(C1), at=10)
+    relay.stored(C2, B, step=2)
+    assert C1 in relay.core.checkpoints
+    assert relay.core.deadline() == 70
+    relay(ChunkTaken(A), ChunkLetGo(A), at=65)
+    assert relay(Tick(), at=70) == []
+    assert relay(Tick(), at=125)[:2] == [
+        Forget(C1, "only the newest live checkpoints of a job are kept (1)"),
+        Drop((A,)),
+    ]
+
+
+def test_age_drops_all_but_the_newest():
+    relay = Driver(keep_live=0, live_seconds=100)
+    relay.stored(C1, A, step=1)
+    relay.stored(C2, B, step=2)
+    assert relay.core.deadline() == 100
+    assert [one.key for one in relay(Tick(), at=500) if isinstance(one, Forget)] == [C1]
+    assert relay.core.deadline() == NEVER
+
+
+def test_a_chunk_that_is_being_sent_is_dropped_when_it_is_let_go():
+    relay = Driver()
+    relay.stored(C1, A, B)
+    relay(ChunkTaken(A))
+    assert Drop((B,)) in relay(Removed(C1, "asked"))
+    assert relay.core.wanted(A) is None
+    assert relay(ChunkLetGo(A)) == [Drop((A,))]
+
+
+# ---- room
+
+
+def test_room_comes_from_what_another_tier_has_the_longest_unused_first():
+    relay = Driver()
+    relay.stored(C1, A, B, C, LAST, tier=DISK)
+    relay(*(ChunkCame(digest, MEMORY) for digest in (A, B, C)), at=1000)
+    relay(ChunkTaken(A), ChunkLetGo(A))
+    relay(at=2000)
+    assert relay(RoomWanted(CHUNK_BYTES + 1)) == [Evict((B, C))]
+    assert relay(RoomWanted(1)) == [Evict((A,))]
+    assert relay(RoomWanted(1)) == []
+
+
+def test_what_only_memory_has_and_what_is_being_sent_stay():
+    relay = Driver()
+    relay.stored(C1, A, B, tier=MEMORY)
+    relay(ChunkCame(B, DISK), ChunkTaken(B))
+    assert relay(RoomWanted(1)) == []
+    relay(ChunkLetGo(B))
+    assert relay(RoomWanted(1)) == [Evict((B,))]
+
+
+def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
+    relay = Driver(reading_seconds=60)
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), ChunkCame(A, DISK))
+    relay.stored(C2, B, step=2)
+    relay(ChunkCame(B, DISK))
+    assert relay(RoomWanted(1)) == [Evict((B,))]
+    assert relay(RoomWanted(1)) == [Evict((A,))]
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "event", "words"),
+    [
+        ({"checkpoints": 1}, Begun(C2, ONE), "its 1 checkpoints"),
+        ({"chunks": 2}, TableCame(C1, 0, table(A, B, C)), "3 more chunks"),
+        ({"ranks": 2}, Begun(C2, Facts(1, Kind.LIVE, 3)), "3 ranks"),
+    ],
+)
+def test_beyond_a_limit_nothing_is_taken(limits, event, words):
+    relay = Driver(**limits)
+    relay(Begun(C1, ONE))
+    relay.refused(event, Cause.FULL, words)
+
+
+def test_holders_are_bounded_fit_and_are_forgotten():
+    relay = Driver(holders=1, holder_seconds=30)
+    relay(Begun(C1, ONE))
+    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"), Cause.CONFLICT, "no manifest")
+    relay(TableCame(C1, 0, table(A, B)), HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"))
+    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01\x00"), Cause.CONFLICT, "2 bytes does not fit")
+    relay.refused(HolderSaid(C1, 0, "j2", "http://b:1", b"\x01"), Cause.FULL, "its 1 holders")
+    relay(Tick(), at=30)
+    assert not relay.core.checkpoints[C1].holders
+
+
+def test_the_unknown_is_unknown_and_the_past_is_gone_with_its_reason():
+    relay = Driver()
+    relay.refused(CommitAsked(C1), Cause.UNKNOWN, "no checkpoint c1 of job job")
+    relay.stored(C1, A)
+    relay(Removed(C1, "asked for"))
+    relay.refused(CommitAsked(C1), Cause.GONE, "is gone: asked for")
+
+
+def test_a_checkpoint_that_was_written_down_is_taken_up_with_what_is_there_of_it():
+    relay = Driver(upload_seconds=10)
+    relay.core.restore(C1, ONE, {0: table(A, B)}, None, now=100)
+    relay(ChunkCame(A, DISK), at=100)
+    assert relay.core.checkpoints[C1].lacking == {0: 1}
+    assert relay.core.deadline() == 110
+    assert relay(ChunkCame(C, DISK)) == [Drop((C,))]

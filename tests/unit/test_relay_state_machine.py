@@ -1,0 +1,194 @@
+"""Events in any order that a relay can meet. After each, ``validate`` holds, and what an onlooker can check."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep_relay.core import RelayCore
+from keepstep_relay.events import (
+    Aborted,
+    Begun,
+    ChunkCame,
+    ChunkLetGo,
+    ChunkLost,
+    ChunkTaken,
+    CommitAsked,
+    Decision,
+    Drop,
+    Event,
+    Evict,
+    Facts,
+    Forget,
+    HolderSaid,
+    Key,
+    Kind,
+    Limits,
+    RankReported,
+    ReadFrom,
+    RefusedError,
+    Removed,
+    RoomWanted,
+    RootSaid,
+    Seal,
+    Sealed,
+    SealFailed,
+    Table,
+    TableCame,
+    Tick,
+    Tier,
+)
+
+KEYS = st.sampled_from([Key("job", "a"), Key("job", "b"), Key("other", "a")])
+WHOLE = st.sampled_from([bytes([letter]) * 16 for letter in b"abc"])
+SHORT = st.sampled_from([bytes([letter]) * 16 for letter in b"uv"])
+DIGESTS = WHOLE | SHORT
+TIERS = st.sampled_from(list(Tier))
+RANKS = st.integers(0, 2)
+
+
+class Onlooker(RuleBasedStateMachine):
+    """Keeps its own books of the tiers, and of what was promised by a commit."""
+
+    @initialize(keep=st.integers(0, 2), age=st.sampled_from([0.0, 50.0]))
+    def begin(self, keep: int, age: float) -> None:
+        self.core = RelayCore(
+            Limits(checkpoints=4, chunks=8, holders=2, upload_seconds=20, keep_live=keep, live_seconds=age)
+        )
+        self.now = 0.0
+        self.tiers: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        self.taken: list[bytes] = []
+        self.sealing: dict[Key, tuple[bytes, ...]] = {}
+        self.committed: set[Key] = set()
+
+    def step(self, event: Event) -> list[Decision]:
+        deadline = self.core.deadline()
+        try:
+            decisions = self.core.step(event, self.now)
+        except RefusedError:
+            return []
+        asked = isinstance(event, (Removed, Aborted, RankReported))
+        for decision in decisions:
+            match decision:
+                case Drop(digests):
+                    for digest in digests:
+                        assert digest not in self.taken, "dropped under a reader"
+                        for tier in self.tiers.values():
+                            tier.discard(digest)
+                case Evict(digests):
+                    for digest in digests:
+                        assert digest not in self.taken, "evicted under a reader"
+                        self.tiers[Tier.MEMORY].remove(digest)
+                        assert any(digest in tier for tier in self.tiers.values()), "evicted from its last tier"
+                case Seal(key, digests):
+                    assert all(any(digest in tier for tier in self.tiers.values()) for digest in digests)
+                    self.sealing[key] = digests
+                case Forget(key):
+                    assert asked or deadline <= self.now or isinstance(event, Sealed), "nothing was due"
+                    self.committed.discard(key)
+        return decisions
+
+    @rule(key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2))
+    def begins(self, key: Key, step: int, ranks: int) -> None:
+        self.step(Begun(key, Facts(step, Kind.LIVE, ranks)))
+
+    @rule(key=KEYS, rank=RANKS, whole=st.lists(WHOLE, max_size=3), last=DIGESTS, root=st.sampled_from([b"r", b"s"]))
+    def table(self, key: Key, rank: int, whole: list[bytes], last: bytes, root: bytes) -> None:
+        self.step(TableCame(key, rank, Table(root * 32, len(whole) * CHUNK_BYTES + 10, (*whole, last))))
+
+    @rule(key=KEYS, rank=RANKS, root=st.sampled_from([b"r", b"s"]))
+    def root(self, key: Key, rank: int, root: bytes) -> None:
+        self.step(RootSaid(key, rank, "p", root * 32))
+
+    @rule(digest=DIGESTS, tier=TIERS)
+    def chunk(self, digest: bytes, tier: Tier) -> None:
+        self.tiers[tier].add(digest)
+        self.step(ChunkCame(digest, tier))
+
+    @rule(
+        key=KEYS, step=st.integers(0, 3), whole=st.lists(WHOLE, max_size=3), last=SHORT, tier=TIERS, done=st.booleans()
+    )
+    def upload(self, key: Key, step: int, whole: list[bytes], last: bytes, tier: Tier, done: bool) -> None:
+        self.begins(key, step, 1)
+        self.table(key, 0, whole, last, b"r")
+        one = self.core.checkpoints.get(key)
+        for digest in sorted({digest for digest, _ in one.chunks()} if one else ()):
+            self.chunk(digest, tier)
+        self.commit(key)
+        if done:
+            self.sealed(key, works=True)
+
+    @rule(digest=DIGESTS, tier=TIERS)
+    def lost(self, digest: bytes, tier: Tier) -> None:
+        if digest in self.tiers[tier] and digest not in self.taken:
+            self.tiers[tier].discard(digest)
+            self.step(ChunkLost(digest, tier))
+
+    @rule(key=KEYS, rank=RANKS, error=st.sampled_from([None, None, "x"]))
+    def report(self, key: Key, rank: int, error: str | None) -> None:
+        self.step(RankReported(key, rank, error))
+
+    @rule(key=KEYS)
+    def commit(self, key: Key) -> None:
+        self.step(CommitAsked(key))
+
+    @rule(key=KEYS, works=st.booleans())
+    def sealed(self, key: Key, works: bool) -> None:
+        if self.sealing.pop(key, None) is not None:
+            works = works and self.core.checkpoints[key].complete
+            if works:
+                self.committed.add(key)
+            self.step(Sealed(key) if works else SealFailed(key))
+
+    @rule(key=KEYS)
+    def abort(self, key: Key) -> None:
+        self.step(Aborted(key, "asked"))
+
+    @rule(key=KEYS)
+    def remove(self, key: Key) -> None:
+        self.step(Removed(key, "asked"))
+
+    @rule(key=KEYS)
+    def read(self, key: Key) -> None:
+        self.step(ReadFrom(key))
+
+    @rule(key=KEYS, rank=RANKS, bitmap=st.sampled_from([b"", b"\x01"]))
+    def holder(self, key: Key, rank: int, bitmap: bytes) -> None:
+        self.step(HolderSaid(key, rank, "h", "http://h:1", bitmap))
+
+    @rule(digest=DIGESTS)
+    def take(self, digest: bytes) -> None:
+        if self.core.is_here(digest):
+            self.step(ChunkTaken(digest))
+            self.taken.append(digest)
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if self.taken:
+            digest = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+            self.step(ChunkLetGo(digest))
+
+    @rule(size=st.integers(1, 3 * CHUNK_BYTES))
+    def room(self, size: int) -> None:
+        self.step(RoomWanted(size))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 15.0, 70.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.step(Tick())
+        assert self.core.deadline() > self.now, "a deadline that has passed and is still there"
+
+    @invariant()
+    def all_holds(self) -> None:
+        self.core.validate()
+        for tier, digests in self.tiers.items():
+            known = {digest for digest, chunk in self.core.chunks.items() if tier in chunk.tiers}
+            assert known == digests, "the core's picture of a tier is wrong"
+        there = {key for key, one in self.core.checkpoints.items() if one.committed_at is not None}
+        assert there == self.committed
+
+
+TestRelayCore = Onlooker.TestCase
+TestRelayCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
