@@ -46,6 +46,8 @@ class Failover(Mesh):
         """By epoch: the last quorum_id in the store while it was the epoch."""
         self._announced: tuple[int, tuple[str, ...]] = (0, ())
         """The highest quorum so far."""
+        self._last_round = (0, 0, 0, 0)
+        """Epoch, quorum_id, version and step of what was announced last."""
         self.announced_by = ""
         """Name of the lighthouse that announced last."""
         self._script_runs = False
@@ -103,8 +105,10 @@ class Failover(Mesh):
 
     def announced(self, job: Job, announce: Announce) -> None:
         members, quorum_id = tuple(member.replica_id for member in announce.listed), announce.quorum_id
-        if len(announce.to) != len(members):
+        round_ = job.term.epoch, quorum_id, announce.version, announce.step
+        if len(announce.to) != len(members) or round_ == self._last_round:
             return  # an answer that is given again
+        self._last_round = round_
         node = self.node_of(job)
         self.rounds += 1
         self.announced_by = node.name
