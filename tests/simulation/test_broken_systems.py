@@ -20,10 +20,10 @@ from simulation.simulator import Simulation
 SEEDS = 60
 
 
-def rules_broken() -> Counter[str]:
+def rules_broken(seeds: int = SEEDS) -> Counter[str]:
     """In how many of some simulations each rule is violated. The simulator's own checks, which see more, are off."""
     broken: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         simulation = Simulation(seed)
         simulation.violated = lambda _: None  # type: ignore[method-assign]
         simulation.run()
@@ -85,4 +85,5 @@ def test_a_quorum_that_is_announced_and_not_written(monkeypatch: pytest.MonkeyPa
             land(self, record)
 
     monkeypatch.setattr(Lighthouse, "_land", lose_some)
-    assert {"one_membership", "quorum_order"} & set(rules_broken())
+    # workers tell the next lighthouse what they saw, so that it seldom shows
+    assert {"one_membership", "quorum_order"} <= set(rules_broken(400))
