@@ -84,7 +84,8 @@ class Failover(Mesh):
                 self._last_quorum_of[before] = self.stored.quorum_id
             elif write.key == JOB_KEY:
                 self._record_written(records.decode(JOB_KEY, write.value or b""))
-        self.note(f"   store  {[(one.key, one.value) for one in writes]}")
+        if self.tracing:
+            self.note(f"   store  {[(one.key, one.value) for one in writes]}")
 
     def _record_written(self, record: JobRecord) -> None:
         if record.quorum_id < self.stored.quorum_id:

@@ -48,6 +48,7 @@ class Mesh(Training):
         policy = policy or Policy(
             min_replicas=random.choice((1, random.randint(1, groups))),
             max_replicas=random.choice((0, 0, 0, groups)),
+            initial_replicas=random.choice((0, groups)),
             join_timeout=random.choice((1.0, 4.0)),
             heal_timeout=3.0,
             heartbeat_timeout=random.choice((2.5, 5.0)),

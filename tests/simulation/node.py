@@ -147,7 +147,6 @@ class _Events(EventLog):
         happened = super().add(job, kind, replica_id, detail, now_unix)
         if not self._node.loop.dead:
             self._node.sim.logs.event(self._node.name, happened)
-            self._node.sim.note(f"{self._node.name}  {kind} {replica_id} {detail}")
         return happened
 
 
