@@ -261,6 +261,8 @@ class CheckpointStore:
                 continue
             if record.committed is not None and len(tables) < record.facts.ranks:
                 log.error("a manifest of a committed checkpoint is missing", job=key.job, checkpoint=key.id)
+                if on_disk and self.chunks.disk is not None:
+                    self.chunks.disk.unreadable += 1
                 continue
             if key not in self.core.checkpoints:
                 committed = None if record.committed is None else time.monotonic() - time.time() + record.committed

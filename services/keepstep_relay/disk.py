@@ -159,6 +159,8 @@ class DiskTier:
         """In place of whatever is there of that name."""
         self.forget(key)
         with _explained(f"{key} cannot be written down"):
+            with contextlib.suppress(FileNotFoundError):  # the folder of the job went with its last checkpoint
+                self._of(key).mkdir(parents=True, exist_ok=True)
             self._of(key).mkdir(parents=True, exist_ok=True)
             self._place(encode_record(key, record), self._of(key) / "record", sync=False)
 
