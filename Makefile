@@ -6,7 +6,7 @@ STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
 
-.PHONY: help setup demo test lint types bench simulate clean
+.PHONY: help setup demo test lint types bench simulate mutants faults clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -34,8 +34,15 @@ lint: $(STAMP) ## style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-simulate: $(STAMP) ## the lighthouse against a lossy network in virtual time: make simulate SEEDS=100000
-	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
+simulate: $(STAMP) ## one lighthouse, then several with a store, against all faults in virtual time: make simulate SEEDS=100000
+	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 1
+	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 2
+
+mutants: $(STAMP) ## planted mistakes, each of which a stored test has to catch
+	@$(BIN)/python tests/mutants/run.py
+
+faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (15 minutes): make faults FAULTS=--list
+	@$(BIN)/python -m tests.faults $(FAULTS)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)

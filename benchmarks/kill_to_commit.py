@@ -4,6 +4,7 @@ Three real processes (gloo, a small network, 10 ms between steps in place of loa
 default times; each writes the time of every commit. One is sent SIGKILL (or SIGSTOP) while all three commit together.
 The figure is the time from the signal to the first commit without it, of the later of the two others. Then it is
 replaced by a process that has its imports done already, and the next one is due once all three commit together again.
+At the end ``keepstep check-history`` must find nothing wrong in the logs of our side.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from figures import Figure, Limit, p50, p95
 from sides import HEARTBEAT_TIMEOUT_S, HERE, Lighthouse, Side, lighthouse
+
+from keepstep_cli.check_history import check_files, summary_lines, violation_lines
 
 GROUPS = 3
 KILLS = 20
@@ -48,7 +51,7 @@ class Group:
         with self.log.open("ab") as errors:
             self.spare = subprocess.Popen(
                 [*command, "--on-cue"],
-                env=self.side.environment(),
+                env={**self.side.environment(), "KEEPSTEP_STEP_LOG": f"{self._next_commits()}.jsonl"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -94,14 +97,23 @@ def last_commit(groups: list[Group], after: float, counts: Callable[[int], bool]
     raise TimeoutError(f"groups {[group.number for group in groups]} did not all commit within {GIVE_UP} s")
 
 
+def check_history(folder: Path) -> None:
+    report = check_files([folder])
+    if not report.fine:
+        raise RuntimeError("\n".join([*summary_lines(report), *violation_lines(report)]))
+
+
 def measure(side: Side, how: signal.Signals, times: int, log: Path, said: Callable[[float], None]) -> list[float]:
     """Seconds from the signal to the first commit without the group, ``times`` times over."""
     dice = random.Random(7)
     with (
         tempfile.TemporaryDirectory() as folder,
-        lighthouse(side, min_replicas=GROUPS - 1, log=log) as server,
         contextlib.ExitStack() as stack,
     ):
+        if side.name == "keepstep":
+            stack.callback(check_history, Path(folder))
+        events = Path(folder) / "events.jsonl"
+        server = stack.enter_context(lighthouse(side, min_replicas=GROUPS - 1, log=log, event_log=events))
         groups = [Group(side, number, server, Path(folder), log) for number in range(GROUPS)]
         for group in groups:
             stack.callback(group.end)

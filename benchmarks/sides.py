@@ -81,11 +81,15 @@ class Lighthouse:
 
 @contextlib.contextmanager
 def lighthouse(
-    side: Side, min_replicas: int, log: Path, heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S
+    side: Side,
+    min_replicas: int,
+    log: Path,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+    event_log: Path | None = None,
 ) -> Iterator[Lighthouse]:
     """The service as its own command starts it, with its default times.
 
-    Ours keeps its quorums in a file, as ``keepstep up`` has it; torchft's keeps nothing.
+    Ours keeps its quorums in a file, as ``keepstep up`` has it; torchft's keeps nothing. ``event_log``: of ours.
     """
     port = free_port()
     folder = tempfile.mkdtemp()
@@ -98,6 +102,7 @@ def lighthouse(
         command = [side.python, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--store", f"sqlite:///{folder}/store.sqlite", "--min-replicas", str(min_replicas)]
         command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
+        command += ["--event-log", event_log] if event_log else []
     with log.open("ab") as out:
         process = subprocess.Popen(command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:

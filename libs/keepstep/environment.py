@@ -9,20 +9,15 @@ Every variable is read under ``KEEPSTEP_`` first, then under ``TORCHFT_``, so th
 from __future__ import annotations
 
 import os
-import socket
-import urllib.parse
 from datetime import timedelta
 
-PREFIXES = ("KEEPSTEP_", "TORCHFT_")
+from keepstep_mesh.settings import from_environment
 
 
 def variable(name: str) -> str | None:
     """The value of ``KEEPSTEP_<name>``, else ``TORCHFT_<name>``; None when neither is set or both are empty."""
-    for prefix in PREFIXES:
-        value = os.environ.get(prefix + name)
-        if value:
-            return value
-    return None
+    found = from_environment(name)
+    return found[1] if found is not None else None
 
 
 def seconds(name: str, argument: timedelta) -> timedelta:
@@ -67,20 +62,3 @@ def restart_count() -> int:
     """How often the launcher has restarted this group (torchrun's TORCHELASTIC_RESTART_COUNT)."""
     value = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(value) if value.isdigit() else 0
-
-
-def address_towards(peer: str) -> str:
-    """Our address on the interface that reaches ``peer`` (``http://host:port`` or ``host:port``); nothing is sent.
-
-    A host name would do only where every machine resolves every other's; this works wherever the lighthouse is reached.
-    """
-    parts = urllib.parse.urlsplit(peer if "//" in peer else f"//{peer}")
-    host, port = parts.hostname or "127.0.0.1", parts.port or 29510
-    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(target)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    raise OSError(f"no route to {peer}: give the Manager a `hostname` that its peers can reach")

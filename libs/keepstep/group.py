@@ -7,9 +7,8 @@ from typing import Protocol
 
 from keepstep.group_core import DisagreeError
 from keepstep.rendezvous_server import KeyValueServer
-from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.messages import RankAsk, RankQuorum, RankVote, ServiceAddress
+from keepstep_mesh.messages import RankAsk, RankDenied, RankQuorum, RankVote, ServiceAddress
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
@@ -56,7 +55,6 @@ class RankLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    replica_id: str
     world_size: int
     host: str
     """Address to advertise; the server binds to it."""
@@ -64,7 +62,6 @@ class GroupSettings:
     restart: int = 0
     store_address: str = ""
     """What members are told to meet at; empty: this server."""
-    token: str | ClientToken | None = None
     quorum_retries: int = 0
     rank_0_connects: bool = False
     """True: rank 0 is a client like the others (``coordination.ManagerServer``)."""
@@ -74,14 +71,25 @@ class Leaving(KeepstepError):
     """The group has left the job on purpose; the training thread turns this into ``Drained``."""
 
 
+_DENIALS: dict[str, type[Exception]] = {
+    "deadline": TimeoutError,
+    "leaving": Leaving,
+    "disagree": DisagreeError,
+    "layout": LayoutMismatch,
+    "closed": SessionClosed,
+}
+"""What the code of a denied request means; any other is a KeepstepError."""
+
+
+def denied(request: int, error: Exception) -> RankDenied:
+    """How a rank is told what came of its request."""
+    code = next((code for code, kind in _DENIALS.items() if isinstance(error, kind)), "failed")
+    told = isinstance(error, (TimeoutError, KeepstepError))
+    reason = str(error) if told else f"{type(error).__name__}: {error}"
+    return RankDenied(request, code, reason, error.peer_address if isinstance(error, LayoutMismatch) else "")
+
+
 def denial(code: str, reason: str, peer_address: str = "") -> Exception:
     """What a denied request raises."""
-    if code == "deadline":
-        return TimeoutError(reason)
-    if code == "leaving":
-        return Leaving(reason)
-    if code == "disagree":
-        return DisagreeError(reason)
-    if code == "layout":
-        return LayoutMismatch(reason, peer_address)
-    return SessionClosed(reason) if code == "closed" else KeepstepError(reason)
+    kind = _DENIALS.get(code, KeepstepError)
+    return LayoutMismatch(reason, peer_address) if kind is LayoutMismatch else kind(reason)

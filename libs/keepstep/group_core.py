@@ -2,9 +2,10 @@
 
 * A request of the group merges those of its ranks: their steps and lineages must agree, ``commit_failures`` is the
   largest, ``shrink_only`` and leaving are any.
+* A heal that reached some ranks only leaves a state that is whole nowhere: the group is torn, and all its ranks heal
+  again. So is one of which any rank is torn.
 * A vote is keyed by (epoch, quorum_id, step, attempt). Only votes of one key are counted together; one that comes for
-  an
-  older key than the barrier has seen is dropped.
+  an older key than the barrier has seen is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.lineage import TORN, is_torn
 from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote
 
 
@@ -36,17 +38,24 @@ class GroupAsk:
     handles: tuple[str, ...]
 
 
-def merge_asks(asks: Mapping[int, RankAsk]) -> GroupAsk:
-    """One request out of those of all ranks. Raises DisagreeError, naming two of them, when their states differ."""
+def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
+    """One request out of those of all ranks. Raises DisagreeError, naming two of them, when their states differ.
+
+    Args:
+        healed: the last quorum told this group to heal, so that ranks may differ in whether they could.
+    """
     first_rank = min(asks)
     first = asks[first_rank]
-    for rank, ask in sorted(asks.items()):
-        if (ask.step, ask.lineage) != (first.step, first.lineage):
-            raise DisagreeError(
-                f"the ranks of this group disagree: rank {first_rank} is at step {first.step} (lineage "
-                f"{first.lineage!r}), rank {rank} at step {ask.step} (lineage {ask.lineage!r}); restart the group, it "
-                f"will heal from another"
-            )
+    step, lineage = first.step, first.lineage
+    apart = [rank for rank, ask in sorted(asks.items()) if (ask.step, ask.lineage) != (step, lineage)]
+    if any(is_torn(ask.lineage) for ask in asks.values()) or (apart and healed):
+        step, lineage = 0, f"{TORN}{replica_id}"
+    elif apart:
+        other = asks[apart[0]]
+        raise DisagreeError(
+            f"the ranks of this group disagree: rank {first_rank} is at step {step} (lineage {lineage!r}), rank "
+            f"{apart[0]} at step {other.step} (lineage {other.lineage!r}); restart the group, it will heal from another"
+        )
     layouts = [ask.layout for _, ask in sorted(asks.items())]
     if len(layouts) == 1 or not any(layouts):
         layout = layouts[0]
@@ -54,8 +63,8 @@ def merge_asks(asks: Mapping[int, RankAsk]) -> GroupAsk:
         layout = hashlib.blake2b("\n".join(layouts).encode(), digest_size=16).hexdigest()
     handles = tuple(ask.handle for _, ask in sorted(asks.items()))
     return GroupAsk(
-        step=first.step,
-        lineage=first.lineage,
+        step=step,
+        lineage=lineage,
         shrink_only=any(ask.shrink_only for ask in asks.values()),
         commit_failures=max(ask.commit_failures for ask in asks.values()),
         timeout=min(ask.timeout_ms for ask in asks.values()) / 1000,

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import cast
 
@@ -19,21 +20,21 @@ from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.rank_client import RankClient
+from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
-from keepstep_mesh.tls import TlsFiles, tls_of_client
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
     """Everything that arguments and environment say about this rank's place."""
 
-    lighthouses: tuple[str, ...]
-    job: str
+    session: SessionSettings
+    """With the lighthouse, of rank 0; its replica_id is rank 0's to fill in."""
     name: str
-    """The group's stable name."""
+    """The group's stable name; empty: rank 0 makes one up."""
     rank: int
     world_size: int
     host: str
@@ -41,11 +42,15 @@ class LinkSettings:
     store_addr: str | None
     store_port: int | None
     restart: int
-    token: ClientToken
-    tls: TlsFiles
-    heartbeat_interval: float
-    connect_timeout: float
     quorum_retries: int
+
+    @property
+    def job(self) -> str:
+        return self.session.job
+
+    @property
+    def token(self) -> str | ClientToken | None:
+        return self.session.token
 
     @classmethod
     def from_arguments(
@@ -81,20 +86,17 @@ class LinkSettings:
                 f"MASTER_PORT (torchrun and `keepstep run` do), or pass store_addr and store_port"
             )
         return cls(
-            lighthouses=lighthouses,
-            job=environment.variable("JOB") or "default",
-            name=replica_id or _name_of_group() or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+            session=SessionSettings.from_environment(
+                lighthouses, "", connect_timeout=connect_timeout, heartbeat_interval=heartbeat_interval
+            ),
+            name=replica_id or _name_of_group(),
             rank=rank,
             world_size=world_size,
-            host=hostname or environment.address_towards(lighthouses[0]),
+            host=hostname or address_towards(lighthouses[0]),
             port=port or environment.integer("MANAGER_PORT", 0),
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),
-            token=ClientToken(),
-            tls=tls_of_client(),
-            heartbeat_interval=heartbeat_interval,
-            connect_timeout=connect_timeout,
             quorum_retries=quorum_retries,
         )
 
@@ -108,45 +110,34 @@ def _name_of_group() -> str:
 def connect_group(
     mesh: MeshThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
 ) -> tuple[RankLink, Store | None]:
-    """Rank 0: starts the group server and its lighthouse session. Others: connect to it. Both within
-    connect_timeout.
+    """Rank 0: starts the group server and its lighthouse session. Others: connect to it.
+
+    All of it within connect_timeout, else TimeoutError.
     """
-    store = _meeting_store(settings) if settings.world_size > 1 else None
-    key = f"keepstep/{settings.name}/{settings.restart}/group_server"
-    limit = settings.connect_timeout
+    deadline = time.monotonic() + settings.session.connect_timeout
+    store = _MeetingStore(settings, deadline) if settings.world_size > 1 else None
     if settings.rank == 0:
+        name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        limit = _left(deadline)
         server = GroupServer(
             GroupSettings(
-                replica_id=f"{settings.name}:{uuid.uuid4()}",
                 world_size=settings.world_size,
                 host=settings.host,
                 port=settings.port,
                 restart=settings.restart,
-                token=settings.token,
                 quorum_retries=settings.quorum_retries,
             ),
-            lambda replica_id, push: LighthouseSession(
-                SessionSettings(
-                    addresses=settings.lighthouses,
-                    job=settings.job,
-                    replica_id=replica_id,
-                    token=settings.token,
-                    tls=settings.tls,
-                    connect_timeout=limit,
-                    heartbeat_interval=settings.heartbeat_interval,
-                ),
-                push,
-            ),
+            replace(settings.session, replica_id=f"{name}:{uuid.uuid4()}", connect_timeout=limit),
             on_failed,
             on_push,
         )
         mesh.call(server.start(), limit + SLACK)
         if store is not None:
-            store.set(key, server.address)
-        return server, store
+            store.tell(server)
+        return server, store.served if store is not None else None
     assert store is not None
     client = RankClient(
-        store.get(key).decode(),
+        store.address_of_rank_0(settings.name, deadline),
         settings.rank,
         settings.world_size,
         settings.restart,
@@ -155,27 +146,57 @@ def connect_group(
         on_push,
         settings.quorum_retries,
     )
+    limit = _left(deadline)
     mesh.call(client.start(limit), limit + SLACK)
-    return client, store
+    return client, store.served
 
 
-def _meeting_store(settings: LinkSettings) -> Store:
-    """The launcher's TCPStore. torchrun's agent serves it; without an agent rank 0 does, as ``init_process_group``
-    would.
+def _left(deadline: float) -> float:
+    """Seconds; never 0, which torch takes for no limit."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+class _MeetingStore:
+    """The launcher's TCPStore, in which rank 0 says where the group server is. torchrun's agent serves it; without an
+    agent rank 0 does, as ``init_process_group`` would.
     """
-    serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    try:
-        return TCPStore(
-            host_name=cast("str", settings.store_addr),
-            port=cast("int", settings.store_port),
-            world_size=None,
-            is_master=serves,
-            timeout=timedelta(seconds=settings.connect_timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (RuntimeError, OSError) as error:
-        raise KeepstepError(
-            f"rank {settings.rank} could not reach the store of its group at MASTER_ADDR:MASTER_PORT "
-            f"({settings.store_addr}:{settings.store_port}): {error}"
-        ) from error
+
+    def __init__(self, settings: LinkSettings, deadline: float) -> None:
+        self._place = f"MASTER_ADDR:MASTER_PORT ({settings.store_addr}:{settings.store_port})"
+        self._rank = settings.rank
+        # without the group's name, which perhaps only rank 0 knows: a store is one group's
+        self._key = f"keepstep/{settings.restart}/group_server"
+        serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        try:
+            self.served = TCPStore(
+                host_name=cast("str", settings.store_addr),
+                port=cast("int", settings.store_port),
+                world_size=None,
+                is_master=serves,
+                timeout=timedelta(seconds=_left(deadline)),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, OSError) as error:
+            what = f"rank {settings.rank} could not reach the store of its group at {self._place}: {error}"
+            raise (KeepstepError if serves else TimeoutError)(what) from error
+
+    def tell(self, server: GroupServer) -> None:
+        self.served.set(self._key, f"{server.address} {server.replica_id}")
+
+    def address_of_rank_0(self, name: str, deadline: float) -> str:
+        """Of the group ``name``; empty: whichever group it is."""
+        try:
+            self.served.wait([self._key], timedelta(seconds=_left(deadline)))
+            address, _, replica_id = self.served.get(self._key).decode().partition(" ")
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {self._rank} was not told where rank 0 of its group is, in the store at {self._place}; look at "
+                f"what rank 0 says, it may not have started or not reached the lighthouse: {error}"
+            ) from error
+        if name and not replica_id.startswith(f"{name}:"):
+            raise KeepstepError(
+                f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
+                f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"
+            )
+        return address

@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from aiohttp import WSMsgType, web
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial
-from keepstep.group_core import CommitBarrier, DisagreeError, merge_asks
+from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial, denied
+from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
+from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, ProtocolError, SessionClosed
+from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -34,7 +37,6 @@ from keepstep_mesh.messages import (
     MemberInfo,
     RankAsk,
     RankDecision,
-    RankDenied,
     RankHello,
     RankQuorum,
     RankReady,
@@ -43,7 +45,7 @@ from keepstep_mesh.messages import (
     ServiceAddress,
     Services,
 )
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
 
 log = get_logger("keepstep.group")
 
@@ -51,6 +53,7 @@ HELLO_DEADLINE = 10.0
 LEAVE_PATIENCE = 1.0
 """How long a group that is to leave waits for the answer to a request that is open."""
 LEAVE_SECONDS = 5.0
+"""How long it waits for the lighthouse to take its goodbye."""
 
 
 class _Rank:
@@ -72,7 +75,7 @@ class GroupServer:
 
     Args:
         settings: who the group is and where it listens.
-        make_session: makes the group's lighthouse session, not started yet, from the replica_id and where pushes go.
+        session: with the lighthouse, under the group's replica_id. Its token is that of ranks and peers too.
         on_failed: called once, on the loop, when the group is lost as a whole.
         on_push: what the lighthouse pushes, for this rank; the others get it over their connections.
     """
@@ -80,18 +83,18 @@ class GroupServer:
     def __init__(
         self,
         settings: GroupSettings,
-        make_session: Callable[[str, Callable[[Push], None]], LighthouseSession],
+        session: SessionSettings,
         on_failed: Callable[[str], None],
         on_push: Callable[[Push], None],
     ) -> None:
-        self.replica_id = settings.replica_id
+        self.replica_id = session.replica_id
         self.key_values: KeyValueServer | None = (served := KeyValueServer())
         self._served = served
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
         self._settings = settings
-        self._token = ClientToken.of(settings.token)
-        self._session = make_session(settings.replica_id, self._pushed)
+        self._token = ClientToken.of(session.token)
+        self._session = LighthouseSession(session, self._pushed)
         self._on_failed = on_failed
         self._on_push = on_push
         self._barrier = CommitBarrier(settings.world_size)
@@ -102,12 +105,14 @@ class GroupServer:
         self._info = MemberInfo()
         self._checkpoints: dict[int, str] = {}
         self._attempt = 0
+        self._healed = False
+        """Whether the last quorum told the group to heal."""
         self._failed = ""
         self._leaving = False
         self._requesting = False
         self._wish = ""
         """Why the group left in the middle of a request."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks(self._broke)
         self._runner: web.AppRunner | None = None
         self.address = ""
 
@@ -130,26 +135,24 @@ class GroupServer:
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
         try:
             await site.start()
-            host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-            self.address = f"http://{host}:{self._runner.addresses[0][1]}"
+            self.address = f"http://{in_url(self._settings.host)}:{self._runner.addresses[0][1]}"
             if connect:
                 await self._session.start()
             if self._settings.world_size > 1:
-                self._own(self._watch_ranks())
+                self._tasks.start(self._watch_ranks())
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """Says goodbye to the ranks and stops listening. The lighthouse session just ends, unless ``leave`` came
-        before.
+        """Says goodbye to the ranks, unless the group is lost, and stops listening. The lighthouse session just ends,
+        unless ``leave`` came before.
         """
         self._leaving = True
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for peer in tuple(self._ranks.values()):
-            await peer.send(Goodbye())
+            if not self._failed:
+                await peer.send(Goodbye())
             await peer.socket.close()
         self._deny_asks("closed", "the group server was shut down")
         self._served.close()
@@ -158,10 +161,9 @@ class GroupServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def _own(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _broke(self, error: BaseException) -> None:
+        log.error("the group server broke", replica_id=self.replica_id, exc_info=error)
+        self._tasks.start(self.fail(f"the group server broke: {error!r}"))
 
     # ---- what rank 0 does itself (RankLink)
 
@@ -190,11 +192,11 @@ class GroupServer:
         """The groups that should answer may have left already: then there is no next step to leave at."""
         if self._requesting:
             self._wish = reason
-            self._own(self._leave_quietly(reason))
+            self._tasks.start(self._leave_anyway(reason, LEAVE_SECONDS))
 
-    async def _leave_quietly(self, reason: str) -> None:
+    async def _leave_anyway(self, reason: str, timeout: float) -> None:
         try:
-            await self.leave(reason, LEAVE_SECONDS)
+            await self.leave(reason, timeout)
         except (TimeoutError, KeepstepError, OSError) as error:
             log.warning("could not say goodbye; leaving all the same", error=str(error))
             await self._session.close()
@@ -229,7 +231,7 @@ class GroupServer:
         self._asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
             asks, self._asks = self._asks, {}
-            self._own(self._round(asks))
+            self._tasks.start(self._round(asks))
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -266,9 +268,9 @@ class GroupServer:
                 future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
 
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
-        merged = merge_asks(asks)
+        merged = merge_asks(asks, self.replica_id, healed=self._healed)
         if merged.leaving:
-            await self.leave(merged.leaving, merged.timeout)
+            await self._leave_anyway(merged.leaving, min(merged.timeout, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
         self._attempt += 1
         info = MemberInfo(
@@ -302,12 +304,15 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
+        self._healed = not quorum.uniform and reference_state(quorum.listed) != (merged.step, merged.lineage)
         return RankQuorum(asks[0].request, self._attempt, quorum)
 
     # ---- votes
 
     def _vote(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if rank in self._votes:  # it gave up on that one
+            self._votes[rank][1].cancel()
         self._votes[rank] = (vote, future)
         decision = self._barrier.vote(rank, vote)
         if decision is not None:
@@ -344,7 +349,9 @@ class GroupServer:
             if self._ranks.get(peer.rank) is peer:
                 del self._ranks[peer.rank]
             if not peer.said_goodbye and not self._leaving:
-                self._own(self.fail(f"rank {peer.rank} of {self._settings.world_size} died: its connection ended"))
+                self._tasks.start(
+                    self.fail(f"rank {peer.rank} of {self._settings.world_size} died: its connection ended")
+                )
         return socket
 
     def _check_hello(self, hello: object) -> None:
@@ -376,9 +383,9 @@ class GroupServer:
                 return
             match message:
                 case RankAsk():
-                    self._own(self._answer_ask(peer, message))
+                    self._tasks.start(self._answer_ask(peer, message))
                 case RankVote():
-                    self._own(self._answer_vote(peer, message))
+                    self._tasks.start(self._answer_vote(peer, message))
                 case Healing():
                     self.healing(message.bytes_done, message.bytes_total, message.bytes_per_second)
                 case Leave():
@@ -395,17 +402,8 @@ class GroupServer:
     async def _answer_ask(self, peer: _Rank, ask: RankAsk) -> None:
         try:
             answer = await self._ask(peer.rank, ask)
-        except TimeoutError as error:
-            await peer.send(RankDenied(ask.request, "deadline", str(error)))
-        except Leaving as error:
-            await peer.send(RankDenied(ask.request, "leaving", str(error)))
-        except LayoutMismatch as error:
-            await peer.send(RankDenied(ask.request, "layout", str(error), error.peer_address))
-        except SessionClosed as error:
-            await peer.send(RankDenied(ask.request, "closed", str(error)))
-        except KeepstepError as error:
-            code = "disagree" if isinstance(error, DisagreeError) else "failed"
-            await peer.send(RankDenied(ask.request, code, str(error)))
+        except Exception as error:  # noqa: BLE001  the rank waits for an answer, whatever it is
+            await peer.send(denied(ask.request, error))
         else:
             await peer.send(answer)
 
@@ -430,7 +428,7 @@ class GroupServer:
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
             for peer in tuple(self._ranks.values()):
-                self._own(peer.send(push))
+                self._tasks.start(peer.send(push))
 
     # ---- what peers read
 

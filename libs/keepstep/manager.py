@@ -81,7 +81,7 @@ class Manager:
         store_addr, store_port: where the ranks of one group find each other; default: MASTER_ADDR and MASTER_PORT.
             Not used by a group of one.
         lighthouse_addr: ``http://host:port``, several separated by commas; default: ``KEEPSTEP_LIGHTHOUSE``.
-        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random name.
+        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random one of rank 0.
         port: of the group server on rank 0 (``KEEPSTEP_MANAGER_PORT``); default: any free one.
         hostname: to advertise; default: the address of the interface that reaches the lighthouse.
         heartbeat_interval: between heartbeats to the lighthouse, unless it asks for fewer.
@@ -93,6 +93,7 @@ class Manager:
     Raises:
         ValueError: an argument or variable makes no sense.
         TimeoutError: the lighthouse, or the group's rank 0, was not reached within ``connect_timeout``.
+        KeepstepError: rank 0 cannot serve the group's store, or it is the store of another group.
         EvictedExit: the group is banned.
     """
 
@@ -481,7 +482,7 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Says leave, frees threads, ports and memory. Twice is fine.
 
-        In the middle of a step the group does not say leave: its peers must learn that it is lost.
+        In the middle of a step the group does not say leave: its peers must learn that it is lost. Its other ranks end.
         """
         if self._shut_down:
             return
@@ -495,10 +496,12 @@ class Manager:
                 self._mesh.call(self._context.link.leave("shutdown", limit), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as error:
                 self._context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+        elif in_step and self._several_ranks:
+            self._context.fail_group(f"rank {self._context.settings.rank} ended in the middle of a step")
         self._context.reconfigurer.shutdown()
         self._context.transport.shutdown(wait=wait)
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             self._mesh.call(self._context.link.close(), limit)
         self._mesh.stop()
-        self._context.steps.close()
         self._store = None
+        self._context.steps.close()

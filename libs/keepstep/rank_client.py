@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import urllib.parse
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
+from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
@@ -77,6 +79,7 @@ class RankClient:
         self._reader: asyncio.Task[None] | None = None
         self._asks: dict[int, asyncio.Future[RankQuorum]] = {}
         self._votes: dict[tuple[int, int, int, int], asyncio.Future[bool]] = {}
+        self._tasks = OwnedTasks(self._broke)
         self._goodbye = asyncio.Event()
         self._heard = 0.0
 
@@ -147,6 +150,7 @@ class RankClient:
                         self._goodbye.set()
                     case Failed():
                         reason = message.reason
+                        break
                     case Heartbeat():
                         pass
                     case Services(services):
@@ -155,6 +159,9 @@ class RankClient:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:
             reason = str(error)
+        except Exception as error:  # nobody reads on: the group cannot go on with this rank
+            reason = f"rank {self._hello.group_rank} broke: {error!r}"
+            log.error("rank broke", address=self.address, exc_info=error)
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
@@ -212,9 +219,14 @@ class RankClient:
         """Rank 0 tells the lighthouse."""
 
     def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
-        frame = codec.encode(Healing(bytes_done, bytes_total, bytes_per_second))
-        task = asyncio.get_running_loop().create_task(self._socket.send_bytes(frame))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._tasks.start(self._tell(Healing(bytes_done, bytes_total, bytes_per_second)))
+
+    async def _tell(self, message: codec.Message) -> None:
+        with contextlib.suppress(SessionClosed):  # the reader sees the same end and reports it
+            await self._send(message)
+
+    def _broke(self, error: BaseException) -> None:
+        log.error("could not tell the group server", address=self.address, exc_info=error)
 
     def wish_to_leave(self, reason: str) -> None:
         """Rank 0 is told as well, by the same launcher."""
@@ -231,6 +243,7 @@ class RankClient:
 
     async def close(self) -> None:
         self._goodbye.set()
+        await self._tasks.close()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep_mesh.lineage import TORN
+from keepstep_mesh.lineage import TORN, is_torn
 from keepstep_mesh.messages import Lineage
 
 
@@ -42,7 +42,7 @@ class Standing:
 
     @property
     def torn(self) -> bool:
-        return isinstance(self.lineage, str) and self.lineage.startswith(TORN)
+        return is_torn(self.lineage)
 
     def commit(self, quorum_id: int, participants: int, *, behind: bool) -> None:
         """``behind``: the group took part as it was, without healing, and still holds other weights than the cohort."""

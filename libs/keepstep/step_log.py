@@ -40,6 +40,8 @@ class StepLog:
         self._lines = 0
         self._full = False
         """The last line could not be written, which was logged."""
+        self._cut = False
+        """What is in the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
         """The quorum that was written last."""
         self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
@@ -54,8 +56,11 @@ class StepLog:
                 self._append((json.dumps({**head, **detail}) + "\n").encode())
 
     def _append(self, line: bytes) -> None:
+        line = b"\n" + line if self._cut else line
         try:
-            if os.write(self._file, line) < len(line):  # one write: lines of two processes never mix
+            written = os.write(self._file, line)  # one write: lines of two processes never mix
+            self._cut = written < len(line)
+            if self._cut:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # the missing line shows in ``n``; the step goes on
             if not self._full:

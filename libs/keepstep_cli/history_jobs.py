@@ -48,12 +48,13 @@ class JobHistory:
     def add_event(self, place: Place, record: EventRecord) -> None:
         if record.kind == "quorum":
             self.quorums.made(place, record)
-        elif record.kind == "evicted":
-            self._evicted.append((record, place))
-            if record.quorum_id is not None:
-                self.quorums.acted(place, record.quorum_id, record.epoch, f"{record.replica_id} was evicted")
-        elif record.kind == "readmitted":
-            self._readmitted.append(record)
+        elif record.quorum_id is not None:
+            what = f"{record.replica_id} was {record.kind}" if record.replica_id else "the policy was changed"
+            self.quorums.acted(place, record.quorum_id, record.epoch, what)
+            if record.kind == "evicted":
+                self._evicted.append((record, place))
+            elif record.kind == "readmitted":
+                self._readmitted.append(record)
 
     def check(self, owners: Mapping[int, str]) -> None:
         """``owners`` of epochs, where they are known."""

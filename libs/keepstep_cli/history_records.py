@@ -83,13 +83,14 @@ def _event(plain: dict[str, Any]) -> EventRecord:
     if not isinstance(detail, dict):
         raise ValueError("'detail' is missing")  # noqa: TRY004 - of the line, not of a caller
     named = {"quorum": "members", "evicted": "incarnations"}.get(kind)
+    knowing = kind in {"quorum", "evicted", "readmitted", "policy"}
     return EventRecord(
         id=_number(plain, "id"),
         epoch=_number(plain, "epoch"),
         job=_text(plain, "job"),
         kind=kind,
         replica_id=_text(plain, "replica_id"),
-        quorum_id=_number(detail, "quorum_id") if named else None,
+        quorum_id=_number(detail, "quorum_id") if knowing else None,
         names=_names(detail, named) if named else (),
         owner=_text(detail, "owner") if kind == "term" else "",
     )

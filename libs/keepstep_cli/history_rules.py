@@ -46,7 +46,7 @@ RULES = {
         ),
         Rule(
             "old_epoch",
-            "nobody makes, answers or evicts under an epoch once a later one has made that quorum or one before",
+            "nobody makes, answers or orders under an epoch once a later one has made that quorum or one before",
             "a lighthouse that had been replaced still decided, and groups may have listened to it",
         ),
         Rule(

@@ -130,6 +130,7 @@ def _serve(flags: dict[str, Any], of_relay: dict[str, Any] | None = None) -> Non
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
     from keepstep_cli.relay import announce
+    from keepstep_mesh.addresses import in_url
     from keepstep_mesh.settings import bind_address
     from keepstep_relay.__main__ import hosted_relay
     from keepstep_relay.app import Relay
@@ -137,8 +138,7 @@ def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) 
 
     host, port = bind_address(bind)
     if flags["bind"] is None and "KEEPSTEP_RELAY_BIND" not in os.environ:
-        host = f"[{host}]" if ":" in host else host
-        flags["bind"] = f"{host}:{port + RELAY_PORTS_ABOVE if port else 0}"
+        flags["bind"] = f"{in_url(host)}:{port + RELAY_PORTS_ABOVE if port else 0}"
     settings = read_settings(flags)
 
     def service() -> Service:

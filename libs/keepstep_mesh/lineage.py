@@ -16,11 +16,15 @@ TORN = "torn:"
 """Start of the lineage of a state that a broken heal left half written."""
 
 
+def is_torn(lineage: Lineage) -> bool:
+    return isinstance(lineage, str) and lineage.startswith(TORN)
+
+
 def lineage_rank(lineage: Lineage) -> int:
     """How far a lineage has come: its quorum_id, 0 before the first commit, -1 for a torn state."""
     if isinstance(lineage, int):
         return lineage
-    return -1 if lineage.startswith(TORN) else 0
+    return -1 if is_torn(lineage) else 0
 
 
 def reference_state(members: Sequence[Member]) -> tuple[int, Lineage]:

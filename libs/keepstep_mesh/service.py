@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
+from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.event_loop import new_event_loop
@@ -85,8 +86,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{in_url(self.host)}:{self.port}"
 
     @property
     def near_url(self) -> str:

@@ -56,18 +56,18 @@ from keepstep_mesh.messages import (
     Welcome,
 )
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
-from keepstep_mesh.settings import base_url
-from keepstep_mesh.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.settings import base_url, from_environment
+from keepstep_mesh.tls import TlsFiles, as_safe, explained, tls_of_client
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
 
-CONNECT_SECONDS = 5.0
-"""For one address: TCP, TLS and the upgrade."""
 WELCOME_SECONDS = 5.0
 """From hello to welcome."""
 ANSWER_MARGIN = 0.25
 """Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
+PROBE_SECONDS = 0.01
+"""Between two looks for a sign of life."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 
@@ -91,6 +91,27 @@ class SessionSettings:
     library: str = ""
     """Name and version of the client, for people."""
     tls: TlsFiles = field(default_factory=TlsFiles)
+
+    @classmethod
+    def from_environment(
+        cls,
+        addresses: tuple[str, ...],
+        replica_id: str,
+        *,
+        connect_timeout: float,
+        heartbeat_interval: float = 0.1,
+    ) -> SessionSettings:
+        """With the job, the token and the certificates that the environment names."""
+        _, job = from_environment("JOB") or ("", "default")
+        return cls(
+            addresses=addresses,
+            job=job,
+            replica_id=replica_id,
+            token=ClientToken(),
+            connect_timeout=connect_timeout,
+            heartbeat_interval=heartbeat_interval,
+            tls=tls_of_client(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +260,23 @@ class LighthouseSession:
         if link is not None:
             await asyncio.wait([link.closed], timeout=timeout)
 
+    async def probe(self, timeout: float) -> None:
+        """Returns once a lighthouse has given a sign of life. TimeoutError with the reason after ``timeout`` s."""
+        began, asked = self._loop.time(), None
+        try:
+            async with asyncio.timeout(timeout):
+                while self._ended is None:
+                    if self.lighthouse and self._link is not None:
+                        if self._link is not asked:
+                            asked = self._link
+                            asked.ping()
+                        elif asked.last_received >= began:
+                            return
+                    await asyncio.sleep(PROBE_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"no sign of life within {timeout:g} s: {self._why()}") from None
+        raise self._ended
+
     # ---- the step
 
     async def quorum(
@@ -309,10 +347,11 @@ class LighthouseSession:
         self._welcomed = self._loop.create_future()
         link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
                 await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session")
         except TimeoutError:
-            raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s") from None
+            self._addresses.timed_out(address)
+            raise TimeoutError(f"no answer within {limit:g} s") from None
         self._trying = address
         self._link = link
         try:

@@ -7,8 +7,9 @@
 3. A member list is the lighthouse's to repeat: it belongs to one connection and is forgotten with it.
 4. An answer is held from when it comes until the step is finished or the next request is made.
 5. The first pass over the addresses is made without waiting, so that a broken connection is back within the reconnect
-   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks, and last
-   when it fell silent.
+   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks. One
+   that fell silent is tried last and for a short time, which grows: meanwhile somebody else may have taken over, and
+   whoever still names it the leader is not believed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from keepstep_mesh.messages import (
 BACKOFF_FIRST = 0.02
 """Seconds before the second pass over the addresses; doubles with each pass."""
 BACKOFF_MOST = 1.0
+CONNECT_SECONDS = 5.0
+"""What an address is given for TCP, TLS and the upgrade."""
+SILENT_FIRST = 0.5
+"""The same for one that fell silent; doubles each time that it does not answer, up to the other."""
 SETTLED_SECONDS = 1.0
 """A connection that lasted this long starts the passes anew when it ends."""
 
@@ -54,6 +59,8 @@ class Addresses:
         self._passes = 0
         self._leader = ""
         self._followed: set[str] = set()
+        self._silent: dict[str, float] = {}
+        """Addresses that gave no answer when they were tried last, and how long the next one is waited for."""
 
     def next(self, chance: float) -> tuple[float, str]:
         """(seconds to wait, address to try). ``chance`` in [0, 1) spreads clients that lost the same lighthouse."""
@@ -67,14 +74,30 @@ class Addresses:
         delay = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(self._passes - 1, 16))
         return delay * (0.5 + chance / 2), self._left.popleft()
 
+    def connect_seconds(self, address: str) -> float:
+        """How long ``address`` is waited for."""
+        return self._silent.get(address, CONNECT_SECONDS)
+
+    def timed_out(self, address: str) -> None:
+        """It did not answer within ``connect_seconds``."""
+        self._silent[address] = min(CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
+
     def follow(self, leader: str) -> None:
-        """A lighthouse says that ``leader`` leads: it is next, once in a pass."""
-        if leader and leader not in self._followed:
-            self._followed.add(leader)
+        """A lighthouse says that ``leader`` leads: it is next, once in a pass; last when it is silent."""
+        if not leader or leader in self._followed:
+            return
+        self._followed.add(leader)
+        if leader not in self._silent:
             self._leader = leader
+        elif leader not in (*self._all, *self._left):
+            self._left.append(leader)
 
     def lost(self, address: str, lasted_seconds: float, *, silent: bool = False) -> None:
         """The session with ``address`` broke after ``lasted_seconds``; ``silent``: nothing was heard of it any more."""
+        if silent:
+            self._silent[address] = SILENT_FIRST
+        else:
+            self._silent.pop(address, None)
         if lasted_seconds < SETTLED_SECONDS:
             return
         self._start_pass()
@@ -87,7 +110,7 @@ class Addresses:
             self._left.appendleft(address)
 
     def _start_pass(self) -> None:
-        self._left = deque(self._all)
+        self._left = deque(sorted(self._all, key=self._silent.__contains__))
         self._followed.clear()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -78,16 +77,6 @@ def base_url(address: str) -> str:
     """``http://host:port`` without a slash at its end; ``host:port`` means http."""
     address = address.strip().rstrip("/")
     return address if "://" in address else f"http://{address}"
-
-
-def outward_address() -> str:
-    """Address of the interface with the default route, loopback when there is none. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: routed like any address, owned by nobody
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def duration(text: str) -> float:

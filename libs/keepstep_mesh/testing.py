@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -28,12 +29,30 @@ _CHUNK_BYTES = 64 * 1024
 M = TypeVar("M", bound=codec.Message)
 
 
+@dataclass(slots=True)
+class _Pair:
+    """A connection of a client, and the one that was opened for it."""
+
+    client: asyncio.StreamWriter
+    server: asyncio.StreamWriter | None = None
+    opening: bytes = b""
+    """What the client said first."""
+
+    def abort(self) -> None:
+        for writer in (self.client, self.server):
+            if writer is not None:
+                writer.transport.abort()
+
+
 class ChaosProxy:
     """A TCP proxy on loopback in front of ``host:port``: ``async with ChaosProxy(host, port) as proxy: ...``.
 
     ``cut`` ends what is open; ``refuse`` does so and takes nothing new until ``accept``; ``freeze`` lets bytes wait in
     both directions, like a dead machine or a dropped network, until ``thaw``; ``half_open`` ends the side of the server
     only, so that the client has a connection to nobody.
+
+    ``cut`` and ``refuse`` may be given ``only``: what the connections that are meant say first, such as
+    ``b"GET /v1/jobs/"``. With TLS nothing of that can be read, and nothing would be meant.
     """
 
     def __init__(self, host: str, port: int, scheme: str = "http") -> None:
@@ -41,8 +60,8 @@ class ChaosProxy:
         self._scheme = scheme
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._accepting = True
-        self._pairs: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+        self._refused: bytes | None = None
+        self._pairs: dict[asyncio.Task[None], _Pair] = {}
         self._server: asyncio.Server
         self.port = 0
         self.connections = 0
@@ -68,24 +87,22 @@ class ChaosProxy:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self._flowing.set()
-        tasks = list(self._pairs)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=DEADLINE)
+        self.cut()
+        if self._pairs:
+            await asyncio.wait(list(self._pairs), timeout=DEADLINE)
         await self._server.wait_closed()
 
-    def cut(self) -> None:
-        for writers in self._pairs.values():
-            for writer in writers:
-                writer.transport.abort()
+    def cut(self, only: bytes = b"") -> None:
+        for pair in self._pairs.values():
+            if pair.opening.startswith(only):
+                pair.abort()
 
-    def refuse(self) -> None:
-        self._accepting = False
-        self.cut()
+    def refuse(self, only: bytes = b"") -> None:
+        self._refused = only
+        self.cut(only)
 
     def accept(self) -> None:
-        self._accepting = True
+        self._refused = None
 
     def freeze(self) -> None:
         self._flowing.clear()
@@ -95,28 +112,28 @@ class ChaosProxy:
 
     def half_open(self) -> None:
         """Whatever the client sends from now on over the open connections is swallowed."""
-        for writers in self._pairs.values():
-            for upstream in writers[1:]:
-                upstream.transport.abort()
-            del writers[1:]
+        for pair in self._pairs.values():
+            if pair.server is not None:
+                pair.server.transport.abort()
+                pair.server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._accepting:
+        if self._refused == b"":
             writer.transport.abort()
             return
         self.connections += 1
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("the proxy serves within a task")
-        self._pairs[task] = [writer]
+        pair = self._pairs[task] = _Pair(writer)
         upstream = None
         try:
             await self._flowing.wait()
             upstream_reader, upstream = await asyncio.open_connection(*self._target)
-            self._pairs[task].append(upstream)
+            pair.server = upstream
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, upstream, task, client=True))
-                group.create_task(self._pump(upstream_reader, writer, task, client=False))
+                group.create_task(self._from_client(reader, upstream, pair))
+                group.create_task(self._from_server(upstream_reader, pair))
         except OSError:
             writer.transport.abort()
         finally:
@@ -125,22 +142,30 @@ class ChaosProxy:
                 if one is not None:
                     one.transport.abort()
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pair: asyncio.Task[None], *, client: bool
-    ) -> None:
-        """Carries one direction until its end. ``client``: from the client."""
-        try:
+    async def _from_client(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, pair: _Pair) -> None:
+        """Until the client ends it, and then it ends for the server too."""
+        with suppress(ConnectionError):
             while data := await reader.read(_CHUNK_BYTES):
-                await self._flowing.wait()
-                if len(self._pairs[pair]) == 2:
-                    writer.write(data)
-                    await writer.drain()
-        except ConnectionError:
-            pass
-        if client:
-            writer.transport.abort()
-        elif len(self._pairs[pair]) == 2:  # when half open, the end of the server's side is kept from the client
-            writer.close()
+                if not pair.opening:
+                    pair.opening = data
+                    if self._refused is not None and data.startswith(self._refused):
+                        pair.abort()
+                        return
+                await self._pass_on(data, upstream, pair)
+        upstream.transport.abort()
+
+    async def _from_server(self, reader: asyncio.StreamReader, pair: _Pair) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(_CHUNK_BYTES):
+                await self._pass_on(data, pair.client, pair)
+        if pair.server is not None:  # when half open, the end of the server's side is kept from the client
+            pair.client.close()
+
+    async def _pass_on(self, data: bytes, writer: asyncio.StreamWriter, pair: _Pair) -> None:
+        await self._flowing.wait()
+        if pair.server is not None:
+            writer.write(data)
+            await writer.drain()
 
 
 class ScriptedSession:

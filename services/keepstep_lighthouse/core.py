@@ -168,7 +168,7 @@ class JobCore:
                 record = bans.readmit(self.record, target, now_unix)
                 if record != self.record:
                     # logged first: a lighthouse killed in between must not leave a return that nothing explains
-                    self._log("readmitted", target, by=by)
+                    self._log("readmitted", target, by=by, quorum_id=record.quorum_id)
                     self._persist(record)
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
@@ -441,7 +441,7 @@ class JobCore:
         self._persist(replace(self.record, policy=policy))
         names = policy_changes(old, policy)
         changed, before = ({name: getattr(one, name) for name in names} for one in (policy, old))
-        self._log("policy", "", by=by, changed=changed, before=before)
+        self._log("policy", "", by=by, changed=changed, before=before, quorum_id=self.record.quorum_id)
         if policy.heartbeat_timeout < old.heartbeat_timeout:
             self._beats_counted_from = now
         if self._takeover.until is not None:

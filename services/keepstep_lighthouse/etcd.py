@@ -31,6 +31,7 @@ from keepstep_lighthouse.store import (
     Write,
     WriteFailedError,
 )
+from keepstep_mesh.addresses import in_url
 from keepstep_mesh.logging import get_logger, hide
 
 # etcd3 ships code generated for an old protobuf, which the new one only takes in its Python form.
@@ -129,7 +130,7 @@ def _endpoint(url: str, text: str) -> tuple[str, int]:
         raise StoreError(f"{url}: {text!r} is no host:port ({error})") from None
     if not host:
         raise StoreError(f"{url}: an etcd address is etcd://host:port[,host:port]/prefix")
-    return f"[{host}]" if ":" in host else host, port
+    return in_url(host), port
 
 
 def _password(environ: Mapping[str, str]) -> str | None:

@@ -114,7 +114,8 @@ class Leadership:
         if now >= self._look_at and not self.core.leading:
             await self._look()
             now = time.monotonic()
-        action = self.core.action(now) if self._released.is_set() or self.core.leading else None
+        free = self._released.is_set() or self.core.leading  # else the sessions of the last term are being closed
+        action = self.core.action(now) if free else None
         match action:
             case Take(expected):
                 await self._take(expected)
@@ -123,7 +124,8 @@ class Leadership:
             case StepDown(reason):
                 self._step_down(reason)
             case None:
-                due = [one for one in (self.core.deadline(), None if self.core.leading else self._look_at) if one]
+                act_at = self.core.deadline() if free else None
+                due = [one for one in (act_at, None if self.core.leading else self._look_at) if one]
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, min(due) - now) if due else None):
                         await self._wake.wait()

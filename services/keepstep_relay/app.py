@@ -11,15 +11,15 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from keepstep_mesh.addresses import reachable
 from keepstep_mesh.http import Handler, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.registration import Registrar, Registration, registered
 from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address, outward_address
+from keepstep_mesh.settings import bind_address
 from keepstep_relay import admin, bulk, metrics
 from keepstep_relay.checkpoints import CheckpointStore
 from keepstep_relay.chunks import ChunkStore, GoneError
@@ -152,7 +152,7 @@ class Relay:
         mine = Registration(
             "relay",
             settings.service_name(self._endpoint.port),
-            settings.advertise or self._reachable_address(),
+            settings.advertise or reachable(self.address),
             details={
                 "memory_bytes": settings.memory,
                 "disk": settings.data_dir is not None,
@@ -163,12 +163,6 @@ class Relay:
             settings.lighthouses, mine, token=settings.shown_token, tls=settings.peer_tls
         ) as self._registrar:
             await asyncio.Event().wait()
-
-    def _reachable_address(self) -> str:
-        host = urlsplit(self.address).hostname or ""
-        if host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-            return self.address
-        return self.address.replace(f"[{host}]" if ":" in host else host, outward_address())
 
     # ---- what handlers share
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from certificates import Authority
 from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 
 LIMIT = timedelta(seconds=30)
 
@@ -68,6 +70,56 @@ def test_nobody_there_is_a_timeout_that_names_the_address():
         client.shutdown()
 
 
+@pytest.mark.parametrize("harm", [ChaosProxy.refuse, ChaosProxy.freeze])
+async def test_a_heartbeat_that_no_lighthouse_answers_is_a_timeout_and_the_next_one_may_work(lighthouse, harm):
+    async with ChaosProxy.before(lighthouse.address()) as proxy:
+        client = LighthouseClient(proxy.url, LIMIT)
+        try:
+            await asyncio.to_thread(client.heartbeat, "a")
+            harm(proxy)
+            with pytest.raises(TimeoutError, match=r"no sign of life within 0\.2 s"):
+                await asyncio.to_thread(client.heartbeat, "a", timedelta(milliseconds=200))
+            proxy.accept()
+            proxy.thaw()
+            await asyncio.to_thread(client.heartbeat, "a", LIMIT)
+        finally:
+            await asyncio.to_thread(client.shutdown)
+
+
+async def test_who_is_kept_waiting_at_the_door_holds_up_nobody_of_another_name():
+    async with scripted_lighthouse() as lighthouse:
+        client = LighthouseClient(lighthouse.url, LIMIT)
+        try:
+            waiting = asyncio.create_task(asyncio.to_thread(client.heartbeat, "a"))
+            door = await lighthouse.session(welcome_epoch=None)
+            other = asyncio.create_task(asyncio.to_thread(client.heartbeat, "b", LIMIT))
+            await lighthouse.session()
+            await other
+            assert not waiting.done()
+            door.welcome()
+            await waiting
+        finally:
+            await asyncio.to_thread(client.shutdown)
+
+
+def test_a_join_timeout_of_0_waits_for_nobody():
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=0)
+    client = LighthouseClient(server.address(), LIMIT)
+    try:
+        client.heartbeat("does not ask")
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for asked in [pool.submit(client.quorum, name, LIMIT) for name in "ab"]:
+                assert len(asked.result(60).participants) == 2
+    finally:
+        client.shutdown()
+        server.shutdown()
+
+
+def test_a_heartbeat_timeout_in_which_nobody_could_beat_is_refused():
+    with pytest.raises(ValueError, match="heartbeat_timeout must be at least"):
+        LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=0)
+
+
 def test_the_lighthouse_and_its_client_take_their_certificates_from_the_environment(tmp_path, monkeypatch):
     authority = Authority(tmp_path)
     mine = authority.client()
@@ -88,7 +140,9 @@ def test_the_lighthouse_and_its_client_take_their_certificates_from_the_environm
         lighthouse.shutdown()
 
 
-def test_groups_of_two_ranks_plan_heal_and_commit_through_their_managers():
+@pytest.mark.parametrize("restart", ["0", "3"])
+def test_groups_of_two_ranks_plan_heal_and_commit_through_their_managers(monkeypatch, restart):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2)
     both_there = threading.Barrier(2)
 

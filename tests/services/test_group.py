@@ -20,7 +20,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
-from keepstep_mesh.session import LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Push, SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop
 
@@ -42,10 +42,8 @@ class Group:
         self.failed: list[str] = []
         self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
         self.server = GroupServer(
-            GroupSettings(name, world_size, "127.0.0.1", token=token),
-            lambda replica_id, push: LighthouseSession(
-                SessionSettings((lighthouse.address,), "default", replica_id), push
-            ),
+            GroupSettings(world_size, "127.0.0.1"),
+            SessionSettings((lighthouse.address,), "default", name, token),
             self.failed.append,
             self.hear,
         )
@@ -137,6 +135,27 @@ async def test_a_vote_that_nobody_completes_times_out(pair):
         await pair.server.vote(RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True), 0.1)
 
 
+async def test_a_vote_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    await pair.ask()
+    idle = len(pair.server._tasks._running)
+    for attempt in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await pair.clients[0].vote(RankVote(1, 1, 0, attempt, True), 0.05)
+    vote = RankVote(1, 1, 0, 4, True)
+    assert await asyncio.gather(pair.server.vote(vote, DEADLINE), pair.clients[0].vote(vote, DEADLINE)) == [True] * 2
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
+async def test_a_rank_that_breaks_on_what_it_is_told_says_so(lighthouse, pair):
+    def break_down(_: Push) -> None:
+        raise TypeError("a bug")
+
+    pair.clients[0]._on_push = break_down
+    await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
+    await eventually(lambda: pair.failed)
+    assert "rank 1 broke: TypeError('a bug')" in pair.failed
+
+
 async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_hears_of_it(lighthouse, pair):
     other = Group(lighthouse, 1, "b:1")
     await other.start()
@@ -146,6 +165,33 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
     assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
     assert any("rank 1 of 2 died" in reason for reason in pair.failed)
     await other.close()
+
+
+async def test_a_request_that_cannot_be_sent_is_an_error_for_every_rank(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask(handle=object())), pair.clients[0].ask(ask()), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [TypeError, KeepstepError]
+    assert str(answers[1]) == f"TypeError: {answers[0]}"
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
+
+
+async def test_a_group_server_that_breaks_fails_its_group(pair, monkeypatch):
+    def break_down(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(pair.server._barrier, "vote", break_down)
+    with pytest.raises(SessionClosed, match=r"the group server broke: TypeError\('a bug'\)"):
+        await pair.clients[0].vote(RankVote(1, 1, 0, 1, True), DEADLINE)
+    await eventually(lambda: len(pair.failed) == 2)
+
+
+async def test_a_rank_tells_how_far_its_heal_is_and_nobody_minds_when_the_server_is_gone(pair):
+    pair.clients[0].healing(1, 2, 3.0)
+    await pair.server.close()
+    pair.clients[0].healing(2, 2, 3.0)
+    await pair.clients[0].close()
+    assert not pair.failed
 
 
 async def test_a_rank_that_leaves_properly_fails_nobody(pair):
@@ -167,6 +213,13 @@ async def test_one_rank_that_was_told_to_leave_takes_the_group_along(pair):
     )
     assert [type(answer) for answer in answers] == [Leaving, Leaving]
     assert [str(answer) for answer in answers] == ["SIGTERM"] * 2
+
+
+async def test_a_group_leaves_although_no_lighthouse_takes_its_goodbye(lighthouse, pair):
+    await lighthouse.stop()
+    answers = await pair.ask(leaving="SIGTERM", timeout_ms=300)
+    assert [repr(answer) for answer in answers] == ["Leaving('SIGTERM')"] * 2
+    assert [type(answer) for answer in await pair.ask()] == [SessionClosed] * 2, "it has left"
 
 
 @pytest.mark.parametrize(

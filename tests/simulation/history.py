@@ -29,13 +29,14 @@ def report_on(logs: Mapping[str, Sequence[str]]) -> Report:
 
 
 class Logs:
-    """One event log over all restarts, and one step log a group."""
+    """One event log over all restarts, or one for each of several lighthouses; and one step log a group."""
 
     def __init__(self) -> None:
         self.lines: dict[str, list[str]] = {EVENTS: []}
         self._lighthouse: Lighthouse | None = None
         self._terms = self._events = 0
         self._in: dict[str, tuple[int, int]] = {}
+        self._last: dict[str, int] = {}
 
     def entry(self, lighthouse: Lighthouse, entry: LogEntry, job: str = "job") -> None:
         if lighthouse is not self._lighthouse:
@@ -45,6 +46,14 @@ class Logs:
         self._events += 1
         happened = Happened(self._events, 0.0, job, lighthouse.epoch, entry.kind, entry.replica_id, entry.detail)
         self.lines[EVENTS].append(happened.json())
+
+    def event(self, log: str, happened: Happened) -> None:
+        """As a lighthouse writes it into its own log, ``log``."""
+        self.lines.setdefault(f"{log}.jsonl", []).append(happened.json())
+        self._last[log] = happened.id
+
+    def last_event(self, log: str) -> int:
+        return self._last.get(log, 0)
 
     def step(self, worker: Worker, event: str, **detail: Any) -> None:
         """``detail`` as ``keepstep.step_log`` says it; the quorum is that of the worker's plan."""

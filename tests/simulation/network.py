@@ -95,6 +95,10 @@ class Connection:
                 self._open[to] = False
             self.ends[to].receive(self, message)
 
+    @property
+    def over(self) -> bool:
+        return self.broken or not any(self._open)
+
     def part(self) -> None:
         self.parted = True
 

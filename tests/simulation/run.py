@@ -1,4 +1,6 @@
-"""Runs simulations by their seeds: ``python tests/simulation/run.py --seeds 100000 [--start 0] [--jobs 2]``.
+"""Runs simulations by their seeds: ``python tests/simulation/run.py --seeds 100000 [--lighthouses 2]``.
+
+With one lighthouse it is its core in a shell of the simulator's, with two (or three) the real shell and the election.
 
 Prints a line of progress, and for each seed that fails what was violated, the fewest faults that still do it, and what
 happened. Exit code 1 when one failed.
@@ -15,36 +17,47 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from simulation.faults import Fault, faults_of
-from simulation.simulator import Simulation, Violation
+from simulation import failover_faults, faults
+from simulation.failover import Failover
+from simulation.faults import Fault
+from simulation.simulator import Simulation
+from simulation.training import Training, Violation
 
 MAX_REPORTED = 5
 FIRST_LINES, LAST_LINES = 300, 50
 
 
-def violation(seed: int, faults: tuple[Fault, ...] | None = None, *, careful: bool = False) -> str | None:
+def simulation_of(
+    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int = 1, careful: bool = False
+) -> Training:
+    return (Simulation if lighthouses == 1 else Failover)(seed, faults, careful=careful)
+
+
+def violation(
+    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int = 1, careful: bool = False
+) -> str | None:
     """What went wrong with this seed; None: nothing."""
     try:
-        Simulation(seed, faults, careful=careful).run()
+        simulation_of(seed, faults, lighthouses=lighthouses, careful=careful).run()
     except Violation as error:
         return str(error)
     return None
 
 
-def minimal_faults(seed: int) -> tuple[Fault, ...]:
+def minimal_faults(seed: int, lighthouses: int) -> tuple[Fault, ...]:
     """Faults of a failing seed of which none can be left out."""
-    faults = list(faults_of(seed))
-    for fault in list(faults):
-        fewer = tuple(one for one in faults if one is not fault)
-        if violation(seed, fewer, careful=True) is not None:
-            faults.remove(fault)
-    return tuple(faults)
+    left = list((faults if lighthouses == 1 else failover_faults).faults_of(seed))
+    for fault in list(left):
+        fewer = tuple(one for one in left if one is not fault)
+        if violation(seed, fewer, lighthouses=lighthouses, careful=True) is not None:
+            left.remove(fault)
+    return tuple(left)
 
 
-def explain(seed: int) -> str:
+def explain(seed: int, lighthouses: int = 1) -> str:
     """A report on a failing seed."""
-    faults = minimal_faults(seed)
-    simulation = Simulation(seed, faults, careful=True)
+    faults = minimal_faults(seed, lighthouses)
+    simulation = simulation_of(seed, faults, lighthouses=lighthouses, careful=True)
     simulation.tracing = True
     try:
         simulation.run()
@@ -61,38 +74,41 @@ def explain(seed: int) -> str:
     return f"seed {seed}: {what}\n  {about}; faults:\n{told}\n  what happened:\n{trace}"
 
 
-def run(seeds: range, jobs: int) -> int:
+def run(seeds: range, jobs: int, lighthouses: int) -> int:
     """Number of seeds that failed."""
     failed: list[int] = []
     began = time.monotonic()
     every = max(100, len(seeds) // 100)
     with multiprocessing.Pool(jobs) as pool:
-        results = pool.imap_unordered(partial(_one), seeds, chunksize=32)
+        results = pool.imap_unordered(partial(_one, lighthouses), seeds, chunksize=32)
         for number, (seed, what) in enumerate(results, 1):
             if what is not None:
                 failed.append(seed)
                 print(f"\nseed {seed}: {what}")
                 if len(failed) <= MAX_REPORTED:
-                    print(explain(seed))
+                    print(explain(seed, lighthouses))
             if number % every == 0 or number == len(seeds):
                 rate = number / (time.monotonic() - began)
-                line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
+                kind = "one lighthouse" if lighthouses == 1 else "failover"
+                line = f"{kind}: {number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
                 print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
     print()
     return len(failed)
 
 
-def _one(seed: int) -> tuple[int, str | None]:
-    return seed, violation(seed)
+def _one(lighthouses: int, seed: int) -> tuple[int, str | None]:
+    return seed, violation(seed, lighthouses=lighthouses)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--start", type=int, default=0, help="the first")
+    parser.add_argument("--lighthouses", type=int, choices=(1, 2), default=1, help="one, or several with a store")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    return 1 if run(range(arguments.start, arguments.start + arguments.seeds), arguments.jobs) else 0
+    seeds = range(arguments.start, arguments.start + arguments.seeds)
+    return 1 if run(seeds, arguments.jobs, arguments.lighthouses) else 0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from keepstep_mesh.session_core import SessionCore
 from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
-    from simulation.simulator import Simulation
+    from simulation.training import Training
 
 COLLECTIVE_TIMEOUT = 1000.0
 """Longer than any simulation: who waits for a peer that will not come has to be told."""
@@ -58,7 +58,7 @@ class Collective:
 class Worker:
     """One incarnation. ``part`` of a healing group in the collective is None: zeros, not in the divisor."""
 
-    def __init__(self, simulation: Simulation, name: str, number: int) -> None:
+    def __init__(self, simulation: Training, name: str, number: int) -> None:
         self.sim = simulation
         self.random = simulation.random
         self.name = name
@@ -341,6 +341,16 @@ class Worker:
         self.session.finished_step()
         self.plan = None
         self.soon(0.01 + 0.03 * self.random.random(), self.ask)
+
+    def fail_commit(self) -> None:
+        """The step does not commit here, though the all-reduce completes for the others."""
+        if self._collective is not None and self._result is None and not self._errored:
+            self._errored = True
+            self._vote()
+
+    @property
+    def contributed(self) -> bool:
+        return self._collective is not None and self._result is None
 
     def rank_dies(self) -> None:
         """Its rank 0 says so, and all exit."""

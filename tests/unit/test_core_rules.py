@@ -280,7 +280,12 @@ def test_a_policy_change_is_written_and_can_complete_a_quorum() -> None:
     assert driver.record.policy.min_replicas == 1
     assert members(announced(decisions)) == ["a"]
     (entry,) = [one for one in decisions if isinstance(one, LogEntry) and one.kind == "policy"]
-    assert entry.detail == {"by": "ann", "changed": {"min_replicas": 1}, "before": {"min_replicas": 2}}
+    assert entry.detail == {
+        "by": "ann",
+        "changed": {"min_replicas": 1},
+        "before": {"min_replicas": 2},
+        "quorum_id": 0,
+    }
     kinds = [type(one) for one in decisions]
     assert kinds.index(Persist) < kinds.index(LogEntry), "written before anybody can hear of it"
     assert driver.sets_policy(driver.record.policy) == [], "once is enough"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,32 @@ def test_every_test_named_in_the_documentation_exists():
     }
     assert len(named) >= 20
     assert named <= written
+
+
+@pytest.mark.parametrize("page", ["guarantees.md", "testing.md"])
+def test_every_file_and_command_that_is_named_as_proof_exists(page):
+    from keepstep_cli.main import main
+
+    text = (ROOT / "docs" / page).read_text()
+    files = set(re.findall(r"`((?:tests|benchmarks|examples)/[^`: ]*)", text))
+    assert files
+    assert not [one for one in files if not (ROOT / one).exists()]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+)", "\n".join(re.findall(r"`[^`]+`", text)))) <= targets
+    assert set(re.findall(r"`keepstep ([a-z-]+)", text)) <= set(main.commands)
+
+
+def test_every_row_of_the_fault_runs_is_in_the_guarantees():
+    from tests.faults.rows import ROWS
+
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    assert not [row.what for row in ROWS.values() if f"| {row.what} " not in text]
+
+
+def test_the_test_that_the_documentation_shows_passes(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
+    (tmp_path / "test_my_training.py").write_text(script)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.group_core import CommitBarrier, DisagreeError, GroupAsk, merge_asks
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.messages import RankAsk, RankDecision, RankVote
 
@@ -21,31 +21,51 @@ def ask(
     return RankAsk(1, step, lineage, shrink, failures, timeout_ms, leaving=leaving, layout=layout)
 
 
+def merge(asks: dict[int, RankAsk], **told: bool) -> GroupAsk:
+    return merge_asks(asks, "a:1", **told)
+
+
 def test_ranks_that_disagree_on_the_step_are_both_named():
     with pytest.raises(KeepstepError, match=r"rank 0 is at step 3 .* rank 1 at step 4"):
-        merge_asks({0: ask(step=3), 1: ask(step=4)})
+        merge({0: ask(step=3), 1: ask(step=4)})
 
 
 def test_ranks_that_disagree_on_the_lineage_are_both_named():
     with pytest.raises(KeepstepError, match=r"rank 0 .*lineage 2.* rank 1 .*lineage 7"):
-        merge_asks({0: ask(lineage=2), 1: ask(lineage=7)})
+        merge({0: ask(lineage=2), 1: ask(lineage=7)})
+
+
+def test_a_group_of_which_one_rank_is_torn_is_torn():
+    for asks in ({0: ask(step=9), 1: ask(0, "torn:a:1")}, {0: ask(0, "torn:a:1"), 1: ask(0, "torn:a:1")}):
+        assert (merge(asks).step, merge(asks).lineage) == (0, "torn:a:1")
+
+
+def test_a_heal_that_reached_some_ranks_only_tears_the_group():
+    asks = {0: ask(step=9, lineage=7), 1: ask(step=4, lineage=2)}
+    assert (merge(asks, healed=True).step, merge(asks, healed=True).lineage) == (0, "torn:a:1")
+    with pytest.raises(DisagreeError):
+        merge(asks)
+
+
+def test_a_heal_that_reached_all_ranks_or_none_does_not():
+    assert merge({0: ask(step=9), 1: ask(step=9)}, healed=True).step == 9
 
 
 @pytest.mark.parametrize("last", [0, 1])
 def test_commit_failures_are_the_largest_and_shrink_only_any_whoever_comes_last(last):
     asks = {last: ask(failures=0), 1 - last: ask(failures=2, shrink=True, timeout_ms=500)}
-    merged = merge_asks(asks)
+    merged = merge(asks)
     assert (merged.commit_failures, merged.shrink_only, merged.timeout) == (2, True, 0.5)
 
 
 def test_one_rank_that_leaves_takes_its_group_along():
-    assert merge_asks({0: ask(), 1: ask(leaving="SIGTERM")}).leaving == "SIGTERM"
+    assert merge({0: ask(), 1: ask(leaving="SIGTERM")}).leaving == "SIGTERM"
 
 
 def test_the_layout_of_a_group_tells_those_of_its_ranks_apart():
-    assert merge_asks({0: ask(), 1: ask()}).layout == ""
-    one = merge_asks({0: ask(layout="x"), 1: ask(layout="y")}).layout
-    other = merge_asks({0: ask(layout="y"), 1: ask(layout="x")}).layout
+    assert merge({0: ask(), 1: ask()}).layout == ""
+    one = merge({0: ask(layout="x"), 1: ask(layout="y")}).layout
+    other = merge({0: ask(layout="y"), 1: ask(layout="x")}).layout
     assert one
     assert one != other
 

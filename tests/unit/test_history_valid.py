@@ -65,7 +65,7 @@ def test_a_group_that_takes_part_without_healing_stays_behind() -> None:
 
 def test_an_evicted_incarnation_that_is_readmitted_may_come_back() -> None:
     story = valid()
-    story.event("l2.jsonl", 2, "readmitted", "a", by="ann")
+    story.event("l2.jsonl", 2, "readmitted", "a", by="ann", quorum_id=4)
     story.quorum("l2.jsonl", 2, 5, "a:2", "b:1")
     assert report_on(story.numbered()).fine
 

@@ -71,6 +71,16 @@ def an_eviction_under_an_old_epoch(story: Story) -> list[Line]:
     return [story.find("l2.jsonl", kind="quorum", quorum_id=4), line]
 
 
+def a_return_under_an_old_epoch(story: Story) -> list[Line]:
+    line = story.event("l1.jsonl", 1, "readmitted", "c", quorum_id=4)
+    return [story.find("l2.jsonl", kind="quorum", quorum_id=4), line]
+
+
+def a_policy_under_an_old_epoch(story: Story) -> list[Line]:
+    line = story.event("l1.jsonl", 1, "policy", quorum_id=4)
+    return [story.find("l2.jsonl", kind="quorum", quorum_id=4), line]
+
+
 def a_step_that_a_member_of_the_quorum_had_already(story: Story) -> list[Line]:
     for log in ("l1.jsonl", "b:1.jsonl"):
         for line in story.logs[log]:
@@ -191,6 +201,8 @@ PLANTED: list[tuple[str, Callable[[Story], list[Line]]]] = [
     ("old_epoch", a_quorum_made_under_an_old_epoch),
     ("old_epoch", an_answer_under_an_old_epoch),
     ("old_epoch", an_eviction_under_an_old_epoch),
+    ("old_epoch", a_return_under_an_old_epoch),
+    ("old_epoch", a_policy_under_an_old_epoch),
     ("one_quorum", a_step_that_a_member_of_the_quorum_had_already),
     ("one_answer", other_participants),
     ("one_answer", more_participants_than_members),

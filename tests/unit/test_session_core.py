@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.messages import HeldAnswer, Member, MemberInfo, QuorumAnswer, Welcome
-from keepstep_mesh.session_core import BACKOFF_MOST, SETTLED_SECONDS, Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.session_core import (
+    BACKOFF_MOST,
+    CONNECT_SECONDS,
+    SETTLED_SECONDS,
+    Addresses,
+    SessionCore,
+    StaleLighthouseError,
+)
 
 INFO = MemberInfo(address="http://me:1")
 LISTED = (Member("r0:1", 7, 3, 0, False, INFO),)
@@ -190,6 +197,53 @@ def test_a_lighthouse_that_fell_silent_is_tried_last() -> None:
     addresses.next(1.0)
     addresses.lost("a", 60.0, silent=True)
     assert delays(addresses, 3) == [(0.0, "b"), (0.0, "c"), (0.0, "a")]
+
+
+def test_a_lighthouse_that_fell_silent_is_waited_for_briefly_and_longer_each_time() -> None:
+    addresses = Addresses(["a", "b"])
+    assert addresses.connect_seconds("a") == CONNECT_SECONDS
+    addresses.lost("a", 60.0, silent=True)
+    waits = []
+    for _ in range(5):
+        waits.append(addresses.connect_seconds("a"))
+        addresses.timed_out("a")
+    assert waits == [0.5, 1.0, 2.0, 4.0, CONNECT_SECONDS]
+    assert addresses.connect_seconds("b") == CONNECT_SECONDS
+    addresses.lost("a", 0.1)
+    assert addresses.connect_seconds("a") == CONNECT_SECONDS, "it answered in between"
+
+
+def test_a_lighthouse_that_did_not_answer_is_last_in_every_pass() -> None:
+    addresses = Addresses(["a", "b", "c"])
+    addresses.next(1.0)
+    addresses.timed_out("a")
+    assert [address for _, address in delays(addresses, 5)] == ["b", "c", "b", "c", "a"]
+
+
+def test_whoever_names_a_silent_lighthouse_the_leader_does_not_keep_us_from_asking_again() -> None:
+    addresses = Addresses(["a", "b"])
+    addresses.lost("a", 60.0, silent=True)
+    tried = []
+    for _ in range(4):
+        _, address = addresses.next(1.0)
+        tried.append(address)
+        if address == "b":
+            addresses.follow("a")
+    assert tried == ["b", "a", "b", "a"]
+
+
+def test_a_silent_leader_that_is_known_by_another_address_is_tried_last_too() -> None:
+    addresses = Addresses(["a", "b"])
+    addresses.follow("c")
+    assert addresses.next(1.0) == (0.0, "c")
+    addresses.lost("c", 60.0, silent=True)
+    tried = []
+    for _ in range(6):
+        _, address = addresses.next(1.0)
+        tried.append(address)
+        if address == "a":
+            addresses.follow("c")
+    assert tried == ["a", "b", "c", "a", "b", "c"]
 
 
 def test_connections_that_break_at_once_are_not_hammered() -> None:

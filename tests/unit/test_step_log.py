@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,25 @@ def test_a_full_disk_ends_no_step_and_is_said_once(monkeypatch: pytest.MonkeyPat
         log.write("committed", step, 1)
     log.close()
     assert [record.getMessage().count("No space left on device") for record in caplog.records] == [1]
+
+
+def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> None:
+    script = """
+import os
+import resource
+from keepstep.step_log import StepLog
+
+log = StepLog("night", "a:1", 0)
+log.write("started", 0, 0, lineage="x")
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(log._file).st_size + 20, most))
+log.write("committed", 1, 1, lineage="x")
+log.write("committed", 2, 1, lineage="x")
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+log.write("committed", 3, 1, lineage="x")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    first, cut, last = path.read_text().splitlines()
+    assert json.loads(first)["n"] == 1
+    assert len(cut) == 20
+    assert json.loads(last)["n"] == 4, "the gap shows"

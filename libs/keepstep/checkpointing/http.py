@@ -12,10 +12,10 @@ from keepstep.checkpointing.http_server import CheckpointServer
 from keepstep.checkpointing.manifest import build_manifest
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep_mesh.addresses import in_url, outward_address
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import Origin
-from keepstep_mesh.settings import outward_address
 
 T = TypeVar("T")
 
@@ -55,8 +55,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def metadata(self) -> str:
         """``http://host:port``"""
-        host = f"[{self._hostname}]" if ":" in self._hostname else self._hostname
-        return f"http://{host}:{self._server.port}"
+        return f"http://{in_url(self._hostname)}:{self._server.port}"
 
     def address(self) -> str:
         """Where a step's manifest is, once the step is appended: ``http://host:port/checkpoint/``."""

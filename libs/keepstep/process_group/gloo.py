@@ -16,8 +16,9 @@ from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
-from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, local_address_towards, shut_down
+from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, shut_down
 from keepstep.rendezvous import RendezvousStore
+from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.logging import get_logger
 
 log = get_logger("keepstep.process_group")
@@ -41,7 +42,7 @@ class ProcessGroupGloo(BackendProcessGroup):
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
     ) -> Communicator:
-        host = host or local_address_towards(_host(store))
+        host = host or address_towards(_host(store))
         return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:

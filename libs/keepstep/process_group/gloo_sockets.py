@@ -90,17 +90,6 @@ def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.
     return greetings
 
 
-def local_address_towards(host: str) -> str:
-    """The address of the interface from which this machine reaches ``host``.
-
-    :raises OSError: there is no way to it.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 def _sockets() -> Iterator[socket.socket]:
     """This process's sockets, each open until the next."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208

@@ -23,7 +23,12 @@ def events(path: Path) -> list[str]:
 
 @contextmanager
 def manager(
-    lighthouse: str, name: str, state: dict[str, Any] | None = None, *, heal_over_pg: bool = False, **options: Any
+    lighthouse: str,
+    name: str | None,
+    state: dict[str, Any] | None = None,
+    *,
+    heal_over_pg: bool = False,
+    **options: Any,
 ) -> Iterator[Manager]:
     held = state if state is not None else {}
     pg = options.pop("pg", None) or ProcessGroupGloo(timeout=20 * SECOND)

@@ -70,7 +70,7 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         assert {name: getattr(m, where) for name, (_, where) in OVERRIDES.items()} == {
             name: timedelta(seconds=float(value)) for name, (value, _) in OVERRIDES.items()
         }
-        assert (m._context.settings.connect_timeout, m._context.settings.quorum_retries) == (3.5, 4)
+        assert (m._context.settings.session.connect_timeout, m._context.settings.quorum_retries) == (3.5, 4)
         assert m._context.reconfigurer._timeout == timedelta(seconds=1.5)
         assert m._context.transport._server._timeout == 1.5
         m.start_quorum()

@@ -38,7 +38,7 @@ async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
             await banned.hello()
             assert (await banned.refusal()).code == "banned"
         event = await rest.post(f"{JOB}/replicas/r1/readmit")
-        assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1"})
+        assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1", "quorum_id": 1})
         assert await rest.post(f"{JOB}/replicas/r1/readmit", {}) == event
         async with connection(one.address, "r1:2") as welcome:
             await welcome.hello()
@@ -74,6 +74,7 @@ async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
                 "by": "admin at 127.0.0.1",
                 "changed": {"min_replicas": 1, "join_timeout": 0.0, "takeover_grace": 3},
                 "before": {"min_replicas": 2, "join_timeout": 60.0, "takeover_grace": None},
+                "quorum_id": 1,
             },
         )
         assert await rest.patch(JOB, {"min_replicas": 1}) == changed

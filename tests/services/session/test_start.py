@@ -8,6 +8,7 @@ import pytest
 from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
 from keepstep_mesh import session as session_module
+from keepstep_mesh import session_core
 from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
 from keepstep_mesh.messages import NotLeader, QuorumRequest, Refused
@@ -27,7 +28,7 @@ async def test_an_address_where_nothing_listens_is_passed_over() -> None:
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_module, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(session_core, "CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):

@@ -1,0 +1,105 @@
+"""``make faults`` as a command: one short row for real, a promise that breaks, Ctrl-C in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from namespaces import FOLDER
+from tests.faults.outcome import Limit, Outcome, table
+from tests.faults.rows import ROWS, Row, Run
+
+DEADLINE = 120.0
+
+
+@asynccontextmanager
+async def faults(repository: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-u", "-m", "tests.faults", *flags),
+        cwd=repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.training
+@pytest.mark.timeout(300)
+async def test_a_row_is_played_and_written_down(repository: Path, tmp_path: Path) -> None:
+    flags = ("--only", "group_killed", "--times", "1", "--results", str(tmp_path))
+    async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["name"] == "group_killed"
+    assert len(row["seconds"]) == 1
+    assert (row["exited"], row["violations"], row["broken"]) == ([], 0, [])
+    assert row["compared"] > 0
+    assert f"| {ROWS['group_killed'].what} | 1 |" in said.decode()
+    assert list((tmp_path / "group_killed" / "logs").glob("*.jsonl"))
+
+
+@pytest.mark.training
+@pytest.mark.timeout(300)
+async def test_ctrl_c_in_the_middle_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+    flags = ("--only", "leader_without_etcd", "--results", str(tmp_path))
+    async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
+        started = psutil.Process(process.pid)
+        while len(children := started.children(recursive=True)) < 5:  # noqa: ASYNC110 - etcd, lighthouses, groups
+            await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said, _ = await process.communicate()
+        assert process.returncode == 130, said.decode()
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+    assert not alive
+    assert not list(FOLDER.glob(f"keepstep-{process.pid}-*"))
+
+
+async def test_a_row_that_fails_is_a_broken_promise_and_not_the_end() -> None:
+    async def fail(_: Run) -> None:
+        raise AssertionError("not seen\nand what was printed")
+
+    said: list[str] = []
+    outcome = await Run(Row("x", "something", 1, fail), 1, proxies=True, say=said.append, keep=None).play()
+    assert outcome.broken == ["AssertionError: not seen"]
+    assert "and what was printed" in said[0]
+
+
+def test_a_promise_that_does_not_hold_is_told() -> None:
+    one = Outcome("x", "something", 3, Limit("p95", 1.0), seconds=[0.1, 0.2, 3.0], exited=["b"], compared=5)
+    one.judge()
+    assert one.broken == ["trainers exited: b", "p95 at most 1 s, and it was 3.00 s"]
+    assert "**broken**" in table([one])
+
+
+def test_a_row_that_was_not_done_as_often_as_asked_or_compared_nothing_did_not_hold() -> None:
+    few = Outcome("x", "something", 3, None, seconds=[0.1], compared=5)
+    nothing = Outcome("x", "something", 1, None, seconds=[0.1])
+    for one in (few, nothing):
+        one.judge()
+    assert few.broken == ["done 1 times of 3"]
+    assert nothing.broken == ["no weights were compared"]
+
+
+def test_a_row_that_held_is_a_line_of_the_table() -> None:
+    one = Outcome("x", "something", 2, Limit("worst", 1.0), "it lives", seconds=[0.1, 0.2], compared=1234)
+    one.steps, one.epochs = 2000, 3
+    one.judge()
+    assert one.broken == []
+    cells = "something", "2", "it lives; gap: worst at most 1 s", "0.15 / 0.20 / 0.20 s", "none"
+    told = "no violation in 2,000 steps, 3 epochs", "identical (1,234 compared)"
+    assert table([one]).splitlines()[2] == f"| {' | '.join((*cells, *told))} |"

@@ -1,0 +1,123 @@
+"""Hosts in network namespaces: they reach each other, a cut drops everything, and nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from namespaces import Host, Namespaces, why_not
+
+DEADLINE = 30.0
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+
+ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7))
+while True:
+    peer, _ = server.accept()
+    while data := peer.recv(100):
+        peer.sendall(data)
+"""
+ASK = """
+import socket, sys
+peer = socket.create_connection((sys.argv[1], 7), timeout=30)
+for line in sys.stdin:
+    peer.sendall(line.encode())
+    print(peer.recv(100).decode(), end="", flush=True)
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Namespaces]:
+    with Namespaces() as network:
+        yield network
+
+
+@asynccontextmanager
+async def on(host: Host, script: str, address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(*host.command, sys.executable, "-u", "-c", script, address),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def until_it_listens(host: Host) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host.address, 7)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                writer.close()
+                await writer.wait_closed()
+                return
+
+
+async def said(process: asyncio.subprocess.Process, text: bytes) -> bytes:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(text)
+    await process.stdin.drain()
+    async with asyncio.timeout(DEADLINE):
+        return await process.stdout.readline()
+
+
+async def test_a_cut_holds_what_two_hosts_say_and_no_other(network: Namespaces) -> None:
+    server, near, far = [network.host(name) for name in ("server", "near", "far")]
+    async with on(server, ECHO, server.address):
+        await until_it_listens(server)
+        # one connection at a time is served: the second is made when the first has ended
+        async with on(near, ASK, server.address) as asker:
+            assert await said(asker, b"before\n") == b"before\n"
+            network.cut("server", "near")
+            answer = asyncio.create_task(said(asker, b"during\n"))
+            done, _ = await asyncio.wait([answer], timeout=0.5)
+            assert not done
+            network.mend()
+            assert await answer == b"during\n"
+        network.cut("server", "near")
+        async with on(far, ASK, server.address) as asker:
+            assert await said(asker, b"others\n") == b"others\n"
+
+
+def test_whatever_runs_on_a_host_ends_with_it() -> None:
+    with Namespaces() as network:
+        host = network.host("a")
+        left = subprocess.Popen([*host.command, "sleep", "1000"])
+        assert Path(host.namespace).exists()
+    assert left.wait(DEADLINE) == -signal.SIGKILL
+    assert not Path(host.namespace).exists()
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+    script = "import os, signal, namespaces as n; x = n.Namespaces().__enter__(); h = x.host('a').namespace; print(h)"
+    script += "; import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE,
+        check=False,
+    )
+    left = Path(done.stdout.decode().strip())
+    assert done.returncode == -signal.SIGKILL
+    assert left.name.endswith("-a")
+    with Namespaces():  # or one of another process, a moment before
+        assert not left.exists()

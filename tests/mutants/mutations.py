@@ -1,0 +1,369 @@
+"""Mistakes that a stored test must catch: each a small change of the source that breaks one rule, and what catches it.
+
+``make mutants`` makes each of them in a copy, runs its check and demands that it fails. A check is a stored trace of
+``simulation.traces``, seeds of a simulation, or a test by its id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LIGHTHOUSE = "services/keepstep_lighthouse"
+MESH = "libs/keepstep_mesh"
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+
+    def __str__(self) -> str:
+        return f"trace {self.name}"
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The first of them that fails is enough."""
+
+    lighthouses: int
+    first: int
+    count: int
+
+    def __str__(self) -> str:
+        kind = "one lighthouse" if self.lighthouses == 1 else "failover"
+        return f"seeds {self.first} to {self.first + self.count - 1}, {kind}"
+
+
+@dataclass(frozen=True)
+class Test:
+    id: str
+
+    def __str__(self) -> str:
+        return self.id.removeprefix("tests/")
+
+
+Check = Trace | Seeds | Test
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``name``: what is broken, in the words of the rules. ``old`` occurs once in ``file``; ``new`` takes its place."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: Check
+
+
+MUTATIONS = (
+    # ---- what broke the first draft of the rules
+    Mutation(
+        "a quorum_id raised for a failed commit is not written",
+        f"{LIGHTHOUSE}/core.py",
+        "        self._persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "        self.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "        if not same:\n"
+        "            self._persist(self.record)\n",
+        Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
+    ),
+    Mutation(
+        "a deposed leader renews its lease object",
+        f"{LIGHTHOUSE}/leadership.py",
+        "                await self._store.keep_alive(self._lease)\n"
+        "                self._heard(await self._store.get(LEADER_KEY))\n",
+        "                await self._store.keep_alive(self._lease)\n",
+        Trace("a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends"),
+    ),
+    Mutation(
+        "a leader goes on after a write of unknown outcome",
+        f"{LIGHTHOUSE}/term.py",
+        "                unknown = unknown or isinstance(error, OutcomeUnknownError | TimeoutError)\n",
+        "                if isinstance(error, OutcomeUnknownError):\n"
+        "                    return\n"
+        "                unknown = False\n",
+        Trace("a_write_of_a_quorum_that_is_lost"),
+    ),
+    Mutation(
+        "what became of a write of unknown outcome is not read back",
+        f"{LIGHTHOUSE}/term.py",
+        "                unknown = unknown or isinstance(error, OutcomeUnknownError | TimeoutError)\n",
+        "                unknown = False\n",
+        Trace("a_write_of_a_quorum_that_is_done"),
+    ),
+    Mutation(
+        "an eviction is not written",
+        f"{LIGHTHOUSE}/core.py",
+        "        record = bans.evict(self.record, incarnations, order, now_unix)\n        self._persist(record)\n",
+        "        record = bans.evict(self.record, incarnations, order, now_unix)\n        self.record = record\n",
+        Trace("an_eviction_whose_write_is_lost_is_told_when_it_is_written"),
+    ),
+    Mutation(
+        "who holds the answer of a round that only some members heard of is not told",
+        f"{LIGHTHOUSE}/takeover.py",
+        "        if self._lowest_asked is None or self._lowest_asked > self.held_step:\n",
+        "        if self.held_step > -2:\n",
+        Trace("a_round_that_only_some_members_heard_of"),
+    ),
+    Mutation(
+        "a cut-off leader keeps its sessions",
+        f"{LIGHTHOUSE}/keeper.py",
+        "            session.end(reason, websocket.CLOSE_GOING_AWAY)\n",
+        "            pass\n",
+        Trace("a_leader_that_is_cut_off_closes_its_sessions"),
+    ),
+    Mutation(
+        "groups at an equal step count as equal, whatever their lineage",
+        "libs/keepstep/quorum_plan.py",
+        "(m.step, m.lineage) == (step, lineage)",
+        "m.step == step",
+        Trace("two_groups_at_an_equal_step_with_different_weights"),
+    ),
+    # ---- what was found later
+    Mutation(
+        "there is no fence after a key that is gone",
+        f"{LIGHTHOUSE}/leadership.py",
+        "        fenced_until = time.monotonic() + fence\n",
+        "        fenced_until = 0.0 if expected is None else time.monotonic() + fence\n",
+        Trace("the_deposer_releases_the_key_and_a_third_takes_it"),
+    ),
+    Mutation(
+        "there is no fence after a takeover",
+        f"{LIGHTHOUSE}/takeover.py",
+        "        self._fenced_until = max(fenced_until, self._fenced_until)\n",
+        "        self._fenced_until = 0.0\n",
+        Trace("a_stranger_asks_the_next_leader"),
+    ),
+    Mutation(
+        "a leader that slept past its lease answers before it steps down",
+        f"{LIGHTHOUSE}/term.py",
+        "        return self._until is not None and time.monotonic() >= self._until()\n",
+        "        return False\n",
+        Trace("a_leader_that_slept_past_its_lease_says_nothing"),
+    ),
+    Mutation(
+        "the fence does not know of a longer lease that a leader had before",
+        f"{LIGHTHOUSE}/leadership.py",
+        "                fence = max(self.core.lease, _seconds(longest))\n",
+        "                fence = max(self.core.lease, 0.0 * _seconds(longest))\n",
+        Trace("the_next_leader_has_a_shorter_lease"),
+    ),
+    # ---- leadership
+    Mutation(
+        "a takeover does not raise the epoch",
+        f"{LIGHTHOUSE}/leadership.py",
+        "                epoch = parse_epoch(stored) + 1\n",
+        "                epoch = max(1, parse_epoch(stored))\n",
+        Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
+    ),
+    Mutation(
+        "a lease counts from when its renewal was answered",
+        f"{LIGHTHOUSE}/leadership.py",
+        "            self.core.renewed(sent)\n",
+        "            self.core.renewed(time.monotonic())\n",
+        Trace("a_renewal_counts_from_when_it_was_sent"),
+    ),
+    Mutation(
+        "a lease has no margin for clocks that differ",
+        f"{LIGHTHOUSE}/election.py",
+        "0.9 * self.lease",
+        "self.lease",
+        Trace("a_slow_clock_is_within_the_margin_of_the_lease"),
+    ),
+    Mutation(
+        "a leader goes on though the key is another's",
+        f"{LIGHTHOUSE}/election.py",
+        "            if self.known and self.value != self.mine:\n",
+        "            if self.value == b'never':\n",
+        Trace("a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends"),
+    ),
+    Mutation(
+        "a leader whose lease cannot be renewed does not step down",
+        f"{LIGHTHOUSE}/election.py",
+        "            if now >= self.until:\n",
+        "            if now >= self.until + 1000:\n",
+        Trace("a_leader_that_is_cut_off_closes_its_sessions"),
+    ),
+    Mutation(
+        "a follower takes over without ever having reached the leader",
+        f"{LIGHTHOUSE}/election.py",
+        "        if self._linked == leader:\n            self._linked",
+        "        if True:\n            self._linked",
+        Test(
+            "tests/unit/test_election.py::"
+            "test_a_leader_is_succeeded_when_an_established_link_to_it_breaks_and_not_otherwise"
+        ),
+    ),
+    Mutation(
+        "who waits for its lease to be given back spins",
+        f"{LIGHTHOUSE}/leadership.py",
+        "self.core.deadline() if free else None",
+        "self.core.deadline()",
+        Trace("a_leader_whose_lease_is_being_given_back_does_not_spin"),
+    ),
+    Mutation(
+        "a leader that no group reaches goes on",
+        f"{LIGHTHOUSE}/keeper.py",
+        "        elif now - max(self._led_since, self._alone_since) > ALONE_SECONDS:\n",
+        "        elif not now:\n",
+        Trace("a_leader_that_no_group_reaches_gives_way"),
+    ),
+    Mutation(
+        "the writes of a term do not compare who leads",
+        f"{LIGHTHOUSE}/term.py",
+        '        mine = (Compare(EPOCH_KEY, b"%d" % self.epoch), *leader)\n',
+        "        mine = (*leader[:0],)\n",
+        Seeds(2, 0, 500),
+    ),
+    Mutation(
+        "what stands behind a write is said before it is written",
+        f"{LIGHTHOUSE}/jobs.py",
+        "                    await self._write(decision.record)\n",
+        "                    self._loop.create_task(self._write(decision.record))\n",
+        Seeds(2, 0, 50),
+    ),
+    Mutation(
+        "an answer goes without the list to who does not know it",
+        f"{LIGHTHOUSE}/jobs.py",
+        "            if session.listed == listed and listed is not None:\n",
+        "            if announce.uniform:\n",
+        Seeds(2, 0, 50),
+    ),
+    Mutation(
+        "an epoch that a group has seen is not raised above",
+        f"{LIGHTHOUSE}/keeper.py",
+        "        elif hello.epoch_seen < term.epoch or (",
+        "        elif hello or (",
+        Test("tests/services/test_lighthouse_terms.py::test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody"),
+    ),
+    # ---- the quorum
+    Mutation(
+        "a quorum_id that a group has seen is not raised above",
+        f"{LIGHTHOUSE}/core.py",
+        "        if seen > self.record.quorum_id:\n",
+        "        if seen < 0:\n",
+        Test(
+            "tests/scenarios/test_scenarios.py::"
+            "test_the_lighthouse_decides_as_the_scenario_says[25_store_restored_from_a_backup]"
+        ),
+    ),
+    Mutation(
+        "there is no grace after a takeover",
+        f"{LIGHTHOUSE}/core.py",
+        "        if restarted and record.members:\n",
+        "        if restarted and not record:\n",
+        Trace("a_stranger_asks_the_next_leader"),
+    ),
+    Mutation(
+        "a group that goes to another lighthouse counts as lost",
+        f"{LIGHTHOUSE}/core.py",
+        'self._part(group, "moved", "goes on with another lighthouse", now)',
+        'self._lose(group, "moved", now)',
+        Test("tests/unit/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+    ),
+    Mutation(
+        "a cancelled request stays open",
+        f"{LIGHTHOUSE}/core.py",
+        "request.request == number:\n            self._groups.withdraw(group)\n",
+        "request.request == number:\n            pass\n",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "a quorum that lost a member in between keeps its quorum_id",
+        f"{LIGHTHOUSE}/core.py",
+        "        if same and not failed and not self._round.lost and reached",
+        "        if same and not failed and reached",
+        Test(
+            "tests/unit/test_core_rules.py::"
+            "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
+        ),
+    ),
+    Mutation(
+        "a quorum whose member reports a failed commit keeps its quorum_id",
+        f"{LIGHTHOUSE}/core.py",
+        "        failed = any(request.commit_failures for request in requests)\n",
+        "        failed = False\n",
+        Seeds(1, 0, 500),
+    ),
+    Mutation(
+        "a quorum is confirmed although a member does not ask",
+        f"{LIGHTHOUSE}/quorum_rules.py",
+        "groups.members_asking == quorum_size",
+        "groups.members_asking >= quorum_size - 1",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "min_replicas is not kept",
+        f"{LIGHTHOUSE}/quorum_rules.py",
+        ">= max(1, policy.min_replicas)",
+        ">= 1",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "an evicted group may come back",
+        f"{LIGHTHOUSE}/bans.py",
+        "    if replica_id in record.evicted:\n",
+        "    if not replica_id:\n",
+        Seeds(2, 0, 500),
+    ),
+    Mutation(
+        "members are not told that one of them is lost",
+        f"{LIGHTHOUSE}/core.py",
+        "        if sessions := self._member_sessions(lambda _: True):\n",
+        "        if sessions := ():\n",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "members left behind by a quorum are not told",
+        f"{LIGHTHOUSE}/core.py",
+        "        if left_behind:\n",
+        "        if left_behind and not self.record:\n",
+        Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[15_healing]"),
+    ),
+    Mutation(
+        "an answer that was lost with its connection is not given again",
+        f"{LIGHTHOUSE}/core.py",
+        "session is not None and request.request == group.answered_request:\n",
+        "session is None:\n",
+        Test(
+            "tests/scenarios/test_scenarios.py::"
+            "test_the_lighthouse_decides_as_the_scenario_says[05_answer_lost_with_the_connection]"
+        ),
+    ),
+    Mutation(
+        "a list that is not uniform keeps its version",
+        f"{LIGHTHOUSE}/announcing.py",
+        "        if last is not None and last.uniform and uniform and same:\n",
+        "        if last is not None and same:\n",
+        Seeds(1, 0, 200),
+    ),
+    # ---- the groups
+    Mutation(
+        "a group takes a lower epoch than it has seen",
+        f"{MESH}/session_core.py",
+        "        if epoch < self.epoch:\n",
+        "        if epoch < 0:\n",
+        Trace("a_group_that_met_the_next_leader_comes_back_to_the_one_before"),
+    ),
+    Mutation(
+        "a group that comes back does not say which answer it holds",
+        f"{MESH}/session_core.py",
+        "            held=self.held,\n",
+        "            held=None,\n",
+        Trace("a_round_that_only_some_members_heard_of"),
+    ),
+    Mutation(
+        "who slept takes the other end for silent",
+        f"{MESH}/liveness.py",
+        "        if self._asked is None or stalled:\n",
+        "        if self._asked is None:\n",
+        Test("tests/unit/test_liveness.py::test_who_slept_asks_again_instead"),
+    ),
+    Mutation(
+        "a request is not sent again on a new connection",
+        f"{MESH}/session_core.py",
+        "        request = self.open\n        if request is None:\n            return None\n        known",
+        "        request = self.open\n        if request is None or self._known_info is None and request.request > 9:\n"
+        "            return None\n        known",
+        Seeds(1, 0, 200),
+    ),
+)

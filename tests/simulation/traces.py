@@ -1,0 +1,368 @@
+"""Faults by hand, in the order that broke a draft of the rules of failing over. Each must pass.
+
+A trace yields seconds to wait, or what to wait for. ``A`` is the leader when it begins, ``B`` the one that stands by.
+``make mutants`` proves that they bite: each catches the mistake that it is named after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keepstep_lighthouse.events import EvictOrdered, Policy
+from simulation.failover import Failover, Script
+from simulation.node import Node
+from simulation.worker import Worker
+
+LEASE = 3.0
+LONG = 60.0
+"""Until long after the end of what is looked at."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    script: Callable[..., Script]
+    settings: dict[str, Any]
+
+    def play(self, seed: int = 0, *, tracing: bool = False) -> Failover:
+        """Raises ``Violation``."""
+        sim = self.prepare(seed)
+        sim.tracing = tracing
+        sim.play(self.script)
+        return sim
+
+    def prepare(self, seed: int) -> Failover:
+        return Failover(seed, (), **self.settings)
+
+
+TRACES: dict[str, Trace] = {}
+
+
+def trace(**settings: Any) -> Callable[[Callable[..., Script]], Callable[..., Script]]:
+    """Of two groups with two lighthouses unless ``settings`` of ``Failover`` say otherwise."""
+
+    def keep(script: Callable[..., Script]) -> Callable[..., Script]:
+        common = {"groups": 2, "policy": ONE_IS_ENOUGH, "lighthouses": 2, "lease": LEASE, "careful": True}
+        TRACES[script.__name__] = Trace(script, {**common, "rate": 1.0, "quiet_at": 20.0, **settings})
+        return script
+
+    return keep
+
+
+ONE_IS_ENOUGH = Policy(min_replicas=1, join_timeout=4.0, heal_timeout=3.0, takeover_grace=0.2)
+ALL_TWO = Policy(min_replicas=2, join_timeout=4.0, heal_timeout=3.0, takeover_grace=0.2)
+
+
+def training(sim: Failover, rounds: int = 4) -> Script:
+    """All groups have been in one quorum for a while, and those that stand by are linked to the leader."""
+    yield lambda: sim.leader is not None and len(sim.stored.members) == len(sim.names)
+    so_far = sim.rounds
+    yield lambda: sim.rounds >= so_far + rounds and len(leader(sim).keeper.followers) == len(sim.nodes) - 1
+
+
+def leader(sim: Failover) -> Node:
+    assert sim.leader is not None
+    return sim.leader
+
+
+def other(sim: Failover, *than: Node) -> Node:
+    return next(node for node in sim.nodes.values() if node not in than)
+
+
+def group(sim: Failover, number: int) -> Worker:
+    return sim.latest[f"r{number}"]
+
+
+def comes_to(sim: Failover, worker: Any, node: Node) -> Script:
+    """``worker`` finds ``node`` without trying all others first."""
+    while worker.connection not in sim.between(worker.name, node.address):
+        worker.addresses.lost(worker.address, LONG)
+        worker.addresses.follow(node.address)
+        worker.hang_up()
+        yield 0.1
+
+
+# ---- what broke the first draft
+
+
+@trace(policy=ALL_TWO)
+def a_quorum_id_raised_for_a_failed_commit_outlives_the_leader(sim: Failover) -> Script:
+    yield from training(sim)
+    a, before = leader(sim), sim.stored.quorum_id
+    group(sim, 0).fail_next = True
+    yield lambda: sim.announced_quorum > before
+    sim.kill_lighthouse(a, LONG)
+    yield lambda: sim.leader is not None and sim.announced_by == sim.leader.name
+
+
+@trace()
+def a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends(sim: Failover) -> Script:
+    """Its lease object is still there: the revocation was lost."""
+    yield from training(sim)
+    a = leader(sim)
+    b = other(sim, a)
+    a.store.deaf = True
+    b.store.fates["revoke"] = "lost"
+    sim.part_lighthouses(a, b, LONG, silently=False)
+    yield lambda: sim.leader is b
+    yield 3 * LEASE
+
+
+def _unknown(fate: str) -> Callable[..., Script]:
+    def script(sim: Failover) -> Script:
+        """The leader does not know what became of the write of a quorum; then it is cut off, and another one leads."""
+        yield from training(sim)
+        a, before = leader(sim), sim.stored.quorum_id
+        term = a.keeper.term
+        a.store.fates["transact"] = fate
+        group(sim, 0).fail_next = True
+        yield lambda: "transact" not in a.store.fates
+        yield 1.0
+        if a.keeper.term is not term or sim.announced_quorum == before:
+            sim.violated("it did not read back, and try again, in the time that its lease left")
+        sim.cut_from_the_store(a, 2 * LEASE)
+        sim.part_lighthouses(a, other(sim, a), 2 * LEASE, silently=False)
+        yield lambda: sim.announced_quorum > before
+
+    script.__name__ = f"a_write_of_a_quorum_that_is_{fate}"
+    return script
+
+
+for one in ("lost", "done", "late"):
+    trace(policy=ALL_TWO)(_unknown(one))
+
+
+@trace()
+def a_write_of_unknown_outcome_and_the_leader_dies(sim: Failover) -> Script:
+    yield from training(sim)
+    a, before = leader(sim), sim.stored.quorum_id
+    a.store.fates["transact"] = "lost"
+    group(sim, 0).fail_next = True
+    yield lambda: "transact" not in a.store.fates
+    yield 0.05
+    sim.kill_lighthouse(a, 1.0)
+    yield lambda: sim.announced_quorum > before
+
+
+@trace()
+def an_eviction_whose_write_is_lost_is_told_when_it_is_written(sim: Failover) -> Script:
+    yield from training(sim)
+    a = leader(sim)
+    a.store.fates["transact"] = "lost"
+    sim.order(EvictOrdered("r0", "bad disk", 0.0, "ann"))
+    yield 0.02
+    sim.kill_lighthouse(a, LONG)
+    yield lambda: sim.leader is not None and len(sim.stored.members) == 2
+
+
+@trace()
+def an_eviction_outlives_the_leader(sim: Failover) -> Script:
+    """The evicted group does not hear of it, and comes to the next leader with its session's history."""
+    yield from training(sim)
+    a = leader(sim)
+    sim.part_group("r0", a, LONG)
+    sim.order(EvictOrdered("r0", "bad disk", 0.0, "ann"))
+    yield lambda: bool(sim.stored.evicted)
+    sim.kill_lighthouse(a, LONG)
+
+
+@trace(policy=ALL_TWO)
+def a_round_that_only_some_members_heard_of(sim: Failover) -> Script:
+    """The leader dies when r0 has its answer and r1 has not."""
+    yield from training(sim)
+    a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
+    asked_first = False
+    while not asked_first:
+        yield lambda: r1.session.open is not None and r0.session.open is None
+        yield 0.006  # its request has arrived
+        asked_first = r0.session.open is None and r1.session.open is not None
+    sim.part_group("r1", a, LONG)
+    yield lambda: r0.plan is not None and r1.plan is None
+    sim.kill_lighthouse(a, LONG)
+    if r1.connection is not None:
+        r1.connection.rejoin()
+
+
+@trace(quiet_at=40.0)
+def a_leader_that_is_cut_off_closes_its_sessions(sim: Failover) -> Script:
+    """The groups reach it all the time, and would stay."""
+    yield from training(sim)
+    a = leader(sim)
+    sim.cut_from_the_store(a, LONG)
+    b = other(sim, a)
+    sim.part_lighthouses(a, b, LONG, silently=True)
+    yield lambda: sim.leader is b
+    so_far = sim.rounds
+    yield lambda: sim.rounds > so_far + 4
+
+
+@trace()
+def two_groups_at_an_equal_step_with_different_weights(sim: Failover) -> Script:
+    """r1 does not commit the step that r0 commits; it goes on alone to the same step, then r0 comes back."""
+    yield from training(sim)
+    a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
+    so_far, behind = r0.commits, r1.commits
+    while r0.commits == so_far or r1.commits > behind:
+        yield lambda: r0.contributed and r1.contributed
+        so_far, behind = r0.commits, r1.commits
+        r1.fail_commit()
+        yield lambda: r0.plan is None  # it committed, or was told in time that r1 did not
+    for node in sim.nodes.values():
+        sim.parted_groups.add((r0.name, node.address))
+    if r0.connection is not None:
+        r0.connection.cut()
+    yield lambda: r1.step == r0.step
+    r1.freeze(2.0)
+    sim.parted_groups.clear()
+    yield from comes_to(sim, r0, a)
+
+
+@trace(lease=6.0)
+def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Failover) -> Script:
+    yield from training(sim)
+    a = leader(sim)
+    b, r0 = other(sim, a), group(sim, 0)
+    b.store.fates["revoke"] = "lost"
+    sim.cut_from_the_store(a, 20.0)
+    sim.part_lighthouses(a, b, 20.0, silently=False)
+    yield lambda: sim.leader is b
+    yield from comes_to(sim, r0, b)
+    yield lambda: r0.welcomed
+    yield from comes_to(sim, r0, a)
+    yield 3.0
+
+
+# ---- what was found later
+
+
+@trace(lighthouses=3, lease=6.0)
+def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
+    """A deposed leader may confirm its quorum until its lease is over, though the key that the third finds is gone."""
+    yield lambda: sim.leader is not None
+    a = leader(sim)
+    b = other(sim, a)
+    c = other(sim, a, b)
+    yield lambda: len(a.keeper.followers) == 2
+    yield lambda: "r0" in sim.latest and "r1" in sim.latest
+    for node in (b, c):
+        sim.part_group("r0", node, 20.0)
+    sim.part_group("r1", a, 20.0)
+    if group(sim, 1).connection is not None:
+        group(sim, 1).connection.cut()
+    yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"]
+    yield lambda: group(sim, 0).commits > 2
+    a.store.deaf = True
+    sim.cut_from_the_store(a, 20.0)
+    b.store.fates["revoke"] = "lost"
+    sim.part_lighthouses(a, b, 20.0, silently=False)
+    sim.part_lighthouses(a, c, 20.0, silently=True)
+    yield lambda: sim.leader is b
+    yield 0.1
+    b.loop.call_soon(partial(b.keeper.leadership.give_up, "told to", stand_back=True))
+    yield lambda: sim.leader is c
+    yield from comes_to(sim, group(sim, 1), c)
+    yield 6.0
+
+
+@trace()
+def a_leader_that_slept_past_its_lease_says_nothing(sim: Failover) -> Script:
+    """A request has waited in its socket. It wakes, and reads that before any of its timers."""
+    yield from training(sim)
+    a = leader(sim)
+    yield lambda: any(sim.latest[name].session.open is None for name in sim.names)
+    sim.pause(a, LEASE + 0.6)
+    yield lambda: not a.loop.asleep
+    yield lambda: sim.leader is not None
+
+
+@trace()
+def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Failover) -> Script:
+    """The store does it and does not answer, so the key is known to be gone while the term is not yet closed."""
+    yield from training(sim)
+    a = leader(sim)
+    b = other(sim, a)
+    b.store.fates["transact"] = "lost"  # it tries twice
+    sim.kill_lighthouse(a, LONG)
+    yield lambda: sim.leader is b
+    b.store.fates["revoke"] = "hangs"
+    sim.store.revoke(b.keeper.leadership._lease)
+    yield lambda: sim.leader is b and b.keeper.term.epoch > 2
+
+
+@trace()
+def a_renewal_counts_from_when_it_was_sent(sim: Failover) -> Script:
+    """Its answer came late, and the store is away after that."""
+    yield from training(sim)
+    a = leader(sim)
+    b = other(sim, a)
+    a.store.deaf = b.store.deaf = True
+    a.store.fates["keep_alive"] = "slow"
+    yield lambda: "keep_alive" not in a.store.fates
+    yield 0.95
+    sim.part_lighthouses(a, b, 12.0, silently=True)
+    sim.cut_from_the_store(a, 12.0)
+    yield 12.0
+
+
+@trace(rate=0.92)
+def a_slow_clock_is_within_the_margin_of_the_lease(sim: Failover) -> Script:
+    yield from training(sim)
+    sim.store.away = True
+    yield 2 * LEASE
+    sim.bring_the_store_back()
+
+
+@trace()
+def a_leader_that_no_group_reaches_gives_way(sim: Failover) -> Script:
+    yield from training(sim)
+    a = leader(sim)
+    for name in sim.names:
+        sim.part_group(name, a, LONG)
+        sim.latest[name].connection.cut()
+    yield lambda: sim.leader is not None and sim.leader is not a
+    so_far = sim.rounds
+    yield lambda: sim.rounds > so_far + 4
+
+
+def a_stranger_asks_the_next_leader(sim: Failover) -> Script:
+    """A leads r0 and is cut off from B and the store, and does not hear of it; r1, a member of nothing, asks B."""
+    yield lambda: sim.leader is not None and len(leader(sim).keeper.followers) == 1
+    a = leader(sim)
+    b = other(sim, a)
+    yield lambda: "r1" in sim.latest and "r0" in sim.latest
+    sim.part_group("r0", b, 20.0)
+    sim.part_group("r1", a, 20.0)
+    if group(sim, 1).connection is not None:
+        group(sim, 1).connection.cut()
+    yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"] and group(sim, 0).commits > 2
+    sim.cut_from_the_store(a, 20.0)
+    sim.part_lighthouses(a, b, 20.0, silently=False)
+    b.store.fates["revoke"] = "lost"
+    yield lambda: sim.leader is b
+    yield from comes_to(sim, group(sim, 1), b)
+    yield 8.0
+
+
+trace(lease=6.0)(a_stranger_asks_the_next_leader)
+
+
+@trace(lease=6.0)
+def the_next_leader_has_a_shorter_lease(sim: Failover) -> Script:
+    """In the middle of a change of --lease."""
+    yield lambda: sim.leader is not None
+    b = other(sim, leader(sim))
+    sim.restart_with_lease(b, 2.0)
+    yield 1.0
+    yield from a_stranger_asks_the_next_leader(sim)
+
+
+@trace()
+def the_store_is_away_for_longer_than_a_lease(sim: Failover) -> Script:
+    yield from training(sim)
+    sim.store.away = True
+    yield 2 * LEASE
+    if sim.leader is not None:
+        sim.violated("somebody leads without a lease")
+    sim.bring_the_store_back()

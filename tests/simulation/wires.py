@@ -1,0 +1,154 @@
+"""Connections of processes: ``Wire`` takes the place of ``websocket.Link`` under the real sessions and leader links.
+
+A ``Socket`` is a process's end of a ``Connection``, as its kernel keeps it: what arrives waits there until somebody
+reads, and while the process sleeps. When the process dies its kernel ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keepstep_mesh import codec
+from keepstep_mesh.websocket import CLOSE_NORMAL
+from simulation.network import FIN, Connection
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class CloseFrame:
+    """The last word of who closes a connection in good order."""
+
+    reason: str
+
+
+PING, PONG = object(), object()
+
+
+class Socket:
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.connection: Connection
+        self._waiting: deque[Any] = deque()
+        self._reader: Callable[[Any], None] | None = None
+        self._ended = False
+        node.sockets.append(self)
+
+    def receive(self, _: Connection, message: Any) -> None:
+        """From the network."""
+        if not self.node.loop.dead:
+            self.node.loop.call_soon(self._arrives, message)
+
+    def _arrives(self, message: Any) -> None:
+        if self._reader is None:
+            self._waiting.append(message)
+        else:
+            self._reader(message)
+
+    def read(self, reader: Callable[[Any], None]) -> None:
+        """From now on what arrives goes to ``reader``."""
+        self._reader = reader
+        while self._waiting:
+            reader(self._waiting.popleft())
+
+    def send(self, message: Any) -> None:
+        if not self._ended and not self.node.loop.dead:
+            self.connection.send(self, message)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.node.sockets.remove(self)
+            if not self.node.loop.dead:
+                self.connection.close(self)
+
+
+class Wire:
+    """What sessions and leader links need of a ``websocket.Link``."""
+
+    def __init__(
+        self,
+        on_frame: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        *,
+        limit_bytes: int,  # noqa: ARG002 - as a Link has them
+        unsent_bytes: int,  # noqa: ARG002
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[str] = self.loop.create_future()
+        self.last_received = self.loop.time()
+        self._on_frame, self._on_lost = on_frame, on_lost
+        self._ordinal = hash(self.closed)
+        self._socket: Socket
+        self._closing = False
+        self._reason = ""
+
+    def __hash__(self) -> int:
+        return self._ordinal
+
+    async def connect(self, node: Node, url: str) -> None:
+        """``node``: whose process this is. Raises ``OSError`` or ``UpgradeError``, or hangs."""
+        self._take(await node.dial(url))
+
+    async def accept(self, socket: Socket) -> None:
+        self._take(socket)
+
+    def _take(self, socket: Socket) -> None:
+        self._socket = socket
+        self.last_received = self.loop.time()
+        self.loop.call_soon(socket.read, self._receive)
+
+    def send(self, message: bytes) -> None:
+        if not self._closing:
+            self._socket.send(message)
+
+    def ping(self) -> None:
+        if not self._closing:
+            self._socket.send(PING)
+
+    def close(self, code: int = CLOSE_NORMAL, reason: str = "closed here") -> None:  # noqa: ARG002
+        if not self._closing:
+            self._socket.send(CloseFrame(reason))
+            self.abort(reason)
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if not self._closing:
+            self._closing = True
+            self._socket.end()
+            self.loop.call_soon(self._lost)
+
+    def _lost(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(self._reason or "the connection ended")
+            self._on_lost(self.closed.result())
+
+    def _receive(self, message: Any) -> None:
+        self.last_received = self.loop.time()
+        if self._closing:
+            return
+        if message is FIN:
+            self.abort("the connection ended")
+        elif isinstance(message, CloseFrame):
+            self.abort(f"closed by the peer: {message.reason}")
+        elif message is PING:
+            self._socket.send(PONG)
+        elif message is not PONG:
+            self._on_frame(message if isinstance(message, bytes) else codec.encode(message))
+
+
+class IdentityOf:
+    """Stands for the ``Identity`` of a process: its HTTP sessions are the process itself."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @asynccontextmanager
+    async def session(self, **_: object) -> AsyncIterator[Node]:
+        yield self._node
