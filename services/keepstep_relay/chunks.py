@@ -33,6 +33,7 @@ from keepstep_relay.events import (
     Event,
     Evict,
     Forget,
+    HolderSaid,
     Key,
     RoomWanted,
     Tier,
@@ -70,6 +71,8 @@ class ChunkStore:
         self.durable = durable
         self.bells = Bells()
         self.turns = Turns()
+        self.times_changed = asyncio.Event()
+        """The core may name an earlier deadline than before."""
         self.damaged: Counter[str] = Counter()
         """Chunks with a wrong digest, by where they came from."""
         self.evicted = 0
@@ -104,6 +107,8 @@ class ChunkStore:
     def step(self, event: Event) -> list[Decision]:
         """Tells the core, and carries out what it decides about chunks; the rest is the caller's to carry out."""
         rest: list[Decision] = []
+        if isinstance(event, (HolderSaid, ChunkLost)):
+            self.times_changed.set()
         for decision in self.core.step(event, time.monotonic()):
             match decision:
                 case Wake(what):

@@ -86,6 +86,7 @@ class DiskTier:
         self.unreadable = 0
         """Checkpoints whose record ``load`` could not read: it is not known which chunks they need."""
         with _explained(f"the data directory {folder} cannot be used"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._chunks, self._checkpoints, self._partial):
                 path.mkdir(parents=True, exist_ok=True)
             for number in range(256):

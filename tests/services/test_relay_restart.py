@@ -116,6 +116,15 @@ async def test_killed_at_any_moment_it_never_has_a_commit_that_is_incomplete(tmp
                 await worker.call("DELETE", f"{worker.checkpoints}/{name}", 204)
 
 
+async def test_stopped_in_good_order_it_writes_what_it_took(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.upload(ONE)
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert (await worker.show())["checkpoint"]["lacking"] == 0
+        await worker.commit()
+        assert await worker.pack() == ONE.pack
+
+
 async def test_a_reader_goes_on_over_a_restart_with_the_range_that_it_lacks(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         await worker.store(ONE)
