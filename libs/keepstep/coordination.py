@@ -106,7 +106,9 @@ class LighthouseServer:
             from keepstep_lighthouse.events import Policy  # noqa: PLC0415
             from keepstep_lighthouse.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
-            raise RuntimeError(f"LighthouseServer needs pip install 'keepstep[services]': {error}") from error
+            raise RuntimeError(
+                f"LighthouseServer needs pip install -e '.[services]' in keepstep's folder: {error}"
+            ) from error
         policy = Policy(
             min_replicas=min_replicas,
             join_timeout=60.0 if join_timeout_ms is None else join_timeout_ms / 1000,

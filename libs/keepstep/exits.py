@@ -22,6 +22,15 @@ class EvictedExit(ExitWithReason):
 
     exit_code = EXIT_EVICTED
 
+    def __init__(self, reason: str) -> None:
+        """Says so on standard error: a ``SystemExit`` ends its process without a word."""
+        super().__init__(reason)
+        print(  # noqa: T201
+            f"keepstep: this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})",
+            file=sys.stderr,
+            flush=True,
+        )
+
 
 class GroupFailedExit(ExitWithReason):
     """This rank cannot learn its group's decision and must not guess. Exit code ``EXIT_GROUP_FAILED``."""

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 from torch.distributed import Store, TCPStore
@@ -23,8 +24,11 @@ from keepstep.rank_client import RankClient
 from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session import Push, SessionSettings
 from keepstep_mesh.settings import split_addresses
+
+log = get_logger("keepstep.group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ def connect_group(
     if settings.rank == 0:
         name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         limit = _left(deadline)
+        _tell_launcher(name)
         server = GroupServer(
             GroupSettings(
                 world_size=settings.world_size,
@@ -149,6 +154,15 @@ def connect_group(
     limit = _left(deadline)
     mesh.call(client.start(limit), limit + SLACK)
     return client, store.served
+
+
+def _tell_launcher(name: str) -> None:
+    """Leaves the group's name where the launcher looks for it: it asks under this name whether the group is banned."""
+    if file := os.environ.get("KEEPSTEP_NAME_FILE"):
+        try:
+            Path(file).write_text(name)
+        except OSError as error:
+            log.warning("the launcher is not told this group's name", file=file, reason=error.strerror)
 
 
 def _left(deadline: float) -> float:

@@ -17,6 +17,7 @@ from aiohttp import WSMsgType, web
 
 from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial, denied
 from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
@@ -113,6 +114,7 @@ class GroupServer:
         self._wish = ""
         """Why the group left in the middle of a request."""
         self._tasks = OwnedTasks(self._broke)
+        self._impatience = Impatience(self._session, session.replica_id, self._tasks.start)
         self._runner: web.AppRunner | None = None
         self.address = ""
 
@@ -285,14 +287,15 @@ class GroupServer:
         for left in range(self._settings.quorum_retries, -1, -1):
             self._requesting = True
             try:
-                quorum = await self._session.quorum(
-                    step=merged.step,
-                    lineage=merged.lineage,
-                    shrink_only=merged.shrink_only,
-                    commit_failures=merged.commit_failures,
-                    info=self._info,
-                    timeout=merged.timeout,
-                )
+                with self._impatience.waiting():
+                    quorum = await self._session.quorum(
+                        step=merged.step,
+                        lineage=merged.lineage,
+                        shrink_only=merged.shrink_only,
+                        commit_failures=merged.commit_failures,
+                        info=self._info,
+                        timeout=merged.timeout,
+                    )
                 break
             except TimeoutError as error:
                 if not left:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
 from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
@@ -72,22 +73,41 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
     return with_link
 
 
+class Named(click.ParamType[str]):
+    """A name, which is not empty."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if value else self.fail("it is empty", param, ctx)
+
+
+def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
+    return click.argument("replica", type=Named(), shell_complete=complete)
+
+
 def _show_json(answer: Any) -> None:
     print(json.dumps(answer, indent=2))
+
+
+def _is_flag(name: str) -> bool:
+    """Whether an option was given on the command line, not by a variable."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 @click.command()
 @_linked
 def status(link: Link) -> None:
-    """Show the lighthouse and its jobs."""
-    cluster, jobs = link.get("cluster"), link.get("jobs")
+    """Show the lighthouse and its jobs; with --job that one only."""
+    cluster = link.get("cluster")
+    jobs = [link.of_job()] if _is_flag("job") else link.get("jobs")["jobs"]
     if link.as_json:
-        _show_json({**cluster, **jobs})
+        _show_json({**cluster, "jobs": jobs})
         return
     from keepstep_cli import tables
 
     tables.show_cluster(cluster)
-    tables.show_jobs(jobs["jobs"])
+    tables.show_jobs(jobs, cluster["leader"])
 
 
 @click.command()
@@ -103,9 +123,9 @@ def replicas(link: Link) -> None:
     tables.show_replicas(answer["replicas"])
 
 
-@click.command()
+@click.command(short_help="Show all about one replica group.")
 @_linked
-@click.argument("replica", shell_complete=replica_names)
+@_replica_argument()
 def inspect(link: Link, replica: str) -> None:
     """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
     answer = link.of_job("replicas", replica)
@@ -134,16 +154,22 @@ def quorum(link: Link, *, explain: bool) -> None:
 @click.command()
 @_linked
 @click.option("--follow", "-f", is_flag=True, help="Go on with each event as it happens.")
-@click.option("--after", type=click.IntRange(0), default=0, help="Only events newer than this number.")
+@click.option(
+    "--after", type=click.IntRange(0), help="Only events newer than this number, the oldest of them.  [default: newest]"
+)
 @click.option(
     "--limit", type=click.IntRange(1), default=1000, show_default=True, help="At most so many; not with --follow."
 )
-def events(link: Link, *, follow: bool, after: int, limit: int) -> None:
-    """Show what happened to a job. With --json --follow, one line of JSON for each event."""
+def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
+    """Show what happened to a job. With --json --follow, one line of JSON for each event.
+
+    Numbers of events grow over restarts of the lighthouse: epoch times 4294967296, plus a count.
+    """
     from keepstep_cli import tables
 
     if not follow:
-        answer = link.of_job("events", after=after, limit=limit)
+        after_which = {} if after is None else {"after": after}
+        answer = link.of_job("events", limit=limit, **after_which)
         if link.as_json:
             _show_json(answer)
         else:
@@ -152,7 +178,8 @@ def events(link: Link, *, follow: bool, after: int, limit: int) -> None:
         return
 
     async def print_all() -> None:
-        async for event in link.lighthouse.follow("jobs", link.job, "events", follow=1, after=after):
+        path = ("jobs", link.job, "events")
+        async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
             if link.as_json:
                 print(json.dumps(event), flush=True)
             else:
@@ -160,6 +187,10 @@ def events(link: Link, *, follow: bool, after: int, limit: int) -> None:
             sys.stdout.flush()
 
     _run(print_all())
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"keepstep: {sentence}", file=sys.stderr, flush=True)
 
 
 def _reason_option(verb: str) -> Callable[[Any], Any]:
@@ -172,12 +203,13 @@ def _ordered(link: Link, answer: Any) -> None:
         return
     from keepstep_cli import tables
 
+    print(tables.short(answer["sentence"]))
     tables.show_event(answer)
 
 
 @click.command()
 @_linked
-@click.argument("replica", shell_complete=replica_names)
+@_replica_argument()
 @_reason_option("evict")
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
@@ -187,9 +219,9 @@ def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
     _ordered(link, link.order(replica, "evict", reason=reason, ban_seconds=ban))
 
 
-@click.command()
+@click.command(short_help="Ask a group to finish its step, leave, and exit with 0.")
 @_linked
-@click.argument("replica", shell_complete=replica_names)
+@_replica_argument()
 @_reason_option("drain")
 def drain(link: Link, replica: str, *, reason: str) -> None:
     """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
@@ -198,7 +230,7 @@ def drain(link: Link, replica: str, *, reason: str) -> None:
 
 @click.command()
 @_linked
-@click.argument("replica", shell_complete=refused_names)
+@_replica_argument(refused_names)
 def readmit(link: Link, replica: str) -> None:
     """Lift the ban or eviction of a replica group."""
     _ordered(link, link.order(replica, "readmit"))
@@ -216,6 +248,7 @@ class SecondsOrNone(Seconds):
 @click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
 @click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
 @click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
+@click.option("--initial-replicas", type=click.IntRange(0), help="Groups that the first step of the job waits for.")
 @click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
 @click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
 @click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")
@@ -227,6 +260,8 @@ class SecondsOrNone(Seconds):
 )
 def policy(link: Link, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
+    if name and _is_flag("job") and name != link.job:
+        raise click.UsageError(f"the policy of which job: {name}, or {link.job} (--job)?")
     link = replace(link, job=name or link.job)
     changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
     answer = link.change(**changes) if changes else link.of_job()
@@ -236,7 +271,11 @@ def policy(link: Link, name: str | None, **limits: Any) -> None:
     from keepstep_cli import tables
 
     tables.show_policy(answer["policy"])
-    if changes and answer["event"] is not None:
+    if not changes:
+        return
+    if answer["event"] is None:
+        print("nothing to do: it was so before")
+    else:
         tables.show_event(answer["event"])
 
 

@@ -112,7 +112,7 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-@click.command("check-history")
+@click.command("check-history", short_help="Check the logs of a run for what must never happen.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @json_option
 def check_history(paths: tuple[Path, ...], *, as_json: bool) -> None:

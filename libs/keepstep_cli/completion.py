@@ -14,7 +14,7 @@ SHELLS = ("bash", "zsh", "fish")
 ASK_SECONDS = 1.0
 
 
-@click.command()
+@click.command(short_help="Print what makes a shell complete commands and names.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:

@@ -14,7 +14,7 @@ NEEDED = ("torch", "numpy", "xxhash", "sklearn")
 SHORT_GROUPS, SHORT_KILLS = 2, 2
 
 
-@click.command()
+@click.command(short_help="Watch a training job survive kill -9, again and again.")
 @click.option("--replicas", type=click.IntRange(2), default=3, show_default=True, help="Replica groups.")
 @click.option("--kills", type=click.IntRange(0), help="How many kills.  [default: each group and the lighthouse once]")
 @click.option("--seconds", type=click.FloatRange(1), default=180.0, show_default=True, help="Give up after this long.")
@@ -37,7 +37,8 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summa
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Missing(
-            f"the demo trains a network and needs {', '.join(missing)}: pip install 'keepstep[train]' scikit-learn"
+            f"the demo trains a network and needs {', '.join(missing)}: "
+            "pip install -e '.[train]' scikit-learn in keepstep's folder"
         )
     from keepstep_cli.demo_run import run_demo
 

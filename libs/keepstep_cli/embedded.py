@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
+import json
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,12 +20,23 @@ NAME = "lighthouse"
 TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
 
 
-def usual_port() -> int:
-    """29510 if it is free, so that ``keepstep status`` needs no flag; else any."""
+def place(usual: int = DEFAULT_PORT) -> tuple[int, str | None]:
+    """``usual`` if it is free, so that ``keepstep status`` needs no flag; else any port, and the address of the
+    lighthouse that is there, if it is one.
+    """
     try:
-        return free_port(DEFAULT_PORT)
+        return free_port(usual), None
     except OSError:
-        return free_port()
+        address = f"http://127.0.0.1:{usual}"
+        return free_port(), address if _is_lighthouse(address) else None
+
+
+def _is_lighthouse(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=1.0) as answer:  # noqa: S310 - http, on loopback
+            return bool(json.load(answer)["service"] == NAME)
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return False
 
 
 def lighthouse_program(
@@ -30,7 +44,10 @@ def lighthouse_program(
 ) -> Program:
     """``flags``: of ``keepstep lighthouse``, beyond those that are set here. What it knows is kept in ``state_dir``."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise Missing("a lighthouse needs prometheus_client: pip install 'keepstep[services]', or give --lighthouse")
+        raise Missing(
+            "a lighthouse needs prometheus_client: pip install -e '.[services]' in keepstep's folder, or give "
+            "--lighthouse"
+        )
     settings = {
         "--bind": f"127.0.0.1:{port}",
         "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",

@@ -6,19 +6,33 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from click import ClickException
 
 
 class Unreachable(ClickException):
-    """No lighthouse answers."""
+    """No lighthouse answers. ``may_pass``: nobody is there at all, so that one may yet come."""
 
     exit_code = 3
 
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
+
 
 class Refused(ClickException):
-    """The lighthouse says no: token missing or wrong, unknown job or replica."""
+    """The lighthouse says no: token missing or wrong, unknown job or replica.
+
+    ``status``: HTTP's. ``may_pass``: it cannot answer now, and may later.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.may_pass = status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Missing(ClickException):

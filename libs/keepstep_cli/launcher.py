@@ -7,6 +7,7 @@ they left in their sessions killed, before the core hears of their end; so a new
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import signal
 import time
@@ -38,6 +39,8 @@ from keepstep_cli.supervisor import (
 OUTPUT_GRACE_SECONDS = 2.0
 """How long what a dead rank printed may take to arrive; then somebody else holds its pipe."""
 CANNOT_START = 127
+HOPELESS = frozenset((errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOEXEC))
+"""What starting a program may fail with that no other try will mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Audience(Protocol):
 class Launcher:
     """Runs one job. ``run`` once; ``stop`` and ``kill`` from the same loop at any time.
 
-    ``ban_left``: seconds for which the name of a group is banned, None when that is not known; by default nobody is.
+    ``ask_ban``: answers for how long the name of a group is banned; by default nobody's is.
     """
 
     def __init__(
@@ -72,12 +75,12 @@ class Launcher:
         programs: Sequence[Program],
         restarts: Restarts,
         audience: Audience,
-        ban_left: Callable[[str], Awaitable[float | None]] | None = None,
+        ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
     ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
-        self._ban_left = ban_left
+        self._bans = ask_ban
         self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -134,8 +137,7 @@ class Launcher:
                     self._note(action.group, action.sentence)
 
     async def _ask_ban(self, name: str) -> None:
-        left = 0.0 if self._ban_left is None else await self._ban_left(name)
-        self._events.put_nowait(BanLearned(name, left))
+        self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))
 
     def _start(self, program: Program, restart: int) -> None:
         name = program.spec.name
@@ -144,7 +146,7 @@ class Launcher:
                 process = ranks.RankProcess(program.command, environment, program.folder)
             except OSError as error:
                 self._note(name, f"rank {rank} cannot be started: {error}")
-                self._events.put_nowait(RankExited(name, rank, CANNOT_START))
+                self._events.put_nowait(RankExited(name, rank, CANNOT_START, hopeless=error.errno in HOPELESS))
                 continue
             self._processes[name][rank] = process
             self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
@@ -223,7 +225,7 @@ def replica_programs(job: ranks.JobSpec, base: Mapping[str, str], folder: Path |
                 for rank in range(job.nproc_per_replica)
             ]
 
-        name = f"r{job.first_group + group}"
+        name = ranks.group_name(job, group)
         return Program(GroupSpec(name, job.nproc_per_replica), job.command, environments, folder)
 
     return [program(group) for group in range(job.replicas)]

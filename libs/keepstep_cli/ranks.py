@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,6 +39,13 @@ class JobSpec:
     """Number of the first group started here, where one job is started on several machines."""
     replicas_in_job: int | None = None
     """Groups of the whole job; None: all are started here."""
+    names: Path | None = None
+    """Folder where each group leaves the name that it has at the lighthouse, in a file of the name that it has here."""
+
+
+def group_name(job: JobSpec, group: int) -> str:
+    """``r0``: what the group is called here, and at the lighthouse unless its script says otherwise."""
+    return f"r{job.first_group + group}"
 
 
 def command_line(program: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -45,6 +53,25 @@ def command_line(program: str, arguments: Sequence[str]) -> tuple[str, ...]:
     if program.endswith(".py"):
         return (sys.executable, "-u", program, *arguments)
     return (program, *arguments)
+
+
+def program_problem(program: str) -> str | None:
+    """Why ``program`` cannot be run, as a sentence; None if it can."""
+    path = Path(program)
+    if program.endswith(".py"):
+        return None if path.is_file() else f"there is no file {program}; the current folder is {Path.cwd()}"
+    if "/" not in program:
+        if shutil.which(program) is not None:
+            return None
+        here = f"; write ./{program} for the one in the current folder" if path.is_file() else ""
+        return f"there is no program {program} on the PATH{here}"
+    if not path.exists():
+        return f"there is no file {program}; the current folder is {Path.cwd()}"
+    if path.is_dir():
+        return f"{program} is a folder, not a program"
+    if not os.access(path, os.X_OK):
+        return f"{program} may not be executed; make it executable (chmod +x), or name what runs it: python {program}"
+    return None
 
 
 def free_port(port: int = 0) -> int:
@@ -82,6 +109,11 @@ def rank_environment(
         "KEEPSTEP_LIGHTHOUSE": job.lighthouse,
         "KEEPSTEP_JOB": job.job,
     }
+    # Python programs that are started by another name: what they print is shown when they print it.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.pop("KEEPSTEP_NAME_FILE", None)
+    if job.names is not None:
+        environment["KEEPSTEP_NAME_FILE"] = str(job.names / group_name(job, group))
     if job.token_file is not None:
         # The file, not what is in it: the ranks read it again when it changes.
         environment.pop("KEEPSTEP_TOKEN", None)

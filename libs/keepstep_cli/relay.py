@@ -41,7 +41,7 @@ _limit_options = all_of(
 )
 
 
-@click.command()
+@click.command(short_help="Run a checkpoint relay, which passes live states on.")
 @service_options(DEFAULT_PORT)
 @_tier_options
 @_limit_options
@@ -59,7 +59,7 @@ def relay(**flags: Any) -> None:
         from keepstep_relay.__main__ import run_relay
         from keepstep_relay.settings import read_settings
     except ImportError as error:
-        raise Missing(f"a relay needs {error.name}: pip install 'keepstep[services]'") from error
+        raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)

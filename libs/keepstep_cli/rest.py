@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -19,9 +21,19 @@ if TYPE_CHECKING:
     import aiohttp
 
     from keepstep_mesh.auth import ClientToken
+    from keepstep_mesh.errors import AuthError
     from keepstep_mesh.tls import TlsFiles
 
 TIMEOUT_SECONDS = 10.0
+SILENCE_SECONDS = 45.0
+"""Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
+PATIENCE_SECONDS = 30.0
+"""How long a follower asks for a lighthouse that goes on where the last one broke off."""
+ASK_AGAIN_SECONDS = 0.5
+NO_LIGHTHOUSE = (
+    "what answers there is no keepstep lighthouse (torchft's speaks another language: trainers of keepstep need "
+    "`keepstep up` or `keepstep lighthouse` in its place)"
+)
 
 
 def read_token(token_file: Path | None) -> ClientToken:
@@ -33,7 +45,10 @@ def read_token(token_file: Path | None) -> ClientToken:
     try:
         return ClientToken(environment)
     except AuthError as error:
-        raise click.UsageError(str(error)) from error
+        told = str(error)
+        if token_file is not None:
+            told = told.replace("KEEPSTEP_TOKEN_FILE=", "--token-file ")
+        raise click.UsageError(told) from error
 
 
 class Lighthouse:
@@ -41,7 +56,11 @@ class Lighthouse:
 
     what = "lighthouse"
     default: str | None = DEFAULT_LIGHTHOUSE
-    advice = "Start one with `keepstep up`, or say where it is with --lighthouse or KEEPSTEP_LIGHTHOUSE."
+    starts = "`keepstep up`"
+    flags = "--lighthouse or KEEPSTEP_LIGHTHOUSE"
+    impostor = NO_LIGHTHOUSE
+    forms: tuple[str, ...] = ("application/json", "text/event-stream")
+    """Content types of its answers."""
 
     def __init__(
         self,
@@ -69,7 +88,7 @@ class Lighthouse:
         async with self._answer("GET", path, None, params=query) as answer:
             length = answer.content_length
             if length is None or length > limit:
-                raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken")
+                raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken", answer.status)
             return await answer.read()
 
     async def delete(self, *path: str) -> None:
@@ -84,8 +103,35 @@ class Lighthouse:
         async with self._answer("PATCH", path, self._timeout, json=body) as answer:
             return await answer.json()
 
-    async def follow(self, *path: str, **query: int) -> AsyncIterator[Any]:
-        """The data of server-sent events, until the lighthouse ends the stream."""
+    async def follow(self, *path: str, after: int, told: Callable[[str], None], **query: int) -> AsyncIterator[Any]:
+        """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
+
+        ``told`` hears of that. ``Unreachable`` when none answers for ``PATIENCE_SECONDS``.
+        """
+        import asyncio
+
+        begun, gone_since, said = False, 0.0, ""
+        while True:
+            try:
+                async for event in self._follow_one(path, {**query, "after": after}):
+                    begun, gone_since, said, after = True, 0.0, "", max(after, event["id"])
+                    yield event
+                why = f"the lighthouse ended the events; asking for those after {after}"
+            except Unreachable as error:
+                if not begun or (gone_since and time.monotonic() - gone_since > PATIENCE_SECONDS):
+                    raise
+                why = f"{error.message.splitlines()[0]}; asking for the events after {after}"
+            except Refused as error:
+                if error.status != HTTPStatus.NOT_FOUND and not error.may_pass:
+                    raise
+                begun, gone_since, why = True, 0.0, f"{error.message}; waiting for it"
+            gone_since = gone_since or time.monotonic()
+            if not said:
+                said = why
+                told(why)
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncIterator[Any]:
         async with self._answer("GET", path, None, params=query) as answer:
             async for line in answer.content:
                 if line.startswith(b"data:"):
@@ -95,19 +141,23 @@ class Lighthouse:
     async def _answer(
         self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """``timeout``: for all of it; None: until nothing is heard for ``SILENCE_SECONDS``."""
         import aiohttp
 
         from keepstep_mesh.errors import AuthError
         from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
-        from keepstep_mesh.tls import TlsError, explained
+        from keepstep_mesh.tls import TlsError, explained, is_away
 
         tried = []
+        away = True
         left = list(self._addresses)
         asked = set()
         try:
             identity = Identity(self._token, self._tls)
         except TlsError as error:
             raise click.UsageError(str(error)) from error
+        if timeout is None:
+            how["timeout"] = aiohttp.ClientTimeout(sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
         async with identity.session(timeout=timeout) as session:
             while left:
                 address = left.pop(0)
@@ -117,25 +167,43 @@ class Lighthouse:
                     answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     tried.append(f"{address}: {explained(error, address)}")
+                    away = away and is_away(error)
                     continue
                 async with answer:
+                    if (leader := leader_of(answer)) is not None:
+                        tried.append(f"{address}: does not lead; {leader} does")
+                        left = [] if leader in asked else [leader]
+                        continue
+                    if not self._is_ours(answer):
+                        tried.append(f"{address}: {self.impostor}")
+                        away = False
+                        continue
                     try:
-                        if (leader := leader_of(answer)) is not None:
-                            tried.append(f"{address}: does not lead; {leader} does")
-                            left = [] if leader in asked else [leader]
-                            continue
                         await raise_for_problem(answer)
                         yield answer
                     except AuthError as error:
-                        raise Refused(
-                            f"{error}\nGive a token that may do this with --token-file or KEEPSTEP_TOKEN."
-                        ) from error
+                        raise Refused(self._advised(error), HTTPStatus.UNAUTHORIZED) from error
                     except Problem as problem:
-                        raise Refused(f"{address} says no ({problem.status}): {problem}") from problem
+                        raise Refused(f"{address} says no ({problem.status}): {problem}", problem.status) from problem
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                        raise Unreachable(f"{address} broke off: {str(error) or type(error).__name__}") from error
+                        raise Unreachable(f"{address} broke off: {explained(error, address)}") from error
                 return
-        raise Unreachable(f"no {self.what} answers; tried\n  " + "\n  ".join(tried) + f"\n{self.advice}")
+        advice = f"Say where it is with {self.flags}."
+        if away:
+            advice = f"Start one with {self.starts}, or say where it is with {self.flags}."
+        said = "\n  ".join((f"no {self.what} answers; tried", *tried))
+        raise Unreachable(f"{said}\n{advice}", may_pass=away)
+
+    def _advised(self, error: AuthError) -> str:
+        source = "" if self._token is None else self._token.source
+        shown = f"What was shown came from {source}. " if source else ""
+        return f"{error}\n{shown}Give a token that may do this with --token-file or KEEPSTEP_TOKEN."
+
+    def _is_ours(self, answer: aiohttp.ClientResponse) -> bool:
+        """Whether this is what it would answer, by its form."""
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            return answer.content_type == "application/problem+json"
+        return not answer.content_length or answer.content_type in self.forms
 
 
 class Relay(Lighthouse):
@@ -143,4 +211,7 @@ class Relay(Lighthouse):
 
     what = "relay"
     default = None
-    advice = "Start one with `keepstep up` or `keepstep relay`, or say where it is with --relay or KEEPSTEP_RELAY."
+    starts = "`keepstep up` or `keepstep relay`"
+    flags = "--relay or KEEPSTEP_RELAY"
+    impostor = "what answers there is no keepstep relay"
+    forms = ("application/json", "application/octet-stream")

@@ -12,7 +12,10 @@ from keepstep_cli import options
 from keepstep_cli.supervisor import MAX_RESTARTS, Restarts
 
 if TYPE_CHECKING:
+    from keepstep_cli.rest import Lighthouse
     from keepstep_mesh.tls import TlsFiles
+
+ASK_FIRST_SECONDS = 5.0
 
 
 class ConsoleAudience:
@@ -49,12 +52,14 @@ class ConsoleAudience:
 @options.token_option
 @options.tls_options
 @click.option(
-    "--min-replicas", type=click.IntRange(1), help="Of the lighthouse started here: groups that a step needs."
+    "--min-replicas",
+    type=click.IntRange(1),
+    help="Of the lighthouse started here: groups that a step needs.  [default: 1]",
 )
 @click.option(
     "--join-timeout",
     type=options.Seconds(),
-    help="Of the lighthouse started here: wait so long for groups that have not asked.",
+    help="Of the lighthouse started here: wait so long for groups that have not asked.  [default: 60]",
 )
 @click.option(
     "--state-dir",
@@ -104,35 +109,42 @@ def run(
     from functools import partial
 
     from keepstep_cli import embedded
-    from keepstep_cli.bans import ban_left
+    from keepstep_cli.bans import ask_ban
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
-    from keepstep_cli.ranks import JobSpec, command_line
+    from keepstep_cli.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.rest import Lighthouse, read_token
     from keepstep_mesh.tls import TlsError
 
-    if program.endswith(".py") and not Path(program).is_file():
-        raise click.UsageError(f"there is no file {program}; the current folder is {Path.cwd()}")
-    if addresses and (min_replicas or join_timeout):
+    if (problem := program_problem(program)) is not None:
+        raise click.UsageError(problem)
+    if addresses and (min_replicas or join_timeout is not None):
         raise click.UsageError(
             f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
+    _check_numbers(replicas, first_replica, replicas_in_job, min_replicas)
     token = read_token(token_file)
     try:
         tls.client_context()
     except TlsError as error:
         raise click.UsageError(str(error)) from error
     audience = ConsoleAudience()
+    if addresses:
+        _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), audience)
     programs: list[Program] = []
     with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
         if not addresses:
-            port = embedded.usual_port()
+            port, other = embedded.place()
+            if other is not None:
+                audience.note("run", f"a lighthouse is at {other} and is not used; --lighthouse {other} uses it")
             addresses = f"http://127.0.0.1:{port}"
-            flags = [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
+            flags = ["--initial-replicas", str(replicas_in_job or replicas)]
+            flags += [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
             flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
             folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
+        names = options.make_folder(Path(forgotten) / "names")
         spec = JobSpec(
             command=command_line(program, arguments),
             replicas=replicas,
@@ -145,13 +157,44 @@ def run(
             tls=tls,
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
+            names=names,
         )
         programs += replica_programs(spec, os.environ)
-        asked = partial(ban_left, Lighthouse(addresses, token, tls), job)
+        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, names)
 
         async def launch() -> int:
-            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, asked)
+            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, bans)
             with stop_on_signals(launcher):
                 return await launcher.run()
 
         sys.exit(asyncio.run(launch()))
+
+
+def _check_numbers(replicas: int, first: int, in_job: int | None, min_replicas: int | None) -> None:
+    """Raises ``click.UsageError`` for numbers that do not fit each other."""
+    groups = in_job or first + replicas
+    if first + replicas > groups:
+        raise click.UsageError(
+            f"--first-replica {first} and --replicas {replicas} make groups up to r{first + replicas - 1}, but "
+            f"--replicas-in-job {groups} has none beyond r{groups - 1}"
+        )
+    if min_replicas is not None and min_replicas > groups:
+        raise click.UsageError(
+            f"--min-replicas {min_replicas}: no step could ever be made, the job has {groups} groups"
+        )
+
+
+def _ask_first(lighthouse: Lighthouse, audience: ConsoleAudience) -> None:
+    """Raises what a lighthouse says that does not take us. One that is not there yet is no error: trainers wait."""
+    import asyncio
+
+    from keepstep_cli.errors import Refused, Unreachable
+
+    try:
+        asyncio.run(lighthouse.get("jobs"))
+    except (Refused, Unreachable) as error:
+        if not error.may_pass:
+            raise
+        for line in error.message.splitlines():
+            audience.note("run", line)
+        audience.note("run", "the groups are started all the same, and wait for it (connect_timeout)")

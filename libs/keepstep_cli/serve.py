@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +20,36 @@ if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint, Hosted, Service
 
 RELAY_PORTS_ABOVE = 10
+NAMES = (
+    "min_replicas",
+    "max_replicas",
+    "initial_replicas",
+    "join_timeout",
+    "heal_timeout",
+    "heartbeat_timeout",
+    "reconnect_grace",
+    "takeover_grace",
+)
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
+"""A setting as the lighthouse calls it in what it says of it."""
 
 _event_log_option = click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON.")
 
 _policy_options = all_of(
-    click.option("--min-replicas", "--min_replicas", type=int, help="Groups that a step needs at least.  [default: 1]"),
-    click.option("--max-replicas", type=int, help="Groups that take part at most; 0: no limit.  [default: 0]"),
+    click.option(
+        "--min-replicas",
+        "--min_replicas",
+        type=click.IntRange(1),
+        help="Groups that a step needs at least.  [default: 1]",
+    ),
+    click.option(
+        "--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.  [default: 0]"
+    ),
+    click.option(
+        "--initial-replicas",
+        type=click.IntRange(0),
+        help="Groups that the first step of a job waits for, up to the join timeout.  [default: 0]",
+    ),
     click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
     click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.  [default: 60]"),
     click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.  [default: 5]"),
@@ -44,7 +70,7 @@ _policy_options = all_of(
 )
 
 
-@click.command()
+@click.command(short_help="Run a lighthouse, which forms the quorum of each step.")
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
@@ -66,7 +92,7 @@ def lighthouse(**flags: Any) -> None:
     _serve(flags)
 
 
-@click.command()
+@click.command(short_help="Run the whole mesh, a lighthouse and a relay, in this process.")
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
@@ -87,21 +113,21 @@ def up(state_dir: Path, relay_bind: str | None, **flags: Any) -> None:
 
     Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay`.
     """
-    flags["store"] = f"sqlite://{make_folder(state_dir) / 'lighthouse.sqlite'}"
+    flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
     flags["event_log"] = flags["event_log"] or state_dir / "events.jsonl"
     shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure")
     of_relay = {name: flags[name] for name in shared} | {"bind": relay_bind, "data_dir": state_dir / "relay"}
-    _serve(flags, of_relay)
+    _serve(flags, state_dir, of_relay)
 
 
-def _serve(flags: dict[str, Any], of_relay: dict[str, Any] | None = None) -> None:
-    """``of_relay``: flags of a relay beside it, if there is one."""
+def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[str, Any] | None = None) -> None:
+    """``state_dir`` is there while it runs, and is not left behind empty. ``of_relay``: flags of a relay beside it."""
     try:
         from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
         from keepstep_mesh import service
     except ImportError as error:
-        raise Missing(f"a lighthouse needs {error.name}: pip install 'keepstep[services]'") from error
+        raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
@@ -112,12 +138,16 @@ def _serve(flags: dict[str, Any], of_relay: dict[str, Any] | None = None) -> Non
             flags[name] = milliseconds / 1000
     try:
         settings = read_settings(flags)
-        listens: list[Endpoint] = []
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(SETTING.sub(lambda found: f"--{found[0].replace('_', '-')}", str(error))) from error
+    made = make_folder(state_dir) if state_dir is not None and not state_dir.exists() else None
+    listens: list[Endpoint] = []
 
-        def started(endpoint: Endpoint) -> None:
-            listens.append(endpoint)
-            _announce(endpoint)
+    def started(endpoint: Endpoint) -> None:
+        listens.append(endpoint)
+        _announce(endpoint)
 
+    try:
         hosted = [hosted_lighthouse(settings, started)]
         if of_relay is not None:
             hosted.append(_relay_beside(settings.bind, listens, of_relay))
@@ -125,6 +155,10 @@ def _serve(flags: dict[str, Any], of_relay: dict[str, Any] | None = None) -> Non
         service.run_several(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):  # there is something in it
+                made.rmdir()
 
 
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:

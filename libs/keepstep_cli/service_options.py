@@ -10,6 +10,7 @@ import click
 from keepstep_cli.options import Command
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+FILE_THERE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -25,13 +26,17 @@ def service_options(port: int) -> Callable[[Command], Command]:
     return all_of(
         click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{port}]"),
         click.option(
-            "--token-file", type=FILE, help="File with lines `role [name] = token` for worker, service, admin."
+            "--token-file", type=FILE_THERE, help="File with lines `role [name] = token` for worker, service, admin."
         ),
         click.option(
-            "--tls-cert", type=FILE, help="Its certificate (PEM), the intermediate ones after it: https only."
+            "--tls-cert", type=FILE_THERE, help="Its certificate (PEM), the intermediate ones after it: https only."
         ),
-        click.option("--tls-key", type=FILE, help="The key of the certificate (PEM), if it is not in the same file."),
-        click.option("--tls-ca", type=FILE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."),
+        click.option(
+            "--tls-key", type=FILE_THERE, help="The key of the certificate (PEM), if it is not in the same file."
+        ),
+        click.option(
+            "--tls-ca", type=FILE_THERE, help="Who connects must show a certificate of this CA (PEM): mutual TLS."
+        ),
         click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
         click.option(
             "--log-format",

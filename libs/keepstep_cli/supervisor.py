@@ -8,7 +8,8 @@ A *group* is some ranks that live and die together. The rules:
 3.  Restarts wait: ``first_backoff`` seconds, twice as long each time, at most ``max_backoff``, drawn from the upper
     half of that so that groups that died together do not come back together. A group that ran for ``ran_well``
     seconds starts again at ``first_backoff``.
-4.  After ``max_restarts`` restarts a group is given up. The others go on: they may well finish without it.
+4.  After ``max_restarts`` restarts a group is given up, and at once when a rank of it can never be started. The others
+    go on: they may well finish without it.
 5.  A *service* (the embedded lighthouse) is restarted whatever its exit code and however often, is not waited for, and
     is ended when every group is finished or given up.
 6.  A group one of whose ranks ended with ``EXIT_EVICTED`` is not started again while its name is banned. The core asks
@@ -63,11 +64,12 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """``code`` as subprocess has it: negative is a signal's number."""
+    """``code`` as subprocess has it: negative is a signal's number. ``hopeless``: it did not start, and never will."""
 
     group: str
     rank: int
     code: int
+    hopeless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class BanLearned:
-    """Answers ``AskBan``. Seconds that the ban goes on; 0: there is none; None: nobody could say."""
+    """Answers ``AskBan``. Seconds that the ban goes on; 0: there is none; None: nobody could say.
+
+    ``name``: that of the group at the lighthouse, where it is another.
+    """
 
     group: str
     seconds_left: float | None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,7 @@ class _Group:
     alive: set[int] = field(default_factory=set)
     failed: bool = False
     evicted: bool = False
+    hopeless: bool = False
     ban_noted: str = ""
     """What was last said about its ban."""
     restarts: int = 0
@@ -213,8 +220,8 @@ class Supervisor:
                     self._start(group, now, actions)
             case RankExited():
                 self._exited(self._groups[event.group], event, now, chance, actions)
-            case BanLearned(name, seconds_left):
-                self._learn_ban(self._groups[name], seconds_left, now, chance, actions)
+            case BanLearned():
+                self._learn_ban(self._groups[event.group], event, now, chance, actions)
             case Stop():
                 self._stop(event, now, actions)
             case Tick():
@@ -249,6 +256,7 @@ class Supervisor:
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
         group.evicted |= event.code == EXIT_EVICTED
+        group.hopeless |= event.hopeless
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True
@@ -263,17 +271,19 @@ class Supervisor:
         elif not group.failed:
             group.phase = Phase.FINISHED
             actions.append(Note(group.spec.name, "finished"))
+        elif group.hopeless and not group.spec.service:
+            group.phase = Phase.GIVEN_UP
+            actions.append(Note(group.spec.name, "given up: another try would end the same"))
         elif group.evicted and not group.spec.service:
             group.phase = Phase.BANNED
             actions.append(AskBan(group.spec.name))
         else:
             self._plan_restart(group, now, chance, actions)
 
-    def _learn_ban(
-        self, group: _Group, seconds_left: float | None, now: float, chance: float, actions: list[Action]
-    ) -> None:
+    def _learn_ban(self, group: _Group, learned: BanLearned, now: float, chance: float, actions: list[Action]) -> None:
         if group.phase is not Phase.BANNED:
             return
+        seconds_left = learned.seconds_left
         if seconds_left == 0:
             self._plan_restart(group, now, chance, actions)
             return
@@ -284,7 +294,7 @@ class Supervisor:
             group.ban_noted = known
             until = "no lighthouse says whether it is banned; asking on"
             if seconds_left is not None:
-                until = f"banned for {seconds_left:.0f} s more; `keepstep readmit {name}` ends that"
+                until = f"banned for {seconds_left:.0f} s more; `keepstep readmit {learned.name or name}` ends that"
             actions.append(Note(name, f"evicted, not started again: {until}"))
 
     def _plan_restart(self, group: _Group, now: float, chance: float, actions: list[Action]) -> None:
@@ -325,6 +335,8 @@ class Supervisor:
         self._stops += 1
         if self._stops == 1:
             self._stop_signal = event.signum
+            if event.signum == signal.SIGINT:
+                actions.append(Note("run", "ending; Ctrl-C again kills at once"))
             for group in self._groups.values():
                 if not group.spec.service or group.phase is Phase.WAITING:
                     self._end(group, now, actions)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -21,8 +23,18 @@ STYLES = {
     "kept_out": "yellow",
     "gone": "dim",
 }
+INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 WIDE = 1000
 """Columns where there is no terminal: a line for a program is never broken."""
+
+
+def short(text: str) -> str:
+    """``text`` with each incarnation (``r0:uuid``) cut to what people need of it, and the lighthouse takes."""
+    return INCARNATION.sub(r"\1", text)
+
+
+def _clock(unix: float) -> str:
+    return datetime.fromtimestamp(unix).astimezone().strftime("%H:%M:%S")
 
 
 def _print(what: object) -> None:
@@ -30,10 +42,11 @@ def _print(what: object) -> None:
     console.print(what)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+def _table(*columns: str, fold: Collection[str]) -> Table:
+    """Only the columns of ``fold`` may be broken where the terminal is narrow."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column not in fold)
     return table
 
 
@@ -54,25 +67,27 @@ def show_cluster(cluster: dict[str, Any]) -> None:
         _print(escape(f"{service['kind']} {service['name']} {service['address']} {details}".rstrip()))
 
 
-def show_jobs(jobs: list[dict[str, Any]]) -> None:
+def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
+    """``lighthouse``: where they are."""
     if not jobs:
-        _print("no jobs yet; start one with: keepstep run --replicas 2 -- train.py")
+        flag = f"--lighthouse {lighthouse} " if lighthouse else ""
+        _print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
         return
-    table = _table("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned")
+    table = _table("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned", fold={"banned"})
     for job in jobs:
         counts = (job[name] for name in ("quorum_id", "members", "asking", "healthy", "joiners"))
-        banned = ", ".join(ban["target"] for ban in job["bans"])
+        banned = ", ".join(f"{short(ban['target'])} until {_clock(ban['until'])}" for ban in job["bans"])
         table.add_row(escape(job["job"]), *map(str, counts), str(job["policy"]["min_replicas"]), escape(banned))
     _print(table)
 
 
 def show_replicas(replicas: list[dict[str, Any]]) -> None:
-    table = _table("replica", "state", "in quorum", "step", "ranks", "heard", "step time", "healed", "why")
+    table = _table("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", fold={"state"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
         state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
         table.add_row(
-            escape(one["replica_id"]),
+            escape(short(one["replica_id"])),
             f"[{style}]{state}[/]" if style else state,
             "yes" if one["member"] else "no",
             str(one["step"]),
@@ -80,13 +95,18 @@ def show_replicas(replicas: list[dict[str, Any]]) -> None:
             "-" if one["heard_seconds_ago"] is None else f"{_seconds(one['heard_seconds_ago'])} ago",
             _seconds(one["step_seconds"]),
             f"{one['healed_bytes'] / one['heal_bytes']:.0%}" if one["heal_bytes"] else "-",
-            escape(one["reason"]["sentence"]) if one["reason"] else "",
         )
     _print(table)
+    # Why one waits or is gone has no place beside all that: a terminal may have 80 columns.
+    for one in replicas:
+        if one["reason"]:
+            sentence = str(one["reason"]["sentence"])
+            whose = "" if sentence.startswith(one["replica_id"]) else f"{one['replica_id']}: "
+            _print(escape(short(whose + sentence)))
 
 
 def show_facts(facts: dict[str, Any]) -> None:
-    table = _table("fact", "value")
+    table = _table("fact", "value", fold={"value"})
     for name, value in facts.items():
         if name == "reason":
             text = value["sentence"] if value else "-"
@@ -110,7 +130,9 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         _print("no checkpoints of this job")
         return
-    table = _table("checkpoint", "step", "kind", "state", "ranks", "size", "chunks", "lacking", "where", "begun")
+    table = _table(
+        "checkpoint", "step", "kind", "state", "ranks", "size", "chunks", "lacking", "where", "begun", fold={"where"}
+    )
     for one in checkpoints:
         tiers = {"memory": one["in_memory"], "disk": one["on_disk"], "durable": one["durable"]}
         table.add_row(
@@ -129,7 +151,7 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def show_ranks(ranks: list[dict[str, Any]]) -> None:
-    table = _table("rank", "root", "producers", "size", "chunks", "lacking", "reported")
+    table = _table("rank", "root", "producers", "size", "chunks", "lacking", "reported", fold={"producers"})
     for one in ranks:
         others = [name for name, root in one["roots"].items() if root != one["root"]]
         producers = f"{len(one['roots'])}" + (f", another state: {', '.join(others)}" if others else "")
@@ -146,7 +168,7 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def show_policy(policy: dict[str, Any]) -> None:
-    table = _table("limit", "value")
+    table = _table("limit", "value", fold={"value"})
     for name, value in policy.items():
         number = str(value) if name.endswith("replicas") else _seconds(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
@@ -161,15 +183,15 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         )
     )
     asking = set(quorum["asking"])
-    table = _table("member", "asks for the next")
+    table = _table("member", "asks for the next", fold={"member"})
     for member in quorum["members"]:
-        table.add_row(escape(member), "yes" if member in asking else "no")
+        table.add_row(escape(short(member)), "yes" if member in asking else "no")
     for joiner in sorted(asking - set(quorum["members"])):
-        table.add_row(escape(f"{joiner} (joins)"), "yes")
+        table.add_row(escape(f"{short(joiner)} (joins)"), "yes")
     _print(table)
     if explain:
         reason = quorum["reason"]
-        _print(escape(f"{reason['code']}: {reason['sentence']}"))
+        _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
 
@@ -179,4 +201,5 @@ def show_event(event: dict[str, Any]) -> None:
     detail = " ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in event["detail"].items()
     )
-    _print(escape(f"{event['id']}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}".rstrip()))
+    line = f"{event['id']}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}"
+    _print(escape(short(line).rstrip()))

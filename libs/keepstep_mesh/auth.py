@@ -117,7 +117,9 @@ class Tokens:
             if _equal(token.value, given):
                 found = token
         if found is None:
-            raise AuthError("the token is wrong; compare KEEPSTEP_TOKEN with the tokens of this service")
+            raise AuthError(
+                "the token is wrong; compare KEEPSTEP_TOKEN, or the file it is in, with the tokens of this service"
+            )
         return found
 
     def for_services(self) -> str | None:
@@ -198,6 +200,8 @@ class ClientToken:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         fixed, path = environ.get("KEEPSTEP_TOKEN"), environ.get("KEEPSTEP_TOKEN_FILE")
         file = Path(path) if path and not fixed else None
+        self.source = f"the file {file}" if file else "KEEPSTEP_TOKEN" if fixed else ""
+        """For people; empty: there is none."""
         files = () if file is None else (file,)
         self._tokens = FromFiles("token", files, lambda: _client_tokens(fixed, file))
         self._looked = time.monotonic()

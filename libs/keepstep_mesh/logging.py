@@ -40,7 +40,7 @@ def without_secrets(text: str) -> str:
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """A structlog processor: hides fields named like secrets, known tokens and bearer headers."""
     for name, value in event.items():
-        if _SECRET_NAMES.search(name) and value:
+        if _SECRET_NAMES.search(name) and value and not isinstance(value, bool):
             event[name] = HIDDEN
         elif isinstance(value, str):
             event[name] = without_secrets(value)

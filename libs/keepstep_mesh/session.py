@@ -27,7 +27,7 @@ from keepstep_mesh.errors import (
     SessionClosed,
     VersionError,
 )
-from keepstep_mesh.http import Identity
+from keepstep_mesh.http import Identity, raise_for_problem
 from keepstep_mesh.liveness import Liveness
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -320,6 +320,23 @@ class LighthouseSession:
                 self._asker = None
                 if self._core.withdraw(request):
                     self._send(CancelRequest(request))
+
+    async def why_waiting(self) -> str:
+        """Why the quorum that is asked for is not there yet: what the lighthouse says of us, else of the job.
+
+        Raises like any request over HTTP: ``aiohttp.ClientError``, ``OSError``, ``KeepstepError``.
+        """
+        if not self.lighthouse:
+            return self._why()
+        job = f"{self.lighthouse}/v1/jobs/{quote(self._settings.job, safe='')}"
+        async with self._identity.session(timeout=WELCOME_SECONDS) as http:
+            for place in (f"{job}/replicas/{quote(self._settings.replica_id, safe='')}", f"{job}/quorum"):
+                async with http.get(place) as answer:
+                    await raise_for_problem(answer)
+                    reason = (await answer.json())["reason"]
+                if reason is not None:
+                    return str(reason["sentence"])
+        return self._why()
 
     def finished_step(self) -> None:
         """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""

@@ -7,6 +7,7 @@ TLS 1.2 is the oldest that is spoken.
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,10 +136,30 @@ _BROKEN_OFF = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.C
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"}
 
 
+def is_away(error: BaseException) -> bool:
+    """Whether nobody was met at all; else somebody is there, and TLS, or what was said, is the trouble."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return _ssl_fault(error) is None
+    return isinstance(error, TimeoutError)
+
+
+def _unconnected(error: aiohttp.ClientConnectorError) -> str:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"there is no host {error.host} ({error.os_error.strerror or error.os_error})"
+    numbers = {one.errno for one in (error.os_error, *getattr(error.os_error, "exceptions", ()))}
+    if errno.ECONNREFUSED in numbers:
+        return "nothing listens there (connection refused)"
+    return f"no connection: {error.os_error.strerror or error.os_error}"
+
+
 def explained(error: BaseException, address: str) -> str:
     """What went wrong when ``address`` was asked, with what to do where TLS is the reason."""
     said = str(error) or type(error).__name__
     fault = _ssl_fault(error)
+    if isinstance(error, aiohttp.ClientConnectorError) and fault is None:
+        return _unconnected(error)
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
     if isinstance(fault, ssl.SSLCertVerificationError):
         advice = _VERIFY_ADVICE.get(fault.verify_code, _UNKNOWN_CA)
         return f"{advice} ({fault.verify_message})"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import os
 from collections.abc import Callable
 
@@ -284,18 +285,29 @@ def _unmask(payload: bytes, mask: bytes) -> bytes:
     return (int.from_bytes(payload, "little") ^ int.from_bytes(key, "little")).to_bytes(size, "little")
 
 
+MAX_PROBLEM_BYTES = 64 * 1024
+
+
 class UpgradeError(ProtocolError):
     """The server answered the upgrade with something else."""
 
-    def __init__(self, status: int, body: str) -> None:
-        super().__init__(f"answers {status} instead of opening a session: {body[:500]}")
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"answers {status} instead of opening a session: {said[:500]}")
         self.status = status
-        self.body = body
+
+
+def _what_was_said(body: bytes) -> str:
+    """The sentence of a problem document (RFC 9457); of any other answer nothing, it is not for people."""
+    try:
+        problem = json.loads(body)
+        return str(problem.get("detail") or problem["title"])
+    except (ValueError, AttributeError, KeyError):
+        return "what answers there is no service of keepstep"
 
 
 async def _upgraded(response: aiohttp.ClientResponse, key: str) -> asyncio.Transport:
     if response.status != 101:
-        raise UpgradeError(response.status, (await response.content.read(4096)).decode(errors="replace"))
+        raise UpgradeError(response.status, _what_was_said(await response.content.read(MAX_PROBLEM_BYTES)))
     # The hash is the protocol's, not a secret's.
     digest = hashlib.sha1(key.encode() + _ACCEPT_KEY, usedforsecurity=False).digest()
     if response.headers.get(hdrs.SEC_WEBSOCKET_ACCEPT) != base64.b64encode(digest).decode():

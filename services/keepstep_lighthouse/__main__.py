@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-ca", type=Path, help="PEM: who connects must show a certificate of this CA")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
     for one in fields(Policy):
-        read = whole if one.name in ("min_replicas", "max_replicas") else duration
+        read = whole if one.name.endswith("_replicas") else duration
         flag = f"--{one.name.replace('_', '-')}"
         parser.add_argument(flag, type=read, help=f"policy of new jobs ({one.default})")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")

@@ -1,16 +1,16 @@
 """REST over a lighthouse: what people and tools may ask and order.
 
 Reads answer from memory. Orders are carried out like every other event: written first, then answered, 202 with the
-entry of the event log that they made. An order that changes nothing because it was carried out before answers with the
-entry of that time.
+entry of the event log that they made and a sentence that says what was done. An order that changes nothing because it
+was carried out before says so, with the entry of that time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass, field, fields, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,6 +56,8 @@ SIGN_OF_LIFE_SECONDS = 15.0
 SLOW_FOLLOWER_SECONDS = 30.0
 """A follower that takes nothing for so long is cut off."""
 MAX_REASON = 1000
+MIN_INCARNATION_CHARACTERS = 8
+"""Of what stands behind the colon; less is not taken for the beginning of an incarnation."""
 MAX_BAN_SECONDS = 10 * 365 * 86400.0
 
 # ---- what is answered
@@ -105,12 +107,22 @@ class EventsView:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderAnswer(Happened):
+    """The entry that the order made, or, when there was nothing to do, that of the order which did it before."""
+
+    done: bool
+    """False: there was nothing to do."""
+    sentence: str
+    """What was done, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChange:
     job: str
     policy: Policy
     """As it is now, in force and written."""
     event: Happened | None
-    """The change that led to it; None: it was so from the beginning, or before this lighthouse can remember."""
+    """The change that this order made; None: it was so before."""
 
 
 # ---- what is ordered
@@ -140,7 +152,7 @@ class ServiceBody:
 
 
 QUERY_OF_EVENTS = {
-    "after": "number of the last event that is known; only newer ones are answered",
+    "after": "number of the last event that is known; the first newer ones are answered. Not given: the newest",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
     "follow": "1: server-sent events, first those that there are, then each as it happens",
 }
@@ -154,9 +166,9 @@ SHAPES = {
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
     "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
-    "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(Happened, status=202, body=EvictBody),
-    "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(Happened, status=202, body=DrainBody),
-    "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(Happened, status=202, body=ReadmitBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(OrderAnswer, status=202, body=DrainBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
     "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
 }
 
@@ -216,11 +228,11 @@ class _Admin:
         return json_answer(ReplicasView(job.name, job.core.replicas(time.monotonic())))
 
     async def replica(self, request: web.Request) -> web.Response:
-        job = self._job(request)
-        matching = _matching(job, request.match_info["replica_id"])
+        job, target = self._target(request)
+        matching = _matching(job, target)
         if not matching:
-            raise _no_replica(job, request.match_info["replica_id"])
-        # Of several incarnations the one that counts: here before gone, a member before one that waits.
+            raise _no_replica(job, target)
+        # Of several incarnations the one that counts: here before gone, a member before one that waits, the newest.
         best = min(matching, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
         return json_answer(best)
 
@@ -230,28 +242,49 @@ class _Admin:
         body = await read_body(request, EvictBody)
         if not 0 <= body.ban_seconds <= MAX_BAN_SECONDS:
             raise bad(f"ban_seconds must be between 0 and {MAX_BAN_SECONDS:.0f}, not {body.ban_seconds:g}")
-        job, target = self._job(request), request.match_info["replica_id"]
-        if not _matching(job, target) and not body.ban_seconds:
+        job, target = self._target(request)
+        matching = _matching(job, target)
+        here = [one for one in matching if one.state is not ReplicaState.GONE]
+        if not matching and not body.ban_seconds:
             raise _no_replica(job, target)
         order = EvictOrdered(target, _reason(body.reason), body.ban_seconds, _who(request))
-        return await self._ordered(job, order, "evicted", (target,), f"{target} is gone; ban_seconds would keep it out")
+        said_before = not here and not body.ban_seconds and target in job.core.record.evicted
+        if made := await self._carried_out(job, None if said_before else order, "evicted"):
+            gone = f"{made.replica_id} is evicted" if here else f"no group {target} is there now"
+            banned = f"; {target} is banned for {body.ban_seconds:g} s" if body.ban_seconds else ""
+            return _done(made, gone + banned)
+        before = self._latest(job, "evicted", target)
+        lifted = self._latest(job, "readmitted", target)
+        if before is None or (lifted is not None and lifted.id > before.id):
+            raise Problem(HTTPStatus.CONFLICT, f"{target} is gone; ban_seconds would keep it out")
+        return _nothing(before, f"{target} is gone, and was evicted before")
 
     async def drain(self, request: web.Request) -> web.Response:
         body = await read_body(request, DrainBody)
-        job, target = self._job(request), request.match_info["replica_id"]
+        job, target = self._target(request)
         if not (matching := _matching(job, target)):
             raise _no_replica(job, target)
         here = [one for one in matching if one.state is not ReplicaState.GONE]
         order = DrainOrdered(target, _reason(body.reason), _who(request))
         said_before = bool(here) and all(one.draining for one in here)
-        names = [one.replica_id for one in matching]
-        return await self._ordered(job, None if said_before else order, "drain", names, f"{target} is gone already")
+        if made := await self._carried_out(job, None if said_before else order, "drain"):
+            return _done(made, f"{made.replica_id} is asked to finish its step and leave")
+        before = self._latest(job, "drain", *(one.replica_id for one in here or matching))
+        if before is None:
+            raise Problem(HTTPStatus.CONFLICT, f"{target} is gone already")
+        return _nothing(before, f"{before.replica_id} was asked before" + ("" if here else ", and is gone"))
 
     async def readmit(self, request: web.Request) -> web.Response:
         await read_body(request, ReadmitBody)
-        job, target = self._job(request), request.match_info["replica_id"]
-        order = ReadmitOrdered(target, _who(request))
-        return await self._ordered(job, order, "readmitted", (target,), f"nothing stands against {target}")
+        job, target = self._target(request)
+        lifted = [one.target for one in job.core.record.bans] + [*job.core.record.evicted]
+        lifted = [one for one in lifted if target in (one, name_of(one))]
+        if made := await self._carried_out(job, ReadmitOrdered(target, _who(request)), "readmitted"):
+            return _done(made, f"{', '.join(dict.fromkeys(lifted))} may come back")
+        before = self._latest(job, "readmitted", target)
+        if before is None:
+            raise Problem(HTTPStatus.CONFLICT, f"nothing stands against {target}")
+        return _nothing(before, f"nothing stands against {target}")
 
     async def change_policy(self, request: web.Request) -> web.Response:
         changes = checked(await read_json(request), Policy)
@@ -261,25 +294,22 @@ class _Admin:
         policy = replace(job.core.record.policy, **changes)
         if (problem := policy_problem(policy)) is not None:
             raise bad(problem)
-        found = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy", ("",))
-        return json_answer(PolicyChange(job.name, policy, found), HTTPStatus.ACCEPTED)
+        made = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy")
+        return json_answer(PolicyChange(job.name, policy, made), HTTPStatus.ACCEPTED)
 
-    async def _ordered(
-        self, job: Job, order: Event | None, kind: str, targets: Iterable[str], otherwise: str
-    ) -> web.Response:
-        found = await self._carried_out(job, order, kind, targets)
-        if found is None:
-            raise Problem(HTTPStatus.CONFLICT, otherwise)
-        return json_answer(found, HTTPStatus.ACCEPTED)
-
-    async def _carried_out(self, job: Job, order: Event | None, kind: str, targets: Iterable[str]) -> Happened | None:
-        """Carries out ``order``; the entry that it made, else the last of its kind for one of ``targets``."""
+    async def _carried_out(self, job: Job, order: Event | None, kind: str) -> Happened | None:
+        """Carries out ``order``; the first entry of this kind that it made, None if there was nothing to do."""
         try:
             made = await job.order(order) if order is not None else []
         except TermOverError as error:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-        before = (self._lighthouse.events.latest(job.name, kind, target) for target in targets)
-        return next((one for one in (*made, *before) if one is not None and one.kind == kind), None)
+        return next((one for one in made if one.kind == kind), None)
+
+    def _latest(self, job: Job, kind: str, *targets: str) -> Happened | None:
+        """The last entry of this kind for one of ``targets``, or for the name of one."""
+        names = dict.fromkeys((*targets, *map(name_of, targets)))
+        found = (self._lighthouse.events.latest(job.name, kind, one) for one in names)
+        return max((one for one in found if one is not None), key=lambda one: one.id, default=None)
 
     # ---- services
 
@@ -302,13 +332,14 @@ class _Admin:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         job = self._job(request).name
+        newest = "after" not in request.query
         after = number(request, "after", 0)
         if request.query.get("follow", "0") not in ("0", "1"):
             raise bad("follow is 0 or 1")
         if request.query.get("follow") == "1":
             return await self._follow(request, job, after)
-        limit = number(request, "limit", EVENTS_AT_ONCE)
-        found = tuple(self._lighthouse.events.after(job, after, min(limit, MAX_EVENTS_AT_ONCE)))
+        limit, events = min(number(request, "limit", EVENTS_AT_ONCE), MAX_EVENTS_AT_ONCE), self._lighthouse.events
+        found = tuple(events.newest(job, limit) if newest else events.after(job, after, limit))
         return json_answer(EventsView(job, found, found[-1].id if found else after))
 
     async def _follow(self, request: web.Request, job: str, after: int) -> web.StreamResponse:
@@ -353,8 +384,17 @@ class _Admin:
         job = self._lighthouse.jobs.get(name)
         if job is None:
             known = sorted(self._lighthouse.jobs)
-            raise Problem(HTTPStatus.NOT_FOUND, f"there is no job {name!r}; {those(known)}", known=known[:MAX_NAMED])
+            detail = f"there is no job {name!r}; {those(known)}; one begins with the first group that names it"
+            raise Problem(HTTPStatus.NOT_FOUND, f"{detail}: keepstep run --job {name}", known=known[:MAX_NAMED])
         return job
+
+    def _target(self, request: web.Request) -> tuple[Job, str]:
+        """The job, and the stable name or incarnation that is meant. Of an incarnation the beginning is enough."""
+        job, target = self._job(request), request.match_info["replica_id"]
+        known = {one.replica_id for one in job.core.replicas(time.monotonic())} | set(job.core.record.evicted)
+        meant = [one for one in known if one.startswith(target)]
+        short = len(target) - len(name_of(target)) > MIN_INCARNATION_CHARACTERS
+        return job, meant[0] if short and target not in known and len(meant) == 1 else target
 
 
 def _job_view(job: Job) -> JobView:
@@ -381,6 +421,14 @@ def _no_replica(job: Job, target: str) -> Problem:
     known = sorted({one.replica_id for one in job.core.replicas(time.monotonic())})
     detail = f"there is no replica group {target!r} in job {job.name!r}; {those(known)}"
     return Problem(HTTPStatus.NOT_FOUND, detail, known=known[:MAX_NAMED])
+
+
+def _done(made: Happened, sentence: str) -> web.Response:
+    return json_answer(OrderAnswer(**asdict(made), done=True, sentence=sentence), HTTPStatus.ACCEPTED)
+
+
+def _nothing(before: Happened, why: str) -> web.Response:
+    return json_answer(OrderAnswer(**asdict(before), done=False, sentence=f"nothing to do: {why}"), HTTPStatus.ACCEPTED)
 
 
 def _who(request: web.Request) -> str:

@@ -73,7 +73,7 @@ from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
-from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, replica_view
+from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, older, replica_view
 from keepstep_mesh.messages import (
     Data,
     Denied,
@@ -173,7 +173,7 @@ class JobCore:
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
             case Tick():
-                self._tick(now)
+                self._tick(now, now_unix)
         self._settle(now, now_unix)
         return self._out
 
@@ -474,7 +474,9 @@ class JobCore:
     def _heard_at(self, group: Group) -> float:
         return max(group.heard_at, self._beats_counted_from)
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float, now_unix: float) -> None:
+        if self._verdict.until is not None and now >= self._verdict.until:
+            self._settle(now, now_unix)  # who asked for as long as stragglers are waited for gets a quorum without them
         self._deny_overdue(now)
         due = self._judging_due()
         if now < due:
@@ -536,7 +538,8 @@ class JobCore:
     def _settle(self, now: float, now_unix: float) -> None:
         self._lose_reported(now)
         record = self.record
-        self._verdict = judge(self._groups, len(record.members), record.policy, self._takeover.until, now)
+        until, first = self._takeover.until, record.quorum_id == 0
+        self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge(self._groups, len(self.record.members), record.policy, None, now)
@@ -626,10 +629,16 @@ class JobCore:
         )
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
-        """Every group known, sorted by replica_id; behind them those that went within ``GONE_SECONDS``."""
+        """Every incarnation once: those that are there, sorted by replica_id; behind them those that went within
+        ``GONE_SECONDS``, the last first.
+        """
         here = [replica_view(group, self._groups, self.record, now) for group in self._groups]
         here += [absent_view(replica_id) for replica_id in self._takeover.absent]
-        gone = [view for went, view in self._gone if now - went <= GONE_SECONDS]
+        seen, gone = {view.replica_id for view in here}, []
+        for went, view in reversed(self._gone):
+            if now - went <= GONE_SECONDS and view.replica_id not in seen:
+                seen.add(view.replica_id)
+                gone.append(older(view, now - went))
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
 
     # ---- invariants

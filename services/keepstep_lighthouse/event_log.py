@@ -85,6 +85,11 @@ class EventLog:
         start = bisect_right(kept, number, key=lambda one: one.id)
         return kept[start : start + limit]
 
+    def newest(self, job: str, limit: int) -> list[Happened]:
+        """The last ``limit`` events of ``job``, oldest first."""
+        kept = self._kept.get(job, [])
+        return kept[max(0, len(kept) - limit) :]
+
     def missed(self, job: str, number: int) -> bool:
         """Whether events of ``job`` newer than ``number`` have left the memory."""
         return number < self._forgotten.get(job, 0)

@@ -144,6 +144,9 @@ class Policy:
     reconnect_grace: float = 0.2
     takeover_grace: float | None = None
     """None: the heartbeat timeout."""
+    initial_replicas: int = 0
+    """Groups that the first quorum of the job waits for, up to ``join_timeout`` and half of the time that those wait
+    that ask. Later ones do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ class Reason:
 
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
-    ``min_replicas`` ``majority`` ``stragglers`` ``healing``; for one group: ``duplicate_name`` ``max_replicas``
-    ``not_in_shrink`` ``layout`` ``gone``."""
+    ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``healing``; for one group: ``duplicate_name``
+    ``max_replicas`` ``not_in_shrink`` ``layout`` ``gone``."""
     numbers: dict[str, float]
     sentence: str

@@ -23,6 +23,8 @@ def policy_problem(policy: Policy) -> str | None:
             f"max_replicas {policy.max_replicas} is less than min_replicas {policy.min_replicas}: no quorum could ever "
             f"form; change both together"
         )
+    if not 0 <= policy.initial_replicas <= MAX_REPLICAS:
+        return f"initial_replicas must be 0 or more (at most {MAX_REPLICAS}), not {policy.initial_replicas!r:.40}"
     for one in fields(policy):
         value = getattr(policy, one.name)
         if one.name.endswith(("_timeout", "_grace")) and value is not None and not 0 <= value <= MAX_SECONDS:

@@ -3,6 +3,8 @@
     0 takeover   after a takeover, members of the found quorum are absent        -> wait for their grace
     1 fast       every member of the previous quorum is asking                   -> announce
     2 minimum    fewer candidates than min_replicas, or none                     -> wait (rule 1 too)
+      initial    of the job's first: fewer than initial_replicas are asking, neither join_timeout nor half of the
+                 time that they wait is over                                     -> wait
     3 majority   no more than half of the healthy groups are asking              -> wait
     4 stragglers a healthy group is not asking, join_timeout is not over         -> wait
       healing    only healing groups are not asking, heal_timeout is not over    -> wait
@@ -27,6 +29,7 @@ Code = Literal[
     "nobody",
     "takeover_grace",
     "min_replicas",
+    "initial_replicas",
     "majority",
     "stragglers",
     "healing",
@@ -41,8 +44,13 @@ class Verdict(NamedTuple):
     """When time alone may change it."""
 
 
-def judge(groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float) -> Verdict:
-    """The verdict on the requests that are open now. O(1). ``quorum_size`` is that of the previous quorum, 0: none."""
+def judge(
+    groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float, *, first: bool = False
+) -> Verdict:
+    """The verdict on the requests that are open now. O(1). ``quorum_size`` is that of the previous quorum, 0: none.
+
+    ``first``: the job never had one.
+    """
     asking = groups.asking_count
     if asking == 0:
         return Verdict("nobody")
@@ -53,10 +61,15 @@ def judge(groups: Groups, quorum_size: int, policy: Policy, grace_until: float |
         return Verdict("fast")
     if not enough:
         return Verdict("min_replicas")
+    first_asked = groups.first_asked()
+    if first and asking < initial_count(policy) and first_asked is not None:
+        # None of those that ask may have given up by then.
+        latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
+        if now < latest:
+            return Verdict("initial_replicas", latest)
     healing = len(groups.healing)
     if asking <= (groups.counted - healing) // 2:
         return Verdict("majority")
-    first_asked = groups.first_asked()
     if groups.counted > asking + healing:
         until = None if first_asked is None else first_asked + policy.join_timeout
         if until is None or now < until:
@@ -66,6 +79,11 @@ def judge(groups: Groups, quorum_size: int, policy: Policy, grace_until: float |
         if until is None or now < until:
             return Verdict("healing", until)
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
+
+
+def initial_count(policy: Policy) -> int:
+    """Groups that the first quorum of a job waits for."""
+    return min(policy.initial_replicas, policy.max_replicas or policy.initial_replicas)
 
 
 def heal_limit(policy: Policy, failed_tries: int) -> float:

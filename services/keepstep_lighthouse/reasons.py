@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from keepstep_lighthouse.events import JobRecord, Reason
 from keepstep_lighthouse.groups import Group, Groups, KeptOut
-from keepstep_lighthouse.quorum_rules import Verdict, candidate_count
+from keepstep_lighthouse.quorum_rules import Verdict, candidate_count, initial_count
 
 MAX_NAMED = 5
 MIB = 1024 * 1024
@@ -45,6 +45,10 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
             sentence = f"{candidates} of at least {max(1, policy.min_replicas)} groups ask"
             if groups.shrinking and members:
                 sentence += ", not counting joiners because shrink_only is asked for"
+        case "initial_replicas":
+            wanted = initial_count(policy)
+            numbers["initial_replicas"] = wanted
+            sentence = f"{asking} of the {wanted} groups ask that the job begins with, {left or 0:.1f} s left"
         case "majority":
             numbers["healing"] = len(groups.healing)
             sentence = f"{asking} of {healthy} healthy groups ask, more than half must; {_not_asking(silent)}"
@@ -94,7 +98,7 @@ def formed(code: str, quorum_id: int, members: int, left_out: list[str]) -> Reas
         "stragglers_dropped": f"the time to wait for {named(left_out)} was over",
     }[code]
     numbers: dict[str, float] = {"quorum_id": quorum_id, "members": members, "left_out": len(left_out)}
-    return Reason(code, numbers, f"quorum {quorum_id} of {members}: {how}")
+    return Reason(code, numbers, f"quorum {quorum_id}, {members} member{'' if members == 1 else 's'}: {how}")
 
 
 def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
@@ -102,7 +106,12 @@ def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
     policy = record.policy
     if group.kept_out is KeptOut.DUPLICATE_NAME:
         older = groups.namesake(group).replica_id
-        return Reason("duplicate_name", {}, f"{group.replica_id} waits: {older} has the same name and is healthy")
+        return Reason(
+            "duplicate_name",
+            {},
+            f"{group.replica_id} waits: {older} has the same name and is healthy; "
+            "a second `keepstep run` of one job needs --first-replica N",
+        )
     if group.kept_out is KeptOut.LAYOUT:
         return Reason("layout", {}, f"the parameters of {group.replica_id} do not fit those of the job")
     if group.member or group.request is None:

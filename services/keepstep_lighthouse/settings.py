@@ -10,9 +10,10 @@ from typing import Any
 
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.store import checked_store
 from keepstep_mesh.auth import Tokens, watched_tokens
 from keepstep_mesh.reloading import FromFiles
-from keepstep_mesh.settings import Settings, base_url, boolean, duration, whole
+from keepstep_mesh.settings import Settings, base_url, bind_address, boolean, duration, whole
 from keepstep_mesh.tls import TlsFiles, tls_of_client, tls_of_service
 
 
@@ -48,6 +49,14 @@ def _lease(seconds: float) -> float:
     return seconds
 
 
+def _bind(text: str) -> str:
+    try:
+        bind_address(text)
+    except ValueError as error:
+        raise ValueError(f"bind {text!r}: {error}") from error
+    return text
+
+
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
@@ -55,7 +64,7 @@ def read_settings(
     ``tls_ca``, the fields of ``Policy`` (seconds).
 
     In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
-    that names the source of what is wrong, ``AuthError`` for tokens.
+    that names what is wrong, ``AuthError`` for tokens, ``StoreError`` for a store that there is not.
     """
     given = {f"lighthouse_{name}": value for name, value in flags.items()}
     settings = Settings(flags=given, environ=environ, file=file or {})
@@ -66,7 +75,7 @@ def read_settings(
 
     limits: dict[str, Any] = {}
     for one in fields(Policy):
-        read: Any = whole if one.name in ("min_replicas", "max_replicas") else duration
+        read: Any = whole if one.name.endswith("_replicas") else duration
         limits[one.name] = settings.get(f"lighthouse_{one.name}", read, getattr(default.policy, one.name))
     policy = Policy(**limits)
     if (problem := policy_problem(policy)) is not None:
@@ -76,8 +85,8 @@ def read_settings(
     if advertise is not None:
         advertise = base_url(advertise if "://" in advertise else f"{'https' if tls else 'http'}://{advertise}")
     return LighthouseSettings(
-        bind=settings.get("lighthouse_bind", str, default.bind),
-        store=settings.get("lighthouse_store", str, default.store),
+        bind=_bind(settings.get("lighthouse_bind", str, default.bind)),
+        store=checked_store(settings.get("lighthouse_store", str, default.store)),
         policy=policy,
         tokens=watched_tokens(environ, path("token_file")),
         tls=tls,

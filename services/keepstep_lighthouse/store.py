@@ -151,6 +151,16 @@ class Store(ABC):
         """Ends watches and frees what the store holds. Leases go on where the store outlives the process."""
 
 
+def checked_store(url: str) -> str:
+    """``url``, which names a store of a kind that there is. Raises ``StoreError`` that says what to write instead."""
+    scheme, separator, rest = url.partition("://")
+    if separator and {"memory": not rest, "sqlite": bool(rest.strip("/")), "etcd": True}.get(scheme, False):
+        return url
+    raise StoreError(
+        f"store {url!r}: this is no store; use memory://, sqlite:///path/to/file or etcd://host:port/prefix"
+    )
+
+
 async def open_store(url: str) -> Store:
     """``memory://``; ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``);
     ``etcd://host:port[,host:port]/prefix``, see ``etcd.EtcdAddress``. etcd is not connected to before the first call.
@@ -158,17 +168,15 @@ async def open_store(url: str) -> Store:
     Raises ``StoreError`` that says what to do instead.
     """
     # Each store is loaded only where it is used: a mesh without etcd needs no etcd client.
-    scheme, separator, rest = url.partition("://")
-    if scheme == "memory" and separator and not rest:
+    scheme, _, rest = checked_store(url).partition("://")
+    if scheme == "memory":
         from keepstep_lighthouse.memory import MemoryStore  # noqa: PLC0415
 
         return MemoryStore()
-    if scheme == "sqlite" and separator and rest.strip("/"):
+    if scheme == "sqlite":
         from keepstep_lighthouse.sqlite import SqliteStore  # noqa: PLC0415
 
         return await SqliteStore.open(Path(rest))
-    if scheme == "etcd" and separator:
-        from keepstep_lighthouse.etcd import EtcdAddress, EtcdStore  # noqa: PLC0415
+    from keepstep_lighthouse.etcd import EtcdAddress, EtcdStore  # noqa: PLC0415
 
-        return EtcdStore(EtcdAddress.parse(url))
-    raise StoreError(f"{url!r} is no store; use memory://, sqlite:///path/to/file or etcd://host:port/prefix")
+    return EtcdStore(EtcdAddress.parse(url))

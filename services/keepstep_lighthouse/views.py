@@ -99,6 +99,12 @@ def gone_view(group: Group, groups: Groups, record: JobRecord, now: float, why: 
     return replace(last, state=ReplicaState.GONE, member=False, reason=Reason("gone", {}, why))
 
 
+def older(view: ReplicaView, seconds: float) -> ReplicaView:
+    """The same picture, so many seconds later."""
+    heard = view.heard_seconds_ago
+    return view if heard is None else replace(view, heard_seconds_ago=heard + seconds)
+
+
 def _state(group: Group) -> ReplicaState:
     if group.session is None:
         return ReplicaState.SUSPECT

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from aiohttp import web
 
 from asking_group import Group
 from command import process
+from keepstep_cli import embedded, rest
+from keepstep_cli.errors import Unreachable
+from keepstep_cli.ranks import free_port
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route
 from keepstep_mesh.messages import Drain, Evicted
 from keepstep_mesh.service import Service, serving
-from lighthouse_driver import eventually, lighthouse
+from lighthouse_driver import eventually, lighthouse, worker
 
 DEADLINE = 60.0
 WORKER, ADMIN = "worker-token-of-the-test", "admin-token-of-the-test"
@@ -89,9 +93,32 @@ async def test_status_shows_the_services_and_the_store() -> None:
         assert (service["kind"], service["details"]) == ("relay", {"gib": 64})
 
 
-async def test_status_of_an_idle_lighthouse_says_how_to_start_a_job() -> None:
+async def test_status_of_an_idle_lighthouse_says_how_to_start_a_job_there() -> None:
     async with running() as job:
-        assert "keepstep run" in (await keepstep("status", *job.at)).out
+        said = (await keepstep("status", *job.at)).out
+        assert f"keepstep run --lighthouse {job.lighthouse.address} --replicas 2" in said
+
+
+async def test_status_of_one_job_is_that_of_no_other() -> None:
+    async with running("r0") as job, Group(job.lighthouse.address, name="r0", job="night"):
+        both = json.loads((await keepstep("status", "--json", *job.at, KEEPSTEP_JOB="night")).out)["jobs"]
+        assert [one["job"] for one in both] == ["default", "night"]
+        one = json.loads((await keepstep("status", "--json", *job.at, "--job", "night")).out)["jobs"]
+        assert [one["job"] for one in one] == ["night"]
+        assert (await keepstep("status", *job.at, "--job", "nope")).code == 4
+
+
+UUID = "9a7c6573-1111-4222-8333-123456789abc"
+
+
+async def test_an_incarnation_is_shown_and_taken_by_its_beginning() -> None:
+    async with running("r0") as job, worker(job.lighthouse.address, f"r1:{UUID}", "default"):
+        for command in ("replicas", "events", "quorum"):
+            said = (await keepstep(command, *job.at)).out
+            assert UUID not in said
+        assert "r1:9a7c6573 " in (await keepstep("replicas", *job.at)).out
+        assert UUID in (await keepstep("replicas", "--json", *job.at)).out
+        assert f"r1:{UUID}" in (await keepstep("inspect", "r1:9a7c6573", *job.at)).out
 
 
 async def test_replicas_shows_each_group_on_a_line_of_its_own() -> None:
@@ -135,8 +162,10 @@ async def test_events_shows_what_happened_and_takes_after_and_limit() -> None:
         assert re.search(r"quorum +quorum_id=1", said.out)
         events = json.loads((await keepstep("events", *job.at, "--json")).out)["events"]
         assert len(events) == len(said.out.splitlines())
-        first = json.loads((await keepstep("events", *job.at, "--json", "--limit", "1")).out)["events"]
-        assert first == events[:1]
+        newest = json.loads((await keepstep("events", *job.at, "--json", "--limit", "1")).out)["events"]
+        assert newest == events[-1:]
+        oldest = json.loads((await keepstep("events", *job.at, "--json", "--limit", "1", "--after", "0")).out)["events"]
+        assert oldest == events[:1]
         rest = await keepstep("events", *job.at, "--json", "--after", str(events[0]["id"]))
         assert json.loads(rest.out)["events"] == events[1:]
 
@@ -152,13 +181,47 @@ async def test_events_follow_goes_on_with_each_event(flag: str) -> None:
             assert json.loads(await follower.stdout.readline())["replica_id"] == "r0:1"
 
 
-async def test_events_follow_ends_with_the_lighthouse() -> None:
-    async with running("r0") as job, process("events", "--follow", *job.at) as follower:
-        assert follower.stdout is not None
-        async with asyncio.timeout(DEADLINE):
-            assert b"joined" in await follower.stdout.readline()
-            await job.lighthouse.stop()
-            await follower.communicate()
+async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
+    """The next line that has ``text``."""
+    assert stream is not None
+    async with asyncio.timeout(DEADLINE):
+        while line := (await stream.readline()).decode():
+            if text in line:
+                return line
+    raise AssertionError(f"no line with {text!r}")
+
+
+async def test_events_follow_waits_for_a_job_and_goes_on_at_the_next_lighthouse_that_answers(tmp_path: Path) -> None:
+    store, port = f"sqlite://{tmp_path / 'store'}", free_port()
+    async with lighthouse(store=store) as first:
+        addresses = f"{first.address},http://127.0.0.1:{port}"
+        async with process("events", "--follow", "--json", "--lighthouse", addresses) as follower:
+            assert "there is no job 'default'" in await line_of(follower.stderr, "waiting for it")
+            async with Group(first.address, name="r1", job="default"):
+                assert json.loads(await line_of(follower.stdout, "joined"))["replica_id"] == "r1:1"
+            await first.stop()
+            assert re.search(r"asking for (those|the events) after \d+$", await line_of(follower.stderr, "asking for"))
+            async with (
+                lighthouse(store=store, bind=f"127.0.0.1:{port}") as second,
+                Group(second.address, name="r3", job="default"),
+            ):
+                assert json.loads(await line_of(follower.stdout, "r3"))["kind"] == "joined"
+
+
+async def test_a_follower_gives_up_when_no_lighthouse_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(rest, "ASK_AGAIN_SECONDS", 0.05)
+    async with running("r0") as job:
+        told: list[str] = []
+        following = rest.Lighthouse(job.lighthouse.address, None)
+        events = following.follow("jobs", "default", "events", after=0, told=told.append, follow=1)
+        assert (await anext(events))["kind"] == "joined"
+        await job.lighthouse.stop()
+        with pytest.raises(Unreachable, match="no lighthouse answers"):
+            async with asyncio.timeout(DEADLINE):
+                async for _ in events:
+                    pass
+        assert len(told) == 1
 
 
 # ---- ordering
@@ -179,14 +242,53 @@ async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> Non
         said = await keepstep("evict", "r1", "--ban", "10m", "--reason", "sick", "--json", *job.at)
         assert said.code == 0, said.err
         assert json.loads(said.out)["kind"] == "evicted"
+        assert (await keepstep("evict", "r7", "--ban", "1m", *job.at)).out.startswith(
+            "no group r7 is there now; r7 is "
+        )
         push = await job.groups[1].push_of(Evicted)
         assert isinstance(push, Evicted)
         assert push.ban_seconds > 0
-        assert "r1" in (await keepstep("status", *job.at)).out
+        assert re.search(r"r1 until \d\d:\d\d:\d\d", (await keepstep("status", *job.at)).out)
         said = await keepstep("readmit", "r1", *job.at)
         assert said.code == 0, said.err
+        assert said.out.startswith("r1, r1:1 may come back\n")
+        assert (await keepstep("readmit", "r1", *job.at)).out.startswith("nothing to do: nothing stands against r1\n")
         bans = json.loads((await keepstep("status", "--json", *job.at)).out)["jobs"][0]["bans"]
-        assert bans == []
+        assert [ban["target"] for ban in bans] == ["r7"]
+
+
+EVICTED_ONCE = """
+import os, pathlib, sys
+pathlib.Path(os.environ["KEEPSTEP_NAME_FILE"]).write_text("train_ddp_1")
+sys.exit(77 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+"""
+
+
+async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthouse(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EVICTED_ONCE)
+    async with running("train_ddp_1") as job:
+        assert (await keepstep("evict", "train_ddp_1", "--ban", "10m", *job.at)).code == 0
+        async with process("run", "--replicas", "1", *job.at, "--", str(tmp_path / "script.py")) as run:
+            said = await line_of(run.stderr, "not started again")
+            assert said.rstrip().endswith("`keepstep readmit train_ddp_1` ends that")
+            assert (await keepstep("readmit", "train_ddp_1", *job.at)).code == 0
+            await line_of(run.stderr, "[r0] finished")
+
+
+async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token-of-another-mesh\n")
+    async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
+        for given, told in (
+            ((), "a token is needed"),
+            (("--token-file", str(tmp_path / "token")), "the token is wrong"),
+        ):
+            said = await keepstep("run", "--replicas", "1", *job.at, *given, "--", "echo", "started")
+            assert said.code == 4
+            assert said.out == ""
+            assert told in said.err
+        assert f"What was shown came from the file {tmp_path / 'token'}." in said.err
+        said = await keepstep("run", "--replicas", "1", *job.at, "--", "echo", "started", KEEPSTEP_TOKEN=WORKER)
+        assert (said.code, said.out) == (0, "[r0/0] started\n")
 
 
 async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given() -> None:
@@ -201,6 +303,10 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         assert changed.code == 0, changed.err
         assert re.search(r"join timeout +500 ms", changed.out)
         assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
+        again = await keepstep("policy", "--max-replicas", "4", *job.at)
+        assert again.code == 0
+        assert again.out.splitlines()[-1] == "nothing to do: it was so before"
+        assert (await keepstep("policy", "default", "--job", "other", *job.at)).code == 2
         assert json.loads((await keepstep("policy", *job.at, "--json")).out) == {
             "min_replicas": 1,
             "max_replicas": 4,
@@ -209,6 +315,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
             "heartbeat_timeout": 7.0,
             "reconnect_grace": 1.0,
             "takeover_grace": 3.0,
+            "initial_replicas": 0,
         }
         answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
         assert answer["policy"]["takeover_grace"] is None
@@ -238,10 +345,51 @@ async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
 async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
     said = await keepstep("status", "--lighthouse", "127.0.0.1:1,http://127.0.0.1:2")
     assert said.code == 3
-    assert "http://127.0.0.1:1" in said.err
-    assert "http://127.0.0.1:2" in said.err
+    assert "http://127.0.0.1:1: nothing listens there (connection refused)" in said.err
+    assert "http://127.0.0.1:2: nothing listens there (connection refused)" in said.err
     assert "keepstep up" in said.err
     assert "Traceback" not in said.err
+    said = await keepstep("status", "--lighthouse", "http://no-such-host.invalid:29510")
+    assert said.code == 3
+    assert "there is no host no-such-host.invalid" in said.err
+
+
+@pytest.mark.parametrize("command", [("status",), ("run", "--replicas", "1", "true")])
+@pytest.mark.parametrize(("status", "kind"), [(200, "text/html"), (404, "text/html"), (404, "application/json")])
+async def test_a_server_of_another_kind_is_told_from_a_lighthouse(
+    command: tuple[str, ...], status: int, kind: str
+) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>hello</html>", content_type=kind, status=status)
+
+    other = web.Application()
+    other.router.add_get("/v1/{all:.*}", page)
+    runner = web.AppRunner(other)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        said = await keepstep(command[0], "--lighthouse", address, *command[1:])
+        assert said.code == 3
+        assert f"{address}: what answers there is no keepstep lighthouse" in said.err
+        assert "torchft" in said.err
+        assert "keepstep up`, or say" not in said.err
+        assert "<html>" not in said.err
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_usual_port_is_taken_if_it_is_free_and_a_lighthouse_there_is_told() -> None:
+    async with running() as job:
+        taken = int(job.lighthouse.address.rpartition(":")[2])
+        port, other = await asyncio.to_thread(embedded.place, taken)
+        assert port != taken
+        assert other == job.lighthouse.address
+    assert embedded.place(taken) == (taken, None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port, other = embedded.place(silent.getsockname()[1])
+        assert other is None
 
 
 async def test_the_first_lighthouse_that_answers_is_asked() -> None:
@@ -291,7 +439,9 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
     [
         ("status", "--lighthouse", "nonsense"),
         ("status", "--lighthouse", "ftp://host:1"),
+        ("status", "--lighthouse", "http://127.0.0.1:99999"),
         ("status", "--token-file", "/nowhere"),
+        ("drain", ""),
         ("evict", "r0", "--ban", "soon"),
         ("policy", "--takeover-grace", "never"),
         ("events", "--limit", "0"),
@@ -322,6 +472,7 @@ async def first_line(started: asyncio.subprocess.Process) -> str:
 async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> None:
     flags = ("--bind", "127.0.0.1:0", "--min-replicas", "2", "--max-replicas", "3", "--join-timeout", "500ms")
     flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+    flags += ("--initial-replicas", "5")
     async with process("lighthouse", *flags, "--log-format", "json") as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
         async with Group(address):
@@ -334,6 +485,7 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
             "heartbeat_timeout": 7.0,
             "reconnect_grace": 1.0,
             "takeover_grace": 3.0,
+            "initial_replicas": 5,
         }
         service.terminate()
         async with asyncio.timeout(DEADLINE):
@@ -404,15 +556,53 @@ async def test_a_service_that_cannot_start_says_why() -> None:
         assert said.code == 1
         assert "it is taken" in said.err
         assert "Traceback" not in said.err
-    for flags, told in (
-        (("--bind", "0.0.0.0:0"), "--insecure"),
-        (("--bind", "nonsense"), "host:port"),
-        (("--bind", "127.0.0.1:0", "--store", "nonsense"), "memory://"),
-        (("--bind", "127.0.0.1:0", "--min-replicas", "0"), "min_replicas"),
-    ):
-        said = await keepstep("lighthouse", *flags)
-        assert said.code == 1
-        assert told in said.err
+    said = await keepstep("lighthouse", "--bind", "0.0.0.0:0")
+    assert said.code == 1
+    assert "--insecure" in said.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--bind", "nonsense"), "--bind 'nonsense': not an address to listen on; write host:port"),
+        (("--bind", "127.0.0.1"), "--bind '127.0.0.1': not an address"),
+        (("--store", "bogus://x"), "--store 'bogus://x': this is no store; use memory://"),
+        (("--lease", "1"), "--lease must be at least 3 s, not 1"),
+        (("--min-replicas", "0"), "'--min-replicas' / '--min_replicas': 0 is not in the range"),
+        (("--min-replicas", "3", "--max-replicas", "2"), "--max-replicas 2 is less than --min-replicas 3"),
+        (("--heartbeat-timeout", "1ms"), "--heartbeat-timeout must be at least 0.1 s"),
+        (("--token-file", "nowhere"), "'--token-file': File 'nowhere' does not exist"),
+        (("--tls-cert", "nowhere"), "'--tls-cert': File 'nowhere' does not exist"),
+    ],
+)
+async def test_a_service_whose_flags_make_no_sense_is_an_error_of_usage(flags: tuple[str, ...], told: str) -> None:
+    said = await keepstep("lighthouse", *flags)
+    assert said.code == 2
+    assert told in said.err
+
+
+async def test_a_variable_of_a_service_that_makes_no_sense_is_an_error_of_usage_too() -> None:
+    said = await keepstep("lighthouse", KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT="soon")
+    assert said.code == 2
+    assert "KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT='soon': not a time" in said.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [(("--min-replicas", "3", "--max-replicas", "2"), 2), (("--bind", "0.0.0.0:0"), 1)]
+)
+async def test_a_mesh_that_cannot_start_leaves_no_folder(tmp_path: Path, flags: tuple[str, ...], code: int) -> None:
+    assert (await keepstep("up", "--state-dir", str(tmp_path / "state"), *flags)).code == code
+    assert not (tmp_path / "state").exists()
+    (tmp_path / "mine").mkdir()
+    assert (await keepstep("up", "--state-dir", str(tmp_path / "mine"), *flags)).code == code
+    assert (tmp_path / "mine").exists()
+
+
+async def test_an_empty_token_file_is_told_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
+    said = await keepstep("status", "--token-file", str(tmp_path / "token"))
+    assert said.code == 2
+    assert f"--token-file {tmp_path / 'token'} is empty" in said.err
 
 
 async def test_a_lighthouse_listens_beyond_this_machine_when_told_to() -> None:

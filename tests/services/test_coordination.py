@@ -200,4 +200,7 @@ def test_coordination_works_without_torch_and_the_rest_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["1", "keepstep.Manager needs torch: pip install 'keepstep[train]'"]
+    assert done.stdout.splitlines() == [
+        "1",
+        "keepstep.Manager needs torch: pip install -e '.[train]' in keepstep's folder",
+    ]

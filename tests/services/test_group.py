@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from keepstep import impatience
 from keepstep.group import GroupSettings, Leaving
 from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group_server import GroupServer
@@ -316,5 +317,42 @@ async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
         await lighthouse.registry.delete(epoch, "relay", "a")
         await eventually(lambda: [link.services for link in group.links] == [()] * 2)
         assert lighthouse.registry.addresses() == ()
+    finally:
+        await group.close()
+
+
+async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(impatience, "PATIENCE_SECONDS", 0.05)
+    first, second = Group(lighthouse, 1, "a:1"), Group(lighthouse, 1, "a:2")
+    try:
+        await first.start()
+        await second.start()
+        waiting = asyncio.create_task(second.ask())
+        await eventually(lambda: "has the same name" in caplog.text)
+        assert "waiting for a quorum" in caplog.text
+        assert "--first-replica N" in caplog.text
+        await first.close()
+        (answer,) = await waiting
+        assert not isinstance(answer, Exception), answer
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def test_a_group_without_a_lighthouse_says_that_it_has_none(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(impatience, "PATIENCE_SECONDS", 0.05)
+    group = Group(lighthouse, 1)
+    try:
+        await group.start()
+        await lighthouse.stop()
+        waiting = asyncio.create_task(group.server.ask(ask()))
+        await eventually(lambda: "waiting for a quorum" in caplog.text)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
     finally:
         await group.close()

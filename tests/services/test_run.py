@@ -190,6 +190,7 @@ while True:
     run.wait_for("wait a minute", times=2)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
+    assert "[run] ending; Ctrl-C again kills at once" in run.lines
 
 
 def test_nothing_survives_the_sigkill_of_keepstep_run(started) -> None:
@@ -242,7 +243,7 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(DEADLINE) == 128 + signal.SIGPIPE
-        assert process.stderr.read() == ""
+        assert not [line for line in process.stderr if not line.startswith("[run] ")]
 
 
 def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None:
@@ -251,12 +252,63 @@ def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None
     assert "there is no file nothing.py" in done.stderr
 
 
-def test_a_program_that_cannot_be_started_is_given_up(tmp_path: Path) -> None:
-    flags = ("--replicas", "1", "--max-restarts", "1", "--lighthouse", "http://127.0.0.1:1")
-    done = keepstep(tmp_path, "run", *flags, "--", "./nothing-at-all")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("./nothing-at-all", "there is no file ./nothing-at-all"),
+        ("nosuchprog", "there is no program nosuchprog on the PATH"),
+        ("plain", "write ./plain for the one in the current folder"),
+        ("./plain", "./plain may not be executed"),
+        ("./folder", "./folder is a folder"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_an_error_of_usage(tmp_path: Path, program: str, said: str) -> None:
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    done = keepstep(tmp_path, "run", "--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", program)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path) -> None:
+    (tmp_path / "once").write_text("#!/bin/sh\nrm once\nexit 3\n")
+    (tmp_path / "once").chmod(0o755)
+    done = keepstep(tmp_path, "run", "--replicas", "1", "--lighthouse", "http://127.0.0.1:1", "--", "./once")
     assert done.returncode == 1
     assert "[r0] rank 0 cannot be started: " in done.stderr
-    assert "[r0] given up after 1 restarts" in done.stderr
+    assert done.stderr.splitlines()[-1] == "[r0] given up: another try would end the same"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--replicas", "2", "--min-replicas", "3"), "--min-replicas 3: no step could ever be made"),
+        (("--replicas", "1", "--first-replica", "3", "--replicas-in-job", "2"), "--first-replica 3 and --replicas 1"),
+        (("--replicas", "3", "--replicas-in-job", "2"), "has none beyond r1"),
+    ],
+)
+def test_numbers_that_do_not_fit_each_other_are_an_error_of_usage(
+    tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    done = keepstep(tmp_path, "run", *flags, "--", "true")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_lighthouse_that_is_not_there_yet_is_said_and_no_reason_not_to_start(started) -> None:
+    run = started('print("started")', "--replicas", "1")
+    assert run.wait() == 0
+    assert "[r0/0] started" in run.lines
+    assert "[run]   http://127.0.0.1:1: nothing listens there (connection refused)" in run.lines
+
+
+def test_what_python_prints_is_shown_at_once_however_it_was_started(tmp_path: Path) -> None:
+    code = "import time; print('here'); time.sleep(1000)"
+    flags = ("--replicas", "1", "--lighthouse", "http://127.0.0.1:1")
+    with contextlib.closing(
+        Command(tmp_path, "run", *flags, "--", sys.executable, "-c", code, deadline=DEADLINE)
+    ) as run:
+        run.wait_for(r"^\[r0/0\] here$")
 
 
 def test_flags_of_the_lighthouse_here_do_not_go_with_one_elsewhere(tmp_path: Path) -> None:

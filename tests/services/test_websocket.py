@@ -239,9 +239,20 @@ async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
 
 async def test_an_answer_that_is_no_upgrade_says_what_it_was() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
-        with pytest.raises(UpgradeError, match=r"answers 404 .*there is nothing at /elsewhere") as raised:
+        with pytest.raises(UpgradeError, match=r"answers 404 .*: there is nothing at /elsewhere$") as raised:
             await Peer().link.connect(http, f"{url}/elsewhere")
         assert raised.value.status == 404
+
+
+async def test_an_answer_of_a_server_of_another_kind_is_not_repeated() -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 17\r\n\r\n<html>torchft</ht")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(UpgradeError, match=r"what answers there is no service of keepstep$"):
+            await Peer().link.connect(http, f"http://{host}:{port}/v1/jobs/job/session")
 
 
 async def test_a_plain_request_to_a_session_is_a_bad_request() -> None:

@@ -29,6 +29,7 @@ class Simulation(Training):
         policy = Policy(
             min_replicas=minimum,
             max_replicas=random.choice((0, 0, 0, groups)),
+            initial_replicas=random.choice((0, groups)),
             join_timeout=4.0,
             heal_timeout=3.0,
         )

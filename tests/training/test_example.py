@@ -23,8 +23,7 @@ class Training(Command):
     def __init__(self, folder: Path, state: Path, repository: Path, replicas: int, *arguments: str) -> None:
         log = folder / "steps.jsonl"
         self.logs = [state, log]
-        # --min-replicas: else the first group to be ready trains alone until the others are.
-        flags = ["--replicas", str(replicas), "--min-replicas", str(replicas), "--grace", "60"]
+        flags = ["--replicas", str(replicas), "--grace", "60"]
         command = ["run", *flags, "--state-dir", str(state), "--", str(repository / "examples" / "train_ddp.py")]
         super().__init__(folder, *command, *arguments, deadline=DEADLINE, KEEPSTEP_STEP_LOG=str(log))
 
@@ -70,6 +69,13 @@ def test_the_example_learns_and_all_groups_end_with_the_same_weights(trainings, 
     accuracy = max(float(match[1]) for line in run.lines if (match := re.search(r"test accuracy (\S+)", line)))
     assert accuracy > 0.8
     assert max(committed_steps(tmp_path)) == 200
+
+
+def test_the_shortest_run_has_all_groups_from_its_first_step(trainings) -> None:
+    run = trainings(3, "--steps", "3")
+    assert run.wait() == 0, "\n".join(run.lines)
+    assert len(run.weights()) == 3
+    assert len(set(run.weights())) == 1
 
 
 def test_the_example_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> None:

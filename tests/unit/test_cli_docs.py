@@ -55,6 +55,11 @@ def test_every_exit_code_is_documented() -> None:
     assert listed == {0, 1, 2} | {one.exit_code for one in (errors.Unreachable, errors.Refused, errors.Missing)}
 
 
+def test_no_summary_of_a_command_is_cut() -> None:
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert "..." not in shown.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize("command", sorted(main.commands))
 def test_every_flag_of_a_command_is_in_its_help(command: str) -> None:
     found = main.commands[command]

@@ -108,7 +108,11 @@ def test_the_picture_of_the_quorum_says_why_there_is_no_next_one_and_how_the_las
 def test_a_younger_namesake_is_told_whom_it_waits_for() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a:1", "a:2")
-    assert reason_of(driver, "a:2") == Reason("duplicate_name", {}, "a:2 waits: a:1 has the same name and is healthy")
+    assert reason_of(driver, "a:2") == Reason(
+        "duplicate_name",
+        {},
+        "a:2 waits: a:1 has the same name and is healthy; a second `keepstep run` of one job needs --first-replica N",
+    )
 
 
 def test_a_group_beyond_max_replicas_is_told_so() -> None:

@@ -16,6 +16,9 @@ from keepstep_lighthouse.quorum_rules import heal_limit
 from keepstep_lighthouse.views import ReplicaState
 
 TWO = Policy(min_replicas=2, join_timeout=10)
+THREE = Policy(join_timeout=10, initial_replicas=3)
+PATIENT = Policy(join_timeout=1000, initial_replicas=3)
+BOTH = Policy(min_replicas=2, join_timeout=10, initial_replicas=3)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ SITUATIONS = [
     Situation("too few ask, and time does not change that", "", "abc", "a", "min_replicas", seconds=60),
     Situation("half of the healthy groups ask", "", "abcd", "ab", "majority"),
     Situation("half of them ask, and time does not change that", "", "abcd", "ab", "majority", seconds=60),
+    Situation(
+        "the first quorum waits for those that the job begins with", "", "a", "a", "initial_replicas", policy=THREE
+    ),
+    Situation("the first quorum waits until join_timeout", "", "ab", "ab", "initial_replicas", None, 9.9, THREE),
+    Situation("the first quorum waits no longer", "", "ab", "ab", "all_asking", "ab", 10, THREE),
+    Situation("the first quorum waits no longer than half a request", "", "a", "a", "all_asking", "a", 300, PATIENT),
+    Situation("all that the job begins with are there", "", "abc", "abc", "all_asking", "abc", policy=THREE),
+    Situation("more than the job begins with", "", "abcd", "abcd", "all_asking", "abcd", policy=THREE),
+    Situation("min_replicas is for ever, whatever the job begins with", "", "a", "a", "min_replicas", None, 60, BOTH),
+    Situation(
+        "max_replicas bounds what the job begins with",
+        "",
+        "ab",
+        "ab",
+        "all_asking",
+        "ab",
+        policy=Policy(1, 2, initial_replicas=3),
+    ),
+    Situation("a later quorum waits for nobody who is gone", "abc", "ab", "ab", "all_asking", "ab", policy=THREE),
+    Situation("a last member goes on alone", "abc", "a", "a", "all_asking", "a", policy=THREE),
     Situation("more than half ask", "", "abc", "ab", "stragglers"),
     Situation("more than half ask, just before join_timeout", "", "abc", "ab", "stragglers", seconds=9.9),
     Situation("more than half ask, join_timeout is over", "", "abc", "ab", "stragglers_dropped", "ab", 10),
@@ -167,6 +190,15 @@ def test_stragglers_are_counted_from_the_first_request_of_the_round() -> None:
     assert members(announced(driver.passes(0.1))) == ["a", "b"]
 
 
+def test_who_asked_for_just_as_long_as_stragglers_are_waited_for_gets_its_quorum() -> None:
+    driver = Driver(min_replicas=1, join_timeout=60)
+    driver.start("a", "b", "c")
+    driver.asks("a", 1, timeout=60)
+    driver.asks("b", 1, timeout=60)
+    assert not announces(driver.passes(59.9))
+    assert members(announced(driver.passes(0.1))) == ["a", "b"]
+
+
 def test_a_request_that_was_passed_over_does_not_start_the_clock_of_the_next_round() -> None:
     driver = Driver(min_replicas=1, join_timeout=10)
     driver.start("a", "b", "c")
@@ -240,7 +272,7 @@ def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:
     driver.passes(10)
     reason = driver.core.reason(driver.now)
     assert reason.code == "stragglers_dropped"
-    assert reason.sentence == "quorum 2 of 1: the time to wait for b was over"
+    assert reason.sentence == "quorum 2, 1 member: the time to wait for b was over"
 
 
 @pytest.mark.parametrize(

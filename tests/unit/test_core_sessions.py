@@ -211,6 +211,22 @@ def test_the_dead_are_forgotten() -> None:
     assert [view.replica_id for view in driver.core.replicas(driver.now)] == ["stays"]
 
 
+def test_each_incarnation_is_shown_once_those_that_went_last_first_and_as_old_as_they_are() -> None:
+    driver = Driver(min_replicas=1)
+    for replica_id in ("r0:1", "r1:1", "r0:2", "r1:1"):
+        driver.opens(replica_id)
+        driver.closes(replica_id)
+        driver.passes(1.0)
+    driver.opens("r1:1")
+    views = driver.core.replicas(driver.now)
+    assert [(view.replica_id, view.state) for view in views] == [
+        ("r1:1", ReplicaState.IDLE),
+        ("r0:2", ReplicaState.GONE),
+        ("r0:1", ReplicaState.GONE),
+    ]
+    assert [view.heard_seconds_ago for view in views] == pytest.approx([0.0, 2.0, 4.0])
+
+
 @pytest.mark.parametrize(
     "event",
     [

@@ -22,9 +22,12 @@ TARGETS = st.sampled_from(["a", "b", "a:1", "b:2", "nobody"])
 class Onlooker(RuleBasedStateMachine):
     """Keeps its own books: who has a session, which request is open, what was announced under which id."""
 
-    @initialize(min_replicas=st.integers(1, 3), max_replicas=st.sampled_from([0, 0, 3, 4]))
-    def begin(self, min_replicas: int, max_replicas: int) -> None:
-        self.driver = Driver(policy=Policy(min_replicas, max_replicas, join_timeout=10, heal_timeout=4))
+    @initialize(
+        min_replicas=st.integers(1, 3), max_replicas=st.sampled_from([0, 0, 3, 4]), initial=st.sampled_from([0, 0, 3])
+    )
+    def begin(self, min_replicas: int, max_replicas: int, initial: int) -> None:
+        limits = Policy(min_replicas, max_replicas, join_timeout=10, heal_timeout=4, initial_replicas=initial)
+        self.driver = Driver(policy=limits)
         self.requests: dict[str, int] = {}
         self.lowest_taken: dict[str, int] = {}
         """Requests below it are of the past of that session."""

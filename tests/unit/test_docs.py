@@ -99,6 +99,22 @@ def test_every_link_of_the_documentation_leads_somewhere():
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_anchor_of_the_documentation_exists():
+    found = 0
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for link, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+            if "://" not in link:
+                found += 1
+                assert anchor in anchors(page.parent / link if link else page), f"{page.name}: {link}#{anchor}"
+    assert found >= 5
+
+
 def test_every_test_named_in_the_documentation_exists():
     named = set(re.findall(r"`(test_[a-z0-9_]+)`", DOCS))
     written = {

@@ -94,6 +94,11 @@ def test_no_token_is_ever_written(lines) -> None:
     assert text.count(HIDDEN) >= 5
 
 
+def test_that_a_token_is_needed_is_no_secret(lines) -> None:
+    get_logger("keepstep.x").info("hello", tokens_needed=True)
+    assert lines()[0]["tokens_needed"] is True
+
+
 def test_configuring_again_replaces_what_was() -> None:
     first, second = io.StringIO(), io.StringIO()
     configure("info", as_json=True, stream=first)

@@ -47,6 +47,15 @@ def test_the_flag_beats_the_environment_and_hands_on_the_file(monkeypatch: pytes
     }
 
 
+def test_what_python_prints_is_shown_at_once_unless_somebody_says_otherwise() -> None:
+    assert environment({})["PYTHONUNBUFFERED"] == "1"
+    assert environment({"PYTHONUNBUFFERED": ""})["PYTHONUNBUFFERED"] == ""
+
+
+def test_a_launcher_around_this_one_is_not_told_names() -> None:
+    assert "KEEPSTEP_NAME_FILE" not in environment({"KEEPSTEP_NAME_FILE": "/of/another"})
+
+
 def test_a_lighthouse_of_the_jobs_own_speaks_plain_http_on_loopback(tmp_path: Path) -> None:
     base = {"KEEPSTEP_LIGHTHOUSE_TLS_CERT": "l.pem", "KEEPSTEP_WORKER_TOKEN": "w" * 20}
     (told,) = lighthouse_program(1, tmp_path, base).environments(0)

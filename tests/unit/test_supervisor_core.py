@@ -113,6 +113,29 @@ def test_while_nobody_says_whether_a_group_is_banned_it_is_not_started() -> None
     assert len(run.notes) == 2, "said once"
 
 
+def test_a_ban_is_told_by_the_name_that_the_group_has_at_the_lighthouse() -> None:
+    run = job(GroupSpec("r1"))
+    run(RankExited("r1", 0, EXIT_EVICTED), 5.0)
+    run(BanLearned("r1", 7.0, "train_ddp_1"), 5.0)
+    assert run.notes[-1].endswith("`keepstep readmit train_ddp_1` ends that")
+
+
+def test_a_group_that_can_never_start_is_given_up_at_once_and_a_service_is_not() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"), GroupSpec("lighthouse", service=True))
+    assert run(RankExited("r0", 0, 127, hopeless=True), 5.0) == []
+    assert run.core.phase("r0") is Phase.GIVEN_UP
+    run(RankExited("lighthouse", 0, 127, hopeless=True), 5.0)
+    assert run.core.phase("lighthouse") is Phase.WAITING
+    run(RankExited("r1", 0, 0), 6.0)
+    assert run.core.exit_code() == 1
+
+
+def test_ctrl_c_is_answered_with_what_a_second_one_does() -> None:
+    run = job(GroupSpec("r0"))
+    run(Stop(signal.SIGINT), 5.0)
+    assert run.notes == ["run: ending; Ctrl-C again kills at once"]
+
+
 def test_a_stop_ends_the_wait_for_a_ban() -> None:
     run = job(GroupSpec("r0"))
     run(RankExited("r0", 0, EXIT_EVICTED), 5.0)

@@ -10,6 +10,7 @@ from tests.services.manager.groups import manager
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
+from keepstep.exits import EXIT_EVICTED, EvictedExit
 
 
 def test_without_any_address_the_error_says_what_to_set(monkeypatch):
@@ -35,6 +36,26 @@ def test_the_quorum_timeout_of_the_environment_is_the_one_in_force(monkeypatch, 
             m.shutdown()
     finally:
         server.shutdown()
+
+
+def test_the_launcher_is_told_the_name_that_a_script_gives_its_group(monkeypatch, lighthouse, tmp_path):
+    monkeypatch.setenv("REPLICA_GROUP_ID", "1")
+    monkeypatch.setenv("KEEPSTEP_NAME_FILE", str(tmp_path / "r1"))
+    with manager(lighthouse, "train_ddp_1"):
+        assert (tmp_path / "r1").read_text() == "train_ddp_1"
+
+
+def test_a_launcher_that_cannot_be_told_the_name_is_no_reason_not_to_train(monkeypatch, lighthouse, tmp_path):
+    monkeypatch.setenv("KEEPSTEP_NAME_FILE", str(tmp_path / "nowhere" / "r1"))
+    with manager(lighthouse, "a") as one:
+        one.start_quorum()
+
+
+def test_an_evicted_rank_says_so_before_it_ends(capsys):
+    with pytest.raises(SystemExit) as ended:
+        raise EvictedExit("bad GPU")
+    assert ended.value.code == EXIT_EVICTED
+    assert capsys.readouterr().err == "keepstep: this group was evicted: bad GPU; its ranks end (exit 77)\n"
 
 
 def test_a_bad_duration_in_the_environment_is_named(monkeypatch, lighthouse):

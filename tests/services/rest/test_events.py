@@ -23,6 +23,9 @@ async def test_events_are_paged_and_their_numbers_grow() -> None:
         page = await rest.get(f"{JOB}/events?after={every[0]['id']}&limit=2")
         assert page == {"job": "job", "events": every[1:3], "after": every[2]["id"]}
         assert (await rest.get(f"{JOB}/events?after={every[3]['id']}"))["events"] == []
+        assert (await rest.get(f"{JOB}/events?after=0&limit=2"))["events"] == every[:2]
+        assert (await rest.get(f"{JOB}/events?limit=2"))["events"] == every[2:], "the newest"
+        assert (await rest.get(f"{JOB}/events?limit=0"))["events"] == []
 
 
 @pytest.mark.parametrize("query", ["after=-1", "after=x", "limit=1.5", "after=" + "9" * 30, "follow=yes", "limit=%00"])

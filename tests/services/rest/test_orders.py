@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from tests.services.rest.scene import JOB, scene
@@ -15,6 +16,11 @@ from keepstep_mesh.messages import Drain, Evicted, MemberLost, QuorumAnswer
 from lighthouse_driver import DEADLINE, connection, eventually
 
 
+def entry_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the event log in the answer to an order."""
+    return {name: value for name, value in answer.items() if name not in ("done", "sentence")}
+
+
 async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -> None:
     async with scene() as (_, rest, members):
         event = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
@@ -24,22 +30,43 @@ async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -
         assert await members[1].next(Evicted) == Evicted("bad GPU", 0.0)
         await members[1].ended()
         assert "evicted by admin" in (await members[0].next(MemberLost)).reason
-        assert event in (await rest.get(f"{JOB}/events"))["events"]
+        assert (event["done"], event["sentence"]) == (True, "r1 is evicted")
+        assert entry_of(event) in (await rest.get(f"{JOB}/events"))["events"]
         assert (await rest.get(f"{JOB}/replicas/r1"))["state"] == "gone"
-        assert await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}) == event
+        for target in ("r1", "r1:1"):
+            again = await rest.post(f"{JOB}/replicas/{target}/evict", {"reason": "again"})
+            assert entry_of(again) == entry_of(event)
+            assert (again["done"], again["sentence"]) == (
+                False,
+                f"nothing to do: {target} is gone, and was evicted before",
+            )
+        kinds = [one["kind"] for one in (await rest.get(f"{JOB}/events"))["events"]]
+        assert kinds.count("evicted") == 1
+
+
+async def test_an_eviction_that_was_lifted_is_not_told_as_one_that_holds() -> None:
+    async with scene() as (_, rest, members):
+        await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
+        await members[1].ended()
+        assert (await rest.post(f"{JOB}/replicas/r1/readmit"))["sentence"] == "r1:1 may come back"
+        problem = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}, 409)
+        assert problem["detail"] == "r1 is gone; ban_seconds would keep it out"
 
 
 async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
     async with scene() as (one, rest, _members):
         await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad host", "ban_seconds": 500})
-        await rest.post(f"{JOB}/replicas/never-seen/evict", {"reason": "bad host", "ban_seconds": 500})
+        banned = await rest.post(f"{JOB}/replicas/never-seen/evict", {"reason": "bad host", "ban_seconds": 500})
+        assert banned["sentence"] == "no group never-seen is there now; never-seen is banned for 500 s"
         assert [ban["target"] for ban in (await rest.get(JOB))["bans"]] == ["r1", "never-seen"]
         async with connection(one.address, "r1:2") as banned:
             await banned.hello()
             assert (await banned.refusal()).code == "banned"
         event = await rest.post(f"{JOB}/replicas/r1/readmit")
         assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1", "quorum_id": 1})
-        assert await rest.post(f"{JOB}/replicas/r1/readmit", {}) == event
+        again = await rest.post(f"{JOB}/replicas/r1/readmit", {})
+        assert entry_of(again) == entry_of(event)
+        assert (again["done"], again["sentence"]) == (False, "nothing to do: nothing stands against r1")
         async with connection(one.address, "r1:2") as welcome:
             await welcome.hello()
             await eventually(lambda: len(one.sessions) == 2)
@@ -51,7 +78,9 @@ async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
         assert (event["kind"], event["replica_id"]) == ("drain", "r0:1")
         assert await members[0].next(Drain) == Drain("maintenance")
         assert (await rest.get(f"{JOB}/replicas/r0"))["draining"] is True
-        assert await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"}) == event
+        again = await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"})
+        assert entry_of(again) == entry_of(event)
+        assert (again["done"], again["sentence"]) == (False, "nothing to do: r0:1 was asked before")
 
 
 async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
@@ -77,7 +106,7 @@ async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
                 "quorum_id": 1,
             },
         )
-        assert await rest.patch(JOB, {"min_replicas": 1}) == changed
+        assert await rest.patch(JOB, {"min_replicas": 1}) == {**changed, "event": None}, "nothing was to be done"
         assert [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "policy"] == [event]
         again = await rest.patch(JOB, {"takeover_grace": None})
         assert again["policy"]["takeover_grace"] is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.services.rest.scene import JOB, scene
 
-from keepstep_mesh.messages import Heartbeat
-from lighthouse_driver import DEADLINE, eventually
+from keepstep_mesh.messages import Heartbeat, Leave
+from lighthouse_driver import DEADLINE, eventually, worker
 
 
 async def test_health_readiness_and_metrics() -> None:
@@ -80,11 +80,31 @@ async def test_replicas_by_name_and_by_incarnation() -> None:
             assert (one["replica_id"], one["address"]) == ("r1:1", "http://r1:1")
 
 
+async def test_of_an_incarnation_the_beginning_is_enough() -> None:
+    async with scene(1) as (one, rest, _members), worker(one.address, "r1:0123456789ab"):
+        assert (await rest.get(f"{JOB}/replicas/r1:01234567"))["replica_id"] == "r1:0123456789ab"
+        await rest.get(f"{JOB}/replicas/r1:0123456", 404)
+        answer = await rest.post(f"{JOB}/replicas/r1:01234567/evict", {"reason": "x"})
+        assert answer["replica_id"] == "r1:0123456789ab"
+
+
+async def test_a_group_that_came_back_again_and_again_is_shown_as_it_is_now() -> None:
+    async with scene(1) as (one, rest, _members):
+        for number in (1, 2):
+            async with worker(one.address, f"r1:{number}") as gone:
+                await gone.send(Leave("x"))
+                await gone.ended()
+        assert (await rest.get(f"{JOB}/replicas/r1"))["replica_id"] == "r1:2", "the last one"
+
+
 @pytest.mark.parametrize("path", ["", "/quorum", "/replicas", "/events", "/replicas/r0"])
 async def test_an_unknown_job_is_a_problem_that_names_those_there_are(path: str) -> None:
     async with scene(1) as (_, rest, _members):
         problem = await rest.get(f"/v1/jobs/elsewhere{path}", 404)
-        assert problem["detail"] == "there is no job 'elsewhere'; there are job"
+        assert problem["detail"].startswith(
+            "there is no job 'elsewhere'; there are job; one begins with the first group"
+        )
+        assert problem["detail"].endswith("keepstep run --job elsewhere")
         assert problem["known"] == ["job"]
 
 
@@ -102,4 +122,4 @@ async def test_an_unknown_replica_is_a_problem_that_names_those_there_are() -> N
 async def test_a_lighthouse_without_jobs_answers() -> None:
     async with scene(0) as (_, rest, _members):
         assert await rest.get("/v1/jobs") == {"jobs": []}
-        assert (await rest.get(JOB, 404))["detail"] == "there is no job 'job'; there is none"
+        assert (await rest.get(JOB, 404))["detail"].startswith("there is no job 'job'; there is none; one begins with")

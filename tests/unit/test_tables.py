@@ -1,0 +1,47 @@
+"""Tables fit a terminal of 80 columns, and nothing in them that is to be copied is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep_cli import tables
+
+UUID = "9a7c6573-1111-4222-8333-123456789abc"
+
+
+def replica(name: str, **facts: object) -> dict[str, object]:
+    return {
+        "replica_id": f"{name}:{UUID}",
+        "state": "training",
+        "draining": False,
+        "member": True,
+        "step": 123_456,
+        "world_size": 8,
+        "heard_seconds_ago": 0.013,
+        "step_seconds": 1.5,
+        "healed_bytes": 43,
+        "heal_bytes": 100,
+        "reason": None,
+        **facts,
+    }
+
+
+def test_replicas_fit_80_columns_each_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "WIDE", 80)
+    why = {"code": "duplicate_name", "numbers": {}, "sentence": f"r1:{UUID} waits: another has the same name"}
+    gone = {"code": "gone", "numbers": {}, "sentence": "left: SIGTERM"}
+    tables.show_replicas(
+        [
+            replica("train_ddp_0"),
+            replica("r1", state="kept_out", reason=why, member=False),
+            replica("r2", state="gone", reason=gone, member=False),
+        ]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    rows = [line.split() for line in lines if "13 ms ago" in line]
+    assert [row[0] for row in rows] == ["train_ddp_0:9a7c6573", "r1:9a7c6573", "r2:9a7c6573"]
+    assert rows[0][1:] == ["training", "yes", "123456", "8", "13", "ms", "ago", "1.5", "s", "43%"]
+    assert lines[-2:] == ["r1:9a7c6573 waits: another has the same name", "r2:9a7c6573: left: SIGTERM"]
