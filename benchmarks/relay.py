@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +189,44 @@ def cut_through(port: int, pack: memoryview, streams: int, name: str) -> float:
     return seconds
 
 
+def rounds(flags: argparse.Namespace, folder: str | None) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "keepstep_relay", "--bind", "127.0.0.1:0", "--memory", "12GiB"]
+    command += ["--log-level", "error"] + (["--data-dir", folder] if folder else [])
+    found = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
+        try:
+            assert relay.stdout is not None
+            port = int(relay.stdout.readline().rsplit(":", 1)[1])
+            for number in range(flags.rounds):
+                pack = memoryview(os.urandom(flags.mebibytes << 20))
+                figures = measure(port, pack, flags.streams, f"round-{number}", psutil.Process(relay.pid))
+                pack = memoryview(os.urandom(flags.mebibytes << 20))
+                figures["cut_through_seconds"] = cut_through(port, pack, flags.streams, f"through-{number}")
+                found.append(figures)
+                show(figures)
+        finally:
+            relay.terminate()
+    return found
+
+
+def show(figures: dict[str, float]) -> None:
+    per_gib = 2**30 / figures["bytes"]
+    rates = [
+        f"{what} {figures['bytes'] / figures[f'{what}_seconds'] / 1e9:.2f} GB/s"
+        for what in ("put", "get", "cut_through")
+    ]
+    print(
+        *rates,
+        f"commit {figures['commit_seconds'] * 1000:.0f} ms",
+        f"relay's processor, s/GiB: put {figures['put_processor_seconds'] * per_gib:.2f}",
+        f"get {figures['get_processor_seconds'] * per_gib:.2f}",
+        f"slowest answer {figures['longest_answer_seconds'] * 1000:.0f} ms",
+        f"(median {figures['median_answer_seconds'] * 1000:.1f} ms)",
+        sep="  ",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=1024)
@@ -199,32 +239,12 @@ def main() -> None:
     if flags.watch:
         asyncio.run(watch(flags.watch))
         return
-    command = [sys.executable, "-m", "keepstep_relay", "--bind", "127.0.0.1:0", "--memory", "12GiB"]
-    command += ["--log-level", "error"] + (["--data-dir", str(flags.data_dir)] if flags.data_dir else [])
-    found = []
-    with subprocess.Popen([*command, "--keep-live", "1"], stdout=subprocess.PIPE, text=True) as relay:
-        assert relay.stdout is not None
-        port = int(relay.stdout.readline().rsplit(":", 1)[1])
-        for number in range(flags.rounds):
-            pack = memoryview(os.urandom(flags.mebibytes << 20))
-            figures = measure(port, pack, flags.streams, f"round-{number}", psutil.Process(relay.pid))
-            figures["cut_through_seconds"] = cut_through(
-                port, memoryview(os.urandom(flags.mebibytes << 20)), flags.streams, f"through-{number}"
-            )
-            found.append(figures)
-            rates = {
-                what: figures["bytes"] / figures[f"{what}_seconds"] / 1e9 for what in ("put", "get", "cut_through")
-            }
-            print(
-                "  ".join(f"{what} {rate:.2f} GB/s" for what, rate in rates.items()),
-                f" commit {figures['commit_seconds'] * 1000:.0f} ms",
-                f" relay's processor, s/GiB: put {figures['put_processor_seconds'] / figures['bytes'] * 2**30:.2f}",
-                f"get {figures['get_processor_seconds'] / figures['bytes'] * 2**30:.2f}",
-                f" slowest answer {figures['longest_answer_seconds'] * 1000:.0f} ms",
-                f"(median {figures['median_answer_seconds'] * 1000:.1f} ms)",
-                flush=True,
-            )
-        relay.terminate()
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if flags.data_dir:
+            flags.data_dir.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=flags.data_dir))
+        found = rounds(flags, folder)
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=2))
 

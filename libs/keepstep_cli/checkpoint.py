@@ -70,9 +70,8 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
             services = _run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
             relays = ",".join(one["address"] for one in services if one["kind"] == "relay")
             if not relays:
-                raise Unreachable(
-                    f"the lighthouse knows of no relay. Start one with {Relay.starts}, or say where it is with {Relay.flags}."
-                )
+                advice = f"Start one with {Relay.starts}, or say where it is with {Relay.flags}."
+                raise Unreachable(f"the lighthouse knows of no relay. {advice}")
         function(Link(Relay(relays, token, tls), job, as_json), **others)
 
     return with_link

@@ -173,7 +173,7 @@ class JobCore:
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
             case Tick():
-                self._tick(now)
+                self._tick(now, now_unix)
         self._settle(now, now_unix)
         return self._out
 
@@ -474,7 +474,9 @@ class JobCore:
     def _heard_at(self, group: Group) -> float:
         return max(group.heard_at, self._beats_counted_from)
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float, now_unix: float) -> None:
+        if self._verdict.until is not None and now >= self._verdict.until:
+            self._settle(now, now_unix)  # who asked for as long as stragglers are waited for gets a quorum without them
         self._deny_overdue(now)
         due = self._judging_due()
         if now < due:

@@ -11,6 +11,7 @@ from keepstep_mesh import logging, service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.service import Endpoint, Hosted
 from keepstep_mesh.settings import bind_address, byte_size, duration
+from keepstep_relay.allocator import keep_freed_memory
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import LIMITS, RelaySettings, read_settings
 
@@ -18,6 +19,7 @@ from keepstep_relay.settings import LIMITS, RelaySettings, read_settings
 def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None] | None = None) -> Hosted:
     """For ``service.run_several``. Raises ``ValueError``. ``started`` is told where it listens."""
     host, port = bind_address(settings.bind)
+    keep_freed_memory()
     return Hosted(
         lambda: Relay(settings).service(),
         host,

@@ -65,7 +65,6 @@ class CheckpointStore:
         self._written: set[tuple[Key, int]] = set()
         """Manifests, and records as rank -1, that are on disk."""
         self._to_copy: asyncio.Queue[Key] = asyncio.Queue()
-        self._changed = asyncio.Event()
         chunks.forget = self._forget
 
     @asynccontextmanager
@@ -141,7 +140,7 @@ class CheckpointStore:
                     self._step(SealFailed(key))
                     raise
                 self._step(Sealed(key))
-                self._changed.set()
+                self.chunks.times_changed.set()
                 facts = self.core.checkpoints[key].facts
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
                 if facts.kind is Kind.DURABLE and self.chunks.durable is not None and key not in self.durable:
@@ -190,7 +189,7 @@ class CheckpointStore:
                 self._forgotten(decision)
             else:
                 rest.append(decision)
-        self._changed.set()
+        self.chunks.times_changed.set()
         return rest
 
     def _forgotten(self, decision: Forget) -> None:
@@ -214,11 +213,11 @@ class CheckpointStore:
 
     async def _keep_times(self) -> None:
         while True:
-            self._changed.clear()
+            self.chunks.times_changed.clear()
             left = self.core.deadline() - time.monotonic()
             try:
                 async with asyncio.timeout(None if left == float("inf") else max(left, 0.01)):
-                    await self._changed.wait()
+                    await self.chunks.times_changed.wait()
             except TimeoutError:
                 try:
                     self._step(Tick())
@@ -261,6 +260,8 @@ class CheckpointStore:
                 continue
             if record.committed is not None and len(tables) < record.facts.ranks:
                 log.error("a manifest of a committed checkpoint is missing", job=key.job, checkpoint=key.id)
+                if on_disk and self.chunks.disk is not None:
+                    self.chunks.disk.unreadable += 1
                 continue
             if key not in self.core.checkpoints:
                 committed = None if record.committed is None else time.monotonic() - time.time() + record.committed

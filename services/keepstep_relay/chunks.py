@@ -1,13 +1,16 @@
 """The chunks of a relay, in memory, on disk and in the durable tier: immutable, named by their digest.
 
-The order for a chunk that comes: room, bytes, digest, visible to readers, on disk, answered. For one that is asked for:
-wait until it is here, hold it, read it and check it, send it, let go. What the core says may go is deleted behind that,
-one chunk after the other; a chunk that is wanted again in the meantime has its turn after that.
+The order for a chunk that comes: room, bytes, digest, visible to readers, answered. It is written to disk behind that:
+no reader waits for a disk, and a commit waits for all of it. While the disk does not take what it is given, each chunk
+is tried before it is answered. The order for one that is asked for: wait until it is here, hold it, read and check it,
+send it, let go. What the core says may go is deleted behind all that; a chunk that is wanted again in the meantime has
+its turn after that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +33,7 @@ from keepstep_relay.events import (
     Event,
     Evict,
     Forget,
+    HolderSaid,
     Key,
     RoomWanted,
     Tier,
@@ -42,6 +46,9 @@ T = TypeVar("T")
 
 THREADS = 4
 """That read, write and hash."""
+WRITERS = 2
+FLUSH_SECONDS = 5.0
+"""At the end, for what was taken and is not written yet."""
 ROOM_SECONDS = 5.0
 """A request waits so long for memory."""
 
@@ -64,11 +71,16 @@ class ChunkStore:
         self.durable = durable
         self.bells = Bells()
         self.turns = Turns()
+        self.times_changed = asyncio.Event()
+        """The core may name an earlier deadline than before."""
         self.damaged: Counter[str] = Counter()
         """Chunks with a wrong digest, by where they came from."""
         self.evicted = 0
         self.forget: Callable[[Key], Awaitable[None]]
         """Deletes what was written down of a checkpoint."""
+        self.disk_trouble: str | None = None
+        """Why the disk did not take what it was last given."""
+        self._to_write: asyncio.Queue[bytes] = asyncio.Queue()
         self._verified: set[bytes] = set()
         """On disk, and known to be good since this process began."""
         self._to_sweep: asyncio.Queue[Drop | Forget | asyncio.Future[None]] = asyncio.Queue()
@@ -77,12 +89,17 @@ class ChunkStore:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="keepstep-relay") as self._threads:
-            sweeper = asyncio.create_task(self._sweep(), name="keepstep relay sweeper")
+            tasks = [asyncio.create_task(self._sweep(), name="keepstep relay sweeper")]
+            tasks += [asyncio.create_task(self._write(), name="keepstep relay writer") for _ in range(WRITERS)]
             try:
                 yield
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FLUSH_SECONDS):
+                        await self._to_write.join()
             finally:
-                sweeper.cancel()
-                await asyncio.wait([sweeper])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
     async def in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -90,6 +107,8 @@ class ChunkStore:
     def step(self, event: Event) -> list[Decision]:
         """Tells the core, and carries out what it decides about chunks; the rest is the caller's to carry out."""
         rest: list[Decision] = []
+        if isinstance(event, (HolderSaid, ChunkLost)):
+            self.times_changed.set()
         for decision in self.core.step(event, time.monotonic()):
             match decision:
                 case Wake(what):
@@ -115,7 +134,7 @@ class ChunkStore:
     async def put(self, digest: bytes, data: memoryview) -> None:
         """Takes a chunk for which memory was reserved. Raises ``DamagedError`` for a wrong digest, which is not kept.
 
-        ``DiskError`` when it is held in memory, and served, but could not be written.
+        ``DiskError`` when it is held in memory, and served, but the disk takes nothing.
         """
         try:
             found = await self.in_thread(chunk_digest, data)
@@ -131,7 +150,22 @@ class ChunkStore:
         else:
             self.memory.put(digest, data)
             self.step(ChunkCame(digest, Tier.MEMORY))
-        await self.save(digest)
+        if self.disk_trouble is None:
+            self._to_write.put_nowait(digest)
+        else:
+            await self.save(digest)
+
+    async def _write(self) -> None:
+        while True:
+            digest = await self._to_write.get()
+            try:
+                await self.save(digest)
+            except DiskError as error:
+                log.error("chunk is in memory only", digest=digest.hex(), reason=str(error))
+            except Exception:
+                log.exception("fault while writing", digest=digest.hex())
+            finally:
+                self._to_write.task_done()
 
     async def save(self, digest: bytes) -> None:
         """Writes a chunk that is in memory only. Raises ``DiskError``."""
@@ -141,7 +175,12 @@ class ChunkStore:
             chunk, data = self.core.chunks.get(digest), self.memory.chunks.get(digest)
             if chunk is None or data is None or Tier.DISK in chunk.tiers:
                 return
-            await self.in_thread(self.disk.write, digest, data)
+            try:
+                await self.in_thread(self.disk.write, digest, data)
+            except DiskError as error:
+                self.disk_trouble = str(error)
+                raise
+            self.disk_trouble = None
             if self.core.chunks.get(digest) is chunk:
                 self._verified.add(digest)
                 self.step(ChunkCame(digest, Tier.DISK))

@@ -86,6 +86,7 @@ class DiskTier:
         self.unreadable = 0
         """Checkpoints whose record ``load`` could not read: it is not known which chunks they need."""
         with _explained(f"the data directory {folder} cannot be used"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._chunks, self._checkpoints, self._partial):
                 path.mkdir(parents=True, exist_ok=True)
             for number in range(256):
@@ -159,6 +160,8 @@ class DiskTier:
         """In place of whatever is there of that name."""
         self.forget(key)
         with _explained(f"{key} cannot be written down"):
+            with contextlib.suppress(FileNotFoundError):  # the folder of the job went with its last checkpoint
+                self._of(key).mkdir(parents=True, exist_ok=True)
             self._of(key).mkdir(parents=True, exist_ok=True)
             self._place(encode_record(key, record), self._of(key) / "record", sync=False)
 

@@ -67,6 +67,11 @@ class _Relay(Collector):
             checkpoints.add_metric([state.value], states[state])
         yield checkpoints
         yield GaugeMetricFamily(
+            "keepstep_relay_disk_trouble",
+            "1 while the disk does not take what it is given",
+            float(chunks.disk_trouble is not None),
+        )
+        yield GaugeMetricFamily(
             "keepstep_relay_durable_behind",
             "1 while the durable tier does not take what was committed",
             float(relay.checkpoints.trouble is not None),

@@ -266,6 +266,16 @@ async def test_holders_and_the_relays_own_bitmap() -> None:
         await worker.call("PUT", f"{path}/r7", 400, json={**body, "address": "nowhere"})
 
 
+async def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
+    async with relay(limits=Limits(holder_seconds=0.1)) as one, client(one.address) as worker:
+        await worker.store(ONE)
+        path = f"{worker.checkpoints}/c1/holders"
+        await worker.call("PUT", f"{path}/r7", json={"address": "http://10.0.0.1:7", "has": "02"})
+        async with asyncio.timeout(DEADLINE):
+            while (await worker.call("GET", path))["holders"]:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+
+
 async def test_old_ones_go_and_the_list_says_what_is_there(tmp_path) -> None:
     limits = Limits(keep_live=1, reading_seconds=0.0)
     async with relay(data_dir=tmp_path, limits=limits) as one, client(one.address) as worker:

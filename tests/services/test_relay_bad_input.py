@@ -37,6 +37,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[tuple[Relay, Client]]:
     async with relay(data_dir=tmp_path / "data", limits=limits) as one, client(one.address) as worker:
         await worker.store(ONE)
         await worker.upload(TWO, "c2", 2, chunks=[0])
+        await one.chunks._to_write.join()
         used = one.chunks.memory.used
         yield one, worker
         one.core.validate()

@@ -16,7 +16,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.disk import DiskTier
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, client, relay, relay_process, state
+from relay_driver import DEADLINE, Client, client, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -26,6 +26,13 @@ async def killed(process: asyncio.subprocess.Process) -> None:
     process.send_signal(signal.SIGKILL)
     async with asyncio.timeout(DEADLINE):
         await process.wait()
+
+
+async def on_disk(worker: Client, count: int) -> None:
+    """Until so many chunks are written, which is done behind the answer."""
+    async with asyncio.timeout(DEADLINE):
+        while (await worker.show())["checkpoint"]["on_disk"] != count:  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.01)
 
 
 async def test_killed_after_a_commit_it_has_all_of_it_again(tmp_path: Path) -> None:
@@ -45,6 +52,7 @@ async def test_killed_before_a_commit_it_goes_on_with_what_lacks(tmp_path: Path,
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.store(TWO, "c0", 0)
         await worker.upload(ONE, chunks=uploaded)
+        await on_disk(worker, len(uploaded))
         await killed(process)
     async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
         assert [await worker.has(digest) for digest in ONE.digests] == [number in uploaded for number in range(3)]
@@ -61,6 +69,7 @@ async def test_killed_before_a_commit_it_goes_on_with_what_lacks(tmp_path: Path,
 async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_path: Path) -> None:
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.upload(ONE, chunks=[0])
+        await on_disk(worker, 1)
         host, port = address.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
@@ -105,6 +114,15 @@ async def test_killed_at_any_moment_it_never_has_a_commit_that_is_incomplete(tmp
                 assert await worker.pack(f"c{step}") == states[step].pack
             for name in await worker.list():
                 await worker.call("DELETE", f"{worker.checkpoints}/{name}", 204)
+
+
+async def test_stopped_in_good_order_it_writes_what_it_took(tmp_path: Path) -> None:
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.upload(ONE)
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        assert (await worker.show())["checkpoint"]["lacking"] == 0
+        await worker.commit()
+        assert await worker.pack() == ONE.pack
 
 
 async def test_a_reader_goes_on_over_a_restart_with_the_range_that_it_lacks(tmp_path: Path) -> None:
@@ -209,11 +227,12 @@ async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_st
         await worker.store(ONE)
         await worker.begin("c2", 2)
         await worker.manifest(TWO, "c2")
-        problem = await worker.put(TWO.chunks[0], 507)
+        await worker.put(TWO.chunks[0])
+        await one.chunks._to_write.join()
+        problem = await worker.put(TWO.chunks[1], 507)
         assert "No space left on device; free some space" in problem["detail"]
-        assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0], "from memory: a heal goes on"
-        for chunk in TWO.chunks[1:]:
-            await worker.put(chunk, 507 if len(chunk) == CHUNK_BYTES else 201)
+        assert await worker.chunk(TWO.digests[1]) == TWO.chunks[1], "from memory: a heal goes on"
+        await worker.put(TWO.chunks[2])
         assert await worker.pack("c2") == TWO.pack
         await worker.commit("c2", 507)
         assert (await worker.show("c2"))["checkpoint"]["state"] == "uploading"
