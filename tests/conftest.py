@@ -47,11 +47,14 @@ hypothesis.settings.load_profile("keepstep")
 def pytest_configure() -> None:
     """A grandchild whose parent died becomes our child, not init's: so an orphan is seen too.
 
-    A shell starts what it runs in the background with SIGINT ignored, which every child would inherit.
+    A shell starts what it runs in the background with SIGINT ignored, and nohup with SIGHUP, which every child would
+    inherit. What is caught here is as usual again in a child.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _threads() -> set[threading.Thread]:

@@ -37,6 +37,8 @@ class Simulation(Training):
         self.store = Store(JobRecord(policy=self.policy))
         self.parted_from_lighthouse: set[str] = set()
         self._highest = 0
+        self._last_round = (0, 0, 0, 0)
+        """Epoch, quorum_id, version and step of what was announced last."""
         self.lighthouse = Lighthouse(self, self.store, self.random)
         for name in self.names:
             self.time.after(0.3 * self.random.random(), self.launch, name)
@@ -52,8 +54,10 @@ class Simulation(Training):
     def announced(self, lighthouse: Lighthouse, announce: Announce) -> None:
         members = tuple(member.replica_id for member in announce.listed)
         record = self.store.record
-        if len(announce.to) != len(members):
+        round_ = lighthouse.epoch, announce.quorum_id, announce.version, announce.step
+        if len(announce.to) != len(members) or round_ == self._last_round:
             return  # an answer that is given again
+        self._last_round = round_
         self.rounds += 1
         if self._memberships.setdefault(announce.quorum_id, members) != members:
             self.violated(f"quorum {announce.quorum_id} is {self._memberships[announce.quorum_id]} and {members}")
