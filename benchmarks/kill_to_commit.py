@@ -93,7 +93,7 @@ def last_commit(groups: list[Group], after: float, counts: Callable[[int], bool]
         commits = [group.first_commit(after, counts) for group in groups]
         if None not in commits:
             return max(commits)
-        time.sleep(POLL)
+        time.sleep(POLL)  # trainers of both libraries write lines to files, which tell nobody
     raise TimeoutError(f"groups {[group.number for group in groups]} did not all commit within {GIVE_UP} s")
 
 

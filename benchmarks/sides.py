@@ -120,7 +120,7 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             raise RuntimeError(f"the lighthouse ended with {process.returncode}; see {log}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
-        time.sleep(0.05)
+        time.sleep(0.05)  # a lighthouse of either kind listens without a word
     raise TimeoutError(f"the lighthouse does not listen on port {port} after {START_TIMEOUT} s; see {log}")
 
 

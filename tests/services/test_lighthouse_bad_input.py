@@ -117,6 +117,8 @@ async def test_random_frames_never_harm_anybody() -> None:
                 if number % 25 == 0:
                     await job.goes_on()
         await eventually(lambda: len(one.sessions) == 2)
+        assert one.bad_messages.total > 0
+        assert one.term is not None
         for core in (found.core for found in one.jobs.values()):
             core.validate()
 
@@ -144,6 +146,7 @@ async def test_any_fields_of_any_kind_are_taken_or_refused(frames: list[tuple[st
                     await stranger.socket.send_bytes(msgpack.packb([kind, *fields]))
         async with worker(one.address, "other:1") as other:
             await other.send(Heartbeat())
+        assert one.term is not None
         for job in one.jobs.values():
             job.core.validate()
 
@@ -213,6 +216,7 @@ async def test_connections_that_break_during_the_upgrade_leave_nothing() -> None
                 writer.transport.abort()
         await job.goes_on()
         await eventually(lambda: len(one.sessions) == 2)
+        assert {session.replica_id for session in one.sessions.values()} == {f"r{number}:1" for number in range(2)}
 
 
 @pytest.mark.parametrize(
@@ -256,4 +260,5 @@ async def test_a_worker_that_does_not_read_is_cut_off_and_the_others_get_their_a
                 for member in members:
                     await member.until(QuorumAnswer)
             await eventually(lambda: len(one.sessions) == 2)
+            assert "deaf:1" not in {session.replica_id for session in one.sessions.values()}
             await deaf.close()

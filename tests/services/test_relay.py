@@ -236,6 +236,7 @@ async def test_a_range_out_of_bounds_is_refused(asked: str) -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.store(ONE)
         await worker.pack(status=416, headers={"Range": asked})
+        assert await worker.pack() == ONE.pack
 
 
 async def test_an_empty_state_is_a_checkpoint_too() -> None:
@@ -272,8 +273,9 @@ async def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
         path = f"{worker.checkpoints}/c1/holders"
         await worker.call("PUT", f"{path}/r7", json={"address": "http://10.0.0.1:7", "has": "02"})
         async with asyncio.timeout(DEADLINE):
-            while (await worker.call("GET", path))["holders"]:  # noqa: ASYNC110 - nothing tells it
+            while (found := await worker.call("GET", path))["holders"]:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.01)
+        assert (found["relay"], found["holders"]) == ("07", [])
 
 
 async def test_old_ones_go_and_the_list_says_what_is_there(tmp_path) -> None:

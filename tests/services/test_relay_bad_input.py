@@ -185,9 +185,11 @@ async def test_a_name_that_leads_elsewhere_is_refused(scene, name: str, tmp_path
 )
 async def test_a_beginning_that_makes_no_sense_is_refused(scene, body: Any) -> None:
     _, worker = scene
+    before = await worker.list()
     await worker.call("POST", worker.checkpoints, 400, json=body)
     await worker.call("POST", worker.checkpoints, 400, data=b'{"id": ')
     await worker.call("POST", worker.checkpoints, 413, data=io.BytesIO(b" " * 2_000_000))
+    assert await worker.list() == before
 
 
 async def test_a_chunk_with_other_bytes_than_its_digest_is_never_visible(scene) -> None:

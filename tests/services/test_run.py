@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_its_group_which_is_started_again_as_a_whole(started)
 again = os.environ["TORCHELASTIC_RESTART_COUNT"]
 print("pid", os.getpid(), "restart", again, flush=True)
 if again == "0" and os.environ["REPLICA_GROUP_ID"] == "0":
-    time.sleep(1000)
+    signal.pause()
 """
     run = started(script, "--replicas", "2", "--nproc-per-replica", "2")
     first = run.wait_for(r"\[r0/1\] pid (\d+) restart 0")
@@ -134,9 +134,9 @@ if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
     print("deaf", flush=True)
     while True:
-        time.sleep(1000)
+        signal.pause()
 while not os.path.exists("go"):
-    time.sleep(0.01)
+    time.sleep(0.01)  # for the test to say so
 sys.exit(5)
 """
     run = started(script, "--replicas", "1", "--nproc-per-replica", "2", "--grace", "0.3")
@@ -164,7 +164,7 @@ def end(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 print("ready", flush=True)
-time.sleep(1000)
+signal.pause()
 """
 
 
@@ -182,7 +182,7 @@ def test_a_second_ctrl_c_ends_all_at_once(started) -> None:
 signal.signal(signal.SIGTERM, lambda *_: print("wait a minute", flush=True))
 print("ready", flush=True)
 while True:
-    time.sleep(1000)
+    signal.pause()
 """
     run = started(script, "--replicas", "2", "--grace", "1000")
     run.wait_for("ready", times=2)
@@ -194,7 +194,7 @@ while True:
 
 
 def test_nothing_survives_the_sigkill_of_keepstep_run(started) -> None:
-    run = started('print("pid", os.getpid(), flush=True)\ntime.sleep(1000)', "--replicas", "3")
+    run = started('print("pid", os.getpid(), flush=True)\nsignal.pause()', "--replicas", "3")
     pids = [int(run.wait_for(r"pid (\d+)")[1]) for _ in range(3)]
     run.process.kill()
     assert all(gone(pid) for pid in pids)
@@ -203,7 +203,7 @@ def test_nothing_survives_the_sigkill_of_keepstep_run(started) -> None:
 def test_what_a_dead_rank_started_does_not_survive_it(started) -> None:
     script = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     print("child", child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -229,7 +229,7 @@ sys.stdout.flush()
 
 
 def test_a_line_without_an_end_is_shown_while_the_rank_goes_on(started) -> None:
-    run = started('sys.stdout.write("thinking"); sys.stdout.flush(); time.sleep(1000)', "--replicas", "1")
+    run = started('sys.stdout.write("thinking"); sys.stdout.flush(); signal.pause()', "--replicas", "1")
     shown = run.wait_for(r"^\[r0/0\] thinking$")
     assert run.process.poll() is None, f"{shown[0]} came with the end"
 
@@ -303,7 +303,7 @@ def test_a_lighthouse_that_is_not_there_yet_is_said_and_no_reason_not_to_start(s
 
 
 def test_what_python_prints_is_shown_at_once_however_it_was_started(tmp_path: Path) -> None:
-    code = "import time; print('here'); time.sleep(1000)"
+    code = "import signal; print('here'); signal.pause()"
     flags = ("--replicas", "1", "--lighthouse", "http://127.0.0.1:1")
     with contextlib.closing(
         Command(tmp_path, "run", *flags, "--", sys.executable, "-c", code, deadline=DEADLINE)

@@ -110,11 +110,11 @@ def main() -> None:
                 )
             else:
                 say("discarded", step=manager.current_step())
-            time.sleep(pace)
+            time.sleep(pace)  # a step takes as long as it is told to
             if manager.current_step() == pause_at:
                 say("paused", step=pause_at)
                 while not pause_file.exists():
-                    time.sleep(0.02)
+                    time.sleep(0.02)  # for the test, a process of its own, to let it go on
                 pause_at = -1
     except SystemExit as reason:
         say("left", reason=str(reason), step=manager.current_step())

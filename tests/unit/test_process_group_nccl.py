@@ -118,7 +118,7 @@ def test_a_future_whose_operation_stands_still_aborts_the_group_though_no_other_
     future = work.get_future()
     deadline = time.monotonic() + 5
     while one.group.errored() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # asking is all that a caller can do
     assert isinstance(one.group.errored(), TimeoutError)
     future.wait()
 

@@ -41,7 +41,7 @@ class ProcessGroupAbortedError(ProcessGroupError):
     """``abort`` ended the operation."""
 
 
-class ProcessGroup(TorchProcessGroup):
+class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: what subclasses must provide raises here
     """A process group that can be configured again for every new membership.
 
     It is torch's ``ProcessGroup``, so DDP, FSDP and the functional collectives take it; ``register`` makes it known to

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -52,12 +51,11 @@ def test_ranks_without_a_name_form_the_group_that_rank_0_names(lighthouse, monke
 
 def test_a_rank_that_meets_another_group_in_its_store_says_so(lighthouse):
     place = place_to_meet()
-    other_came = []
+    other_came = threading.Event()
 
     def rank_0() -> None:
         with manager(lighthouse, "a", rank=0, **place):
-            while not other_came:
-                time.sleep(0.01)
+            assert other_came.wait(60)
 
     def rank_1() -> Any:
         try:
@@ -66,7 +64,7 @@ def test_a_rank_that_meets_another_group_in_its_store_says_so(lighthouse):
         except KeepstepError as error:
             return str(error)
         finally:
-            other_came.append(True)
+            other_came.set()
 
     assert "rank 1 of b found rank 0 of a:" in together(rank_0, rank_1)[1]
 

@@ -49,6 +49,7 @@ def test_a_launcher_that_cannot_be_told_the_name_is_no_reason_not_to_train(monke
     monkeypatch.setenv("KEEPSTEP_NAME_FILE", str(tmp_path / "nowhere" / "r1"))
     with manager(lighthouse, "a") as one:
         one.start_quorum()
+        assert one.should_commit()
 
 
 def test_an_evicted_rank_says_so_before_it_ends(capsys):

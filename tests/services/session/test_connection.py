@@ -95,7 +95,7 @@ async def test_garbage_from_the_lighthouse_is_a_broken_connection_and_no_more() 
         await worker.next_push(Disconnected)
         next_peer = await lighthouse.session()
         next_peer.answer(await next_peer.next(QuorumRequest))
-        await asking
+        assert (await asking).quorum_id == 1
 
 
 async def test_a_message_for_the_other_side_is_garbage_too() -> None:

@@ -50,6 +50,8 @@ async def test_a_failed_group_is_reported_and_the_connection_closed() -> None:
 async def test_a_failed_group_without_a_lighthouse_does_not_wait() -> None:
     async with cut_off() as (worker, _, _):
         await worker.session.failed("rank 1 died", DEADLINE)
+        with pytest.raises(SessionClosed, match="the group failed: rank 1 died"):
+            await worker.ask()
 
 
 async def test_an_evicted_group_is_told_and_its_request_ends() -> None:

@@ -55,6 +55,7 @@ async def test_a_lighthouse_that_is_not_ready_is_tried_again() -> None:
             (await lighthouse.session(welcome_epoch=None)).send(Refused("not_ready", "taking over"))
         await lighthouse.session()
         await starting
+        assert (worker.session.lighthouse, worker.session.quorum_id) == (lighthouse.url, 0)
         await worker.session.close()
 
 
@@ -67,6 +68,7 @@ async def test_an_answer_before_the_welcome_is_not_taken() -> None:
         await peer.ended()
         await lighthouse.session()
         await starting
+        assert (worker.session.lighthouse, worker.session.quorum_id) == (lighthouse.url, 0)
         await worker.session.close()
 
 
