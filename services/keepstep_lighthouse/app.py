@@ -27,10 +27,10 @@ from keepstep_lighthouse.store import open_store
 from keepstep_lighthouse.term import Term
 from keepstep_mesh.addresses import reachable
 from keepstep_mesh.auth import Access
+from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.reloading import FromFiles
-from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address
+from keepstep_mesh.service import Service
 
 MAX_SESSIONS = 20_000
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -40,57 +40,15 @@ CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 __all__ = ["Lighthouse", "LighthouseSettings"]
 
 
-class Lighthouse(Keeper):
+class Lighthouse(Keeper, Embedded):
     """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
 
     def __init__(self, settings: LighthouseSettings) -> None:
-        super().__init__(settings)
-        self._life: asyncio.Task[None] | None = None
-        self._stopped = asyncio.Event()
-        self._listening = asyncio.Event()
-        self._endpoint: Endpoint | None = None
+        Keeper.__init__(self, settings)
+        Embedded.__init__(self, "lighthouse", settings)
         self._identity: Identity
         """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
         self._asker: Identity
-
-    # ---- life
-
-    async def start(self) -> None:
-        """Listens when it returns. Raises ``StoreError``, ``BindError``, ``AuthError`` or ``ValueError``."""
-        listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(listens), name="keepstep lighthouse")
-        try:
-            self._endpoint = await listens
-        except BaseException:
-            await cancelled(self._life)
-            raise
-
-    async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
-        """A task of its own: who starts and who stops may be different tasks."""
-        tokens, insecure = self.settings.tokens, self.settings.insecure
-        try:
-            host, port = bind_address(self.settings.bind)
-            tls = self.settings.tls
-            async with serving(self.service(), host, port, tokens=tokens, tls=tls, insecure=insecure) as endpoint:
-                listens.set_result(endpoint)
-                await self._stopped.wait()
-        except Exception as error:
-            if listens.done():
-                raise
-            listens.set_exception(error)
-
-    async def stop(self) -> None:
-        """Harmless when it was not started, or stopped before."""
-        self._stopped.set()
-        if self._life is not None:
-            await self._life
-
-    @property
-    def address(self) -> str:
-        """``http://host:port``, with the real port; ``https`` with TLS."""
-        if self._endpoint is None:
-            raise RuntimeError("the lighthouse is not started; await start() first")
-        return self._endpoint.url
 
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
@@ -130,10 +88,6 @@ class Lighthouse(Keeper):
                 self.serving = False
                 self.events.wake()
                 await cancelled(keeper)
-
-    def _listens(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._listening.set()
 
     async def _listen_and_stand_by(self) -> None:
         await self._listening.wait()

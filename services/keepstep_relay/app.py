@@ -15,11 +15,11 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_mesh.addresses import reachable
+from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.registration import Registrar, Registration, registered
-from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_mesh.settings import bind_address
+from keepstep_mesh.service import Service
 from keepstep_relay import admin, bulk, metrics
 from keepstep_relay.checkpoints import CheckpointStore
 from keepstep_relay.chunks import ChunkStore, GoneError
@@ -49,10 +49,11 @@ __all__ = ["Relay", "RelaySettings"]
 log = get_logger("keepstep.relay")
 
 
-class Relay:
+class Relay(Embedded):
     """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
 
     def __init__(self, settings: RelaySettings) -> None:
+        super().__init__("relay", settings)
         self.settings = settings
         self.core = RelayCore(settings.limits)
         self.chunks = ChunkStore(self.core, settings.memory)
@@ -60,51 +61,6 @@ class Relay:
         self.traffic = metrics.Traffic()
         self._manifests_coming = 0
         self._registrar: Registrar | None = None
-        self._endpoint: Endpoint | None = None
-        self._listening = asyncio.Event()
-        self._life: asyncio.Task[None] | None = None
-        self._stopped = asyncio.Event()
-
-    # ---- life
-
-    async def start(self) -> None:
-        """Listens when it returns. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
-        listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(listens), name="keepstep relay")
-        try:
-            await listens
-        except BaseException:
-            self._life.cancel()
-            await asyncio.wait([self._life])
-            raise
-
-    async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
-        """A task of its own: who starts and who stops may be different tasks."""
-        settings = self.settings
-        try:
-            host, port = bind_address(settings.bind)
-            async with serving(
-                self.service(), host, port, tokens=settings.tokens, tls=settings.tls, insecure=settings.insecure
-            ) as endpoint:
-                listens.set_result(endpoint)
-                await self._stopped.wait()
-        except Exception as error:
-            if listens.done():
-                raise
-            listens.set_exception(error)
-
-    async def stop(self) -> None:
-        """Harmless when it was not started, or stopped before."""
-        self._stopped.set()
-        if self._life is not None:
-            await self._life
-
-    @property
-    def address(self) -> str:
-        """``http://host:port``, with the real port; ``https`` with TLS."""
-        if self._endpoint is None:
-            raise RuntimeError("the relay is not started; await start() first")
-        return self._endpoint.url
 
     @property
     def is_registered(self) -> bool:
@@ -139,10 +95,6 @@ class Relay:
             finally:
                 registering.cancel()
                 await asyncio.wait([registering])
-
-    def _listens(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._listening.set()
 
     async def _register(self) -> None:
         await self._listening.wait()

@@ -1,0 +1,85 @@
+"""A service within a loop that is there: started and stopped, rather than run until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from keepstep_mesh.auth import Tokens
+from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.service import Endpoint, Service, serving
+from keepstep_mesh.settings import bind_address
+from keepstep_mesh.tls import TlsFiles
+
+
+class ListenSettings(Protocol):
+    """Where and for whom it listens."""
+
+    @property
+    def bind(self) -> str: ...
+    @property
+    def tokens(self) -> Tokens | FromFiles[Tokens]: ...
+    @property
+    def tls(self) -> TlsFiles: ...
+    @property
+    def insecure(self) -> bool: ...
+
+
+class Embedded(ABC):
+    """``name``: for people."""
+
+    def __init__(self, name: str, settings: ListenSettings) -> None:
+        self._name = name
+        self._listen_settings = settings
+        self._life: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+        self._listening = asyncio.Event()
+        self._endpoint: Endpoint | None = None
+
+    @abstractmethod
+    def service(self) -> Service:
+        """What is served; its ``listening`` is ``self._listens``."""
+
+    async def start(self) -> None:
+        """Listens when it returns. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
+        listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(listens), name=f"keepstep {self._name}")
+        try:
+            self._endpoint = await listens
+        except BaseException:
+            self._life.cancel()
+            await asyncio.wait([self._life])
+            raise
+
+    async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
+        """A task of its own: who starts and who stops may be different tasks."""
+        settings = self._listen_settings
+        try:
+            host, port = bind_address(settings.bind)
+            async with serving(
+                self.service(), host, port, tokens=settings.tokens, tls=settings.tls, insecure=settings.insecure
+            ) as endpoint:
+                listens.set_result(endpoint)
+                await self._stopped.wait()
+        except Exception as error:
+            if listens.done():
+                raise
+            listens.set_exception(error)
+
+    async def stop(self) -> None:
+        """Harmless when it was not started, or stopped before."""
+        self._stopped.set()
+        if self._life is not None:
+            await self._life
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``, with the real port; ``https`` with TLS."""
+        if self._endpoint is None:
+            raise RuntimeError(f"the {self._name} is not started; await start() first")
+        return self._endpoint.url
+
+    def _listens(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._listening.set()
