@@ -28,7 +28,8 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import Settings, split_addresses
 from keepstep_mesh.tls import tls_of_service
 

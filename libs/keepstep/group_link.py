@@ -25,7 +25,8 @@ from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.session import Push, SessionSettings
+from keepstep_mesh.session import Push
+from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import split_addresses
 
 log = get_logger("keepstep.group")

@@ -46,7 +46,8 @@ from keepstep_mesh.messages import (
     ServiceAddress,
     Services,
 )
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push, SessionSettings
+from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+from keepstep_mesh.session_settings import SessionSettings
 
 log = get_logger("keepstep.group")
 

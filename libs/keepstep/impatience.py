@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import aiohttp
 
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.http import raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session import LighthouseSession
 
@@ -17,6 +19,7 @@ log = get_logger("keepstep.group")
 PATIENCE_SECONDS = 5.0
 AGAIN_SECONDS = 60.0
 """Between two such lines, however often there is a reason for one."""
+ANSWER_SECONDS = 5.0
 
 
 class Impatience:
@@ -50,8 +53,22 @@ class Impatience:
 
     async def _say_why(self, wait: int) -> None:
         try:
-            why = await self._session.why_waiting()
+            why = await _why(self._session, self._replica_id)
         except (aiohttp.ClientError, OSError, KeepstepError, ValueError, LookupError) as error:
             why = f"the lighthouse does not say why: {str(error) or type(error).__name__}"
         if self._waits == wait:
             log.warning("waiting for a quorum", replica_id=self._replica_id, reason=why)
+
+
+async def _why(session: LighthouseSession, replica_id: str) -> str:
+    """What the lighthouse says of the group, else of the job. Raises like any request over HTTP."""
+    if session.lighthouse:
+        job = session.lighthouse + session.job_path
+        async with session.identity.session(timeout=ANSWER_SECONDS) as http:
+            for place in (f"{job}/replicas/{quote(replica_id, safe='')}", f"{job}/quorum"):
+                async with http.get(place) as answer:
+                    await raise_for_problem(answer)
+                    reason = (await answer.json())["reason"]
+                if reason is not None:
+                    return str(reason["sentence"])
+    return session.why()

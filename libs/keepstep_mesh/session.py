@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import aiohttp
 
 from keepstep_mesh import codec
-from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import (
     AuthError,
     Banned,
@@ -27,7 +26,7 @@ from keepstep_mesh.errors import (
     SessionClosed,
     VersionError,
 )
-from keepstep_mesh.http import Identity, raise_for_problem
+from keepstep_mesh.http import Identity
 from keepstep_mesh.liveness import Liveness
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -56,8 +55,9 @@ from keepstep_mesh.messages import (
     Welcome,
 )
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
-from keepstep_mesh.settings import base_url, from_environment
-from keepstep_mesh.tls import TlsFiles, as_safe, explained, tls_of_client
+from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.settings import base_url
+from keepstep_mesh.tls import as_safe, explained
 from keepstep_mesh.websocket import Link, UpgradeError
 
 log = get_logger("keepstep.session")
@@ -70,48 +70,6 @@ PROBE_SECONDS = 0.01
 """Between two looks for a sign of life."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """``addresses``: ``http://host:port``, ``https://...`` or ``host:port`` of every lighthouse. Times in seconds.
-
-    ``tls``: for https; without files the CAs of the system are trusted. Files of token and certificates are read again
-    before each connection if they have changed.
-    """
-
-    addresses: tuple[str, ...]
-    job: str
-    replica_id: str
-    token: str | ClientToken | None = None
-    connect_timeout: float = 60.0
-    """How long ``start`` tries."""
-    heartbeat_interval: float = 0.1
-    """A wish; the lighthouse has the last word."""
-    library: str = ""
-    """Name and version of the client, for people."""
-    tls: TlsFiles = field(default_factory=TlsFiles)
-
-    @classmethod
-    def from_environment(
-        cls,
-        addresses: tuple[str, ...],
-        replica_id: str,
-        *,
-        connect_timeout: float,
-        heartbeat_interval: float = 0.1,
-    ) -> SessionSettings:
-        """With the job, the token and the certificates that the environment names."""
-        _, job = from_environment("JOB") or ("", "default")
-        return cls(
-            addresses=addresses,
-            job=job,
-            replica_id=replica_id,
-            token=ClientToken(),
-            connect_timeout=connect_timeout,
-            heartbeat_interval=heartbeat_interval,
-            tls=tls_of_client(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +125,17 @@ class LighthouseSession:
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
-        self._identity: Identity
+        self.identity: Identity
+        """What it shows to a lighthouse; from ``start`` on."""
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
         self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def job_path(self) -> str:
+        """Path of the job below a lighthouse's address."""
+        return f"/v1/jobs/{quote(self._settings.job, safe='')}"
 
     @property
     def epoch(self) -> int:
@@ -203,7 +167,7 @@ class LighthouseSession:
         """
         if self._ended is not None:
             raise self._ended
-        self._identity = Identity(self._settings.token, self._settings.tls)
+        self.identity = Identity(self._settings.token, self._settings.tls)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
         self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
@@ -245,7 +209,7 @@ class LighthouseSession:
                 await self._said_goodbye
         except TimeoutError:
             raise TimeoutError(
-                f"the lighthouse did not confirm within {timeout:g} s that we leave: {self._why()}"
+                f"the lighthouse did not confirm within {timeout:g} s that we leave: {self.why()}"
             ) from None
         finally:
             self._farewell = None
@@ -254,7 +218,7 @@ class LighthouseSession:
         """Says that the group is lost as a whole and ends the session. Never raises: the process is about to exit."""
         link = self._link
         if not self.lighthouse:
-            self._log.warning("could not report that the group failed", reason=self._why())
+            self._log.warning("could not report that the group failed", reason=self.why())
         self._send(Failed(reason))
         self._end(SessionClosed(f"the group failed: {reason}"))
         if link is not None:
@@ -274,7 +238,7 @@ class LighthouseSession:
                             return
                     await asyncio.sleep(PROBE_SECONDS)
         except TimeoutError:
-            raise TimeoutError(f"no sign of life within {timeout:g} s: {self._why()}") from None
+            raise TimeoutError(f"no sign of life within {timeout:g} s: {self.why()}") from None
         raise self._ended
 
     # ---- the step
@@ -321,23 +285,6 @@ class LighthouseSession:
                 if self._core.withdraw(request):
                     self._send(CancelRequest(request))
 
-    async def why_waiting(self) -> str:
-        """Why the quorum that is asked for is not there yet: what the lighthouse says of us, else of the job.
-
-        Raises like any request over HTTP: ``aiohttp.ClientError``, ``OSError``, ``KeepstepError``.
-        """
-        if not self.lighthouse:
-            return self._why()
-        job = f"{self.lighthouse}/v1/jobs/{quote(self._settings.job, safe='')}"
-        async with self._identity.session(timeout=WELCOME_SECONDS) as http:
-            for place in (f"{job}/replicas/{quote(self._settings.replica_id, safe='')}", f"{job}/quorum"):
-                async with http.get(place) as answer:
-                    await raise_for_problem(answer)
-                    reason = (await answer.json())["reason"]
-                if reason is not None:
-                    return str(reason["sentence"])
-        return self._why()
-
     def finished_step(self) -> None:
         """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
         self._core.finished_step()
@@ -354,7 +301,7 @@ class LighthouseSession:
             if delay:
                 await asyncio.sleep(delay)
             try:
-                async with self._identity.session(timeout=None) as http:
+                async with self.identity.session(timeout=None) as http:
                     await self._connect_once(http, address)
             except (aiohttp.ClientError, OSError, ProtocolError) as error:
                 self._problem(address, error)
@@ -365,7 +312,7 @@ class LighthouseSession:
         link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         try:
             async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
-                await link.connect(http, f"{address}/v1/jobs/{quote(self._settings.job, safe='')}/session")
+                await link.connect(http, f"{address}{self.job_path}/session")
         except TimeoutError:
             self._addresses.timed_out(address)
             raise TimeoutError(f"no answer within {limit:g} s") from None
@@ -459,7 +406,7 @@ class LighthouseSession:
         if self._asker is not None:
             deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
             if now >= deadline:
-                self._fail_asker(TimeoutError(f"no quorum in time: {self._why()}"))
+                self._fail_asker(TimeoutError(f"no quorum in time: {self.why()}"))
             else:
                 due.append(deadline)
         if self.lighthouse and self._link is not None:
@@ -476,7 +423,8 @@ class LighthouseSession:
             case "silent":
                 link.abort(f"nothing heard for {now - link.last_received:.1f} s")
 
-    def _why(self) -> str:
+    def why(self) -> str:
+        """Why there is no answer, as far as it is known here."""
         if self.lighthouse:
             return f"the lighthouse {self.lighthouse} did not answer"
         return f"no lighthouse is reachable ({self._last_problem})"

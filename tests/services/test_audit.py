@@ -14,7 +14,8 @@ from certificates import Authority
 from keepstep_mesh.auth import Role, Token, Tokens
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import Welcome
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from lighthouse_driver import connection, lighthouse, worker
 
 WORKER, ADMIN = "worker-" * 3, "admin-" * 4

@@ -21,7 +21,8 @@ from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
-from keepstep_mesh.session import Push, SessionSettings
+from keepstep_mesh.session import Push
+from keepstep_mesh.session_settings import SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop
 

@@ -44,7 +44,8 @@ from keepstep_lighthouse.store import (
     open_store,
 )
 from keepstep_mesh.messages import Evicted, MemberInfo, MemberLost, QuorumAnswer, Welcome
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
 
 

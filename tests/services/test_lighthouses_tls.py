@@ -13,7 +13,8 @@ from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.auth import Tokens, watched_tokens
 from keepstep_mesh.http import client_session, leader_of
 from keepstep_mesh.messages import MemberInfo
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.tls import TlsFiles
 from lighthouse_driver import DEADLINE, eventually, lighthouse
 

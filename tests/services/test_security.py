@@ -19,7 +19,8 @@ import pytest
 from command import environment
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import MemberInfo
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.tls import TlsFiles
 
 DEADLINE = 60.0
@@ -29,7 +30,8 @@ RANK = """
 import asyncio, os, signal
 from keepstep_mesh import logging
 from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.session import LighthouseSession, SessionSettings
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import split_addresses
 from keepstep_mesh.tls import tls_of_client
 
