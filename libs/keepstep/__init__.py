@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
+    from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
     from keepstep.data import DistributedSampler
     from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
     from keepstep.manager import Manager, WorldSizeMode
@@ -36,6 +36,7 @@ _HOME = {
     "DistributedSampler": "data",
     "CheckpointTransport": "checkpointing",
     "HTTPTransport": "checkpointing",
+    "RelayTransport": "checkpointing",
     "PGTransport": "checkpointing",
     "ProcessGroup": "process_group",
     "ProcessGroupGloo": "process_group",
@@ -58,6 +59,7 @@ __all__ = [
     "DistributedSampler",
     "CheckpointTransport",
     "HTTPTransport",
+    "RelayTransport",
     "PGTransport",
     "ProcessGroup",
     "ProcessGroupGloo",

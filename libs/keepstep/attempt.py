@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.checkpointing.transport import CheckpointTransport, Exchange
 from keepstep.exits import EvictedExit, GroupFailedExit
 from keepstep.group import Leaving, RankLink
 from keepstep.group_core import DisagreeError
@@ -249,9 +249,11 @@ class Attempt:
 
     def _exchange_state(self, plan: QuorumPlan) -> None:
         """Hands out live state to those who heal from this group, takes it in when this group heals."""
-        if not self.allow_heal:
+        if not self.allow_heal or not plan.healing:
             return
-        if plan.destinations and not self._staged:
+        transport = self._context.transport
+        transport.prepare(self._exchange(plan))
+        if (plan.destinations or (transport.needs_all_sources and not plan.heal)) and not self._staged:
             self._staged = True
             self._hand_out(plan, list(plan.destinations))
         if plan.source is not None and not self._heal_tried:
@@ -261,6 +263,20 @@ class Attempt:
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
                 self.report(error)
+
+    def _exchange(self, plan: QuorumPlan) -> Exchange:
+        settings, ids = self._context.settings, plan.replica_ids
+        return Exchange(
+            job=settings.job,
+            epoch=plan.epoch,
+            quorum_id=plan.quorum_id,
+            step=plan.max_step,
+            replica_id=ids[plan.replica_rank],
+            rank=settings.rank,
+            world_size=settings.world_size,
+            sources=tuple(ids[rank] for rank in plan.cohort),
+            joiners=tuple(ids[rank] for rank in plan.healing),
+        )
 
     def _hand_out(self, plan: QuorumPlan, destinations: list[int]) -> None:
         context = self._context

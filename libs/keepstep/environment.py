@@ -34,6 +34,20 @@ def seconds(name: str, argument: timedelta) -> timedelta:
     return timedelta(seconds=number)
 
 
+def rate(name: str) -> float | None:
+    """A number of something a second from the environment; None when it is not set."""
+    value = variable(name)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"KEEPSTEP_{name}={value!r} must be a positive number, such as 1e9; unset it for no limit")
+    return number
+
+
 def integer(name: str, argument: int) -> int:
     """A whole number from the environment, else ``argument``. ValueError that names the variable."""
     value = variable(name)

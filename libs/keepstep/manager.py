@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from keepstep import environment
 from keepstep.attempt import Attempt, StepContext
-from keepstep.checkpointing.http import HTTPTransport
+from keepstep.checkpointing.relay import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.exits import (
     EXIT_EVICTED,
@@ -53,6 +53,7 @@ from keepstep_mesh.messages import (
     ServiceAddress,
 )
 from keepstep_mesh.session import Push
+from keepstep_mesh.tls import as_safe
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ __all__ = ["Manager", "WorldSizeMode"]
 log = get_logger("keepstep.manager")
 
 STREAMS = 4
-"""Parallel streams of a heal with the default transport; measured faster than one and than sixteen."""
+"""Parallel streams of a heal without a relay; measured faster than one and than sixteen."""
 
 
 class Manager:
@@ -85,7 +86,7 @@ class Manager:
         port: of the group server on rank 0 (``KEEPSTEP_MANAGER_PORT``); default: any free one.
         hostname: to advertise; default: the address of the interface that reaches the lighthouse.
         heartbeat_interval: between heartbeats to the lighthouse, unless it asks for fewer.
-        checkpoint_transport: how live state travels; default: ``HTTPTransport``.
+        checkpoint_transport: how live state travels; default: ``RelayTransport``, which is direct where no relay is.
         init_sync: True: at the first step all groups take over the weights of one. False: they are equal already.
         max_retries: failed commits in a row after which ``should_commit`` raises; None: no limit.
         quorum_retries: how often a quorum that timed out is asked for again (``KEEPSTEP_QUORUM_RETRIES``).
@@ -167,8 +168,14 @@ class Manager:
             closing.callback(lambda: self._mesh.call(link.close(), SLACK))
             transport = checkpoint_transport
             if transport is None:
-                transport = HTTPTransport(
-                    timeout=self._timeout, num_chunks=STREAMS, hostname=settings.host, token=settings.token
+                transport = RelayTransport(
+                    timeout=self._timeout,
+                    relays=self._relays,
+                    num_chunks=STREAMS,
+                    hostname=settings.host,
+                    token=settings.token,
+                    tls=settings.session.tls,
+                    uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
                 )
                 closing.callback(transport.shutdown)
             standing = Standing(link.replica_id, link.replica_id if init_sync else "")
@@ -274,6 +281,10 @@ class Manager:
     def services(self) -> tuple[ServiceAddress, ...]:
         """Where relays and the metrics service are: what registered with the lighthouse and is there now."""
         return self._context.link.services
+
+    def _relays(self) -> list[str]:
+        asked = self._context.settings.session.addresses[0]
+        return [as_safe(one.address, asked) for one in self.services if one.service == "relay"]
 
     def participating_rank(self) -> int | None:
         """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
@@ -458,7 +469,7 @@ class Manager:
                 )
                 self._context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
                 if self._heals_from(push.replica_id):
-                    self._context.transport.abort_receive(f"the source {push.replica_id} is lost")
+                    self._context.transport.source_lost(f"{push.replica_id}: {push.reason}")
             case RoundBroken():
                 self._context.log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
                 self._context.reconfigurer.lost(push.quorum_id, push.reason)

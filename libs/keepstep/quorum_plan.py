@@ -64,6 +64,13 @@ class QuorumPlan:
         return self.source is not None
 
     @property
+    def healing(self) -> tuple[int, ...]:
+        """replica_ranks of all that heal."""
+        if len(self.cohort) == len(self.members):
+            return ()
+        return tuple(rank for rank in range(len(self.members)) if rank not in self.cohort)
+
+    @property
     def replica_ids(self) -> tuple[str, ...]:
         return tuple(member.replica_id for member in self.members)
 

@@ -105,9 +105,7 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """See ``CheckpointTransport``."""
         del src_rank
-        fetch = Fetch(
-            metadata, step, timeout.total_seconds(), token=self._token, streams=self._num_chunks, progress=progress
-        )
+        fetch = self._fetch(metadata, step, timeout.total_seconds(), progress)
         with self._lock:
             self._fetches.add(fetch)
         if self._shut_down:
@@ -119,12 +117,22 @@ class HTTPTransport(CheckpointTransport[T]):
             with self._lock:
                 self._fetches.discard(fetch)
 
+    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
+        return Fetch(metadata, step, timeout, token=self._token, streams=self._num_chunks, progress=progress)
+
+    def source_lost(self, reason: str) -> None:
+        """See ``CheckpointTransport``."""
+        for fetch in self._fetching():
+            fetch.source_lost(reason)
+
     def abort_receive(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
-        with self._lock:
-            fetches = list(self._fetches)
-        for fetch in fetches:
+        for fetch in self._fetching():
             fetch.abort(reason)
+
+    def _fetching(self) -> list[Fetch]:
+        with self._lock:
+            return list(self._fetches)
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends every transfer, in both directions. May be called more than once."""

@@ -7,6 +7,7 @@ stay in the cache), and a slow reader costs nothing but its own socket.
     GET /checkpoint/<step>?wait=<seconds>   the manifest of that step, and a lease on its bytes (header Keepstep-Lease)
     GET /lease/<lease>                      bytes of the pack; Range: bytes=<first>-<last>
     DELETE /lease/<lease>                   the reader is done
+    GET /chunk/<digest>                     a chunk that this process, which heals, has already
 
 Errors have a msgpack body {"reason": sentence}: 400, 401, 404 (not staged in time), 410 (no longer there), 416, 503.
 """
@@ -20,7 +21,8 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -32,17 +34,20 @@ from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.staging import Snapshot
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep_mesh.manifest import CHUNK_BYTES, DIGEST_BYTES
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 8192
 HEAD_TIMEOUT_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.1
+SHORT_BYTES = 64 << 10
+"""Parts that are shorter are sent together."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 
 _REQUEST_LINE = re.compile(
-    r"(GET|DELETE) /(checkpoint|lease)/([0-9a-zA-Z_-]{1,64})(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
+    r"(GET|DELETE) /(checkpoint|lease|chunk)/([0-9a-zA-Z_-]{1,64})(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
 )
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 GONE = "this lease has ended: its reader was too slow, or newer steps needed the memory"
 
@@ -93,6 +98,9 @@ class CheckpointServer:
         self._newest_step = -1
         self._refused: tuple[int, str] | None = None
         """A step of which there is no snapshot, and why."""
+        self.served_at = 0.0
+        """When a part of a chunk that was lent was last sent; monotonic time."""
+        self._lent: Callable[[bytes], list[memoryview] | None] | None = None
         self._changed = asyncio.Event()
         self._leases: dict[str, _Lease] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -115,6 +123,13 @@ class CheckpointServer:
         """Who asks for ``step``, or waits for it, is told that there is none, until ``serve`` is called again."""
         self._refusing = True
         self._call(self._set_refused, step, reason)
+
+    def lend(self, chunks: Callable[[bytes], list[memoryview] | None] | None) -> None:
+        """Serves the memory that ``chunks`` gives for the digest of a chunk; None: no more.
+
+        That memory may change once it is taken back: what is on its way then has a wrong digest.
+        """
+        self._lent = chunks
 
     def cut_off(self, snapshot: Snapshot) -> None:
         """Ends the transfers of all readers of ``snapshot``. Does not wait for that."""
@@ -217,7 +232,9 @@ class CheckpointServer:
         first, *lines = head.decode("latin-1").split("\r\n")
         matched = _REQUEST_LINE.fullmatch(first)
         if matched is None:
-            raise _Refused(400, f"this server has /checkpoint/<step> and /lease/<name>, not {first[:80]!r}")
+            raise _Refused(
+                400, f"this server has /checkpoint/<step>, /lease/<name> and /chunk/<digest>, not {first[:80]!r}"
+            )
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         if not self._token.accepts_peer(fields.get("authorization", "")):
             raise _Refused(401, "the bearer token is missing or wrong")
@@ -229,6 +246,8 @@ class CheckpointServer:
     async def _answer(self, connection: socket.socket, request: _Request) -> None:
         if request.kind == "checkpoint" and request.method == "GET" and request.name.isdecimal():
             await self._send_manifest(connection, int(request.name), min(request.wait, self._timeout))
+        elif request.kind == "chunk" and request.method == "GET":
+            await self._send_lent(connection, request.name)
         elif request.kind == "lease" and request.method == "GET":
             await self._send_range(connection, self._lease(request.name), request.range)
         elif request.kind == "lease":
@@ -298,6 +317,17 @@ class CheckpointServer:
             lease.senders.discard(task)
             snapshot.release()
 
+    async def _send_lent(self, connection: socket.socket, name: str) -> None:
+        digest = bytes.fromhex(name) if _DIGEST.fullmatch(name) else b""
+        parts = self._lent(digest) if self._lent is not None else None
+        if parts is None:
+            raise _Refused(404, "this chunk is not here")
+        await self._send_head(connection, 200, sum(part.nbytes for part in parts))
+        for part in gathered(parts):
+            async with asyncio.timeout(self._timeout):
+                await self._loop.sock_sendall(connection, part)
+            self.served_at = time.monotonic()
+
     async def _send_head(
         self, connection: socket.socket, status: int, length: int, line: str = "", body: bytes = b""
     ) -> None:
@@ -347,6 +377,21 @@ class CheckpointServer:
     def _wake_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def gathered(parts: list[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes, many short parts as one."""
+    short = bytearray()
+    for part in parts:
+        if part.nbytes < SHORT_BYTES:
+            short += part
+        if short and (part.nbytes >= SHORT_BYTES or len(short) >= 16 * SHORT_BYTES):
+            yield bytes(short)
+            short.clear()
+        if part.nbytes >= SHORT_BYTES:
+            yield part
+    if short:
+        yield bytes(short)
 
 
 def listen(host: str) -> socket.socket:

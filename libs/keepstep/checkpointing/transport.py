@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -13,8 +14,34 @@ Progress = Callable[[int, int], None]
 """Called with (bytes verified so far, bytes in all) during a transfer; from any thread, never from two at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who has and who needs the live state in one step; the same in all groups but for ``replica_id`` and ``rank``."""
+
+    job: str
+    epoch: int
+    quorum_id: int
+    step: int
+    replica_id: str
+    rank: int
+    world_size: int
+    """Ranks of each group."""
+    sources: tuple[str, ...]
+    """replica_ids of all groups that have it."""
+    joiners: tuple[str, ...]
+    """replica_ids of all groups that heal."""
+
+
 class CheckpointTransport(ABC, Generic[T]):
     """Rank i of the healthy group sends, rank i of the healing group receives."""
+
+    @property
+    def needs_all_sources(self) -> bool:
+        """Whether every group that has the state is to send, not only the one that a joiner heals from."""
+        return False
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Comes before ``send_checkpoint`` and ``recv_checkpoint`` of a step."""
 
     @abstractmethod
     def metadata(self) -> str:
@@ -51,6 +78,10 @@ class CheckpointTransport(ABC, Generic[T]):
         them as valid until a later call succeeds, which overwrites all of them.
         Raises ``TimeoutError`` when ``timeout`` passes, ``TransferError`` with the reason otherwise.
         """
+
+    def source_lost(self, reason: str) -> None:
+        """The group that ``recv_checkpoint`` receives from is gone. From any thread."""
+        self.abort_receive(reason)
 
     def abort_receive(self, reason: str) -> None:
         """Ends every ``recv_checkpoint`` in progress with ``TransferError``. From any thread."""

@@ -1,0 +1,213 @@
+"""One HTTP/1.1 connection over a blocking socket: bodies go straight between the socket and the memory they belong in.
+
+An event loop would copy them once more, and its thread would have to share the trainer's GIL for each piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgpack
+
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+
+MAX_REASON_BYTES = 8192
+_MAX_HEAD_BYTES = 8192
+_STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
+_SEND, _RECEIVE = socket.SO_SNDTIMEO, socket.SO_RCVTIMEO
+
+
+class BrokenConnection(Exception):
+    """The connection is of no use any more."""
+
+
+class Refusal(TransferError):
+    """The other side answered, and said no."""
+
+    def __init__(self, status: int, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        """Seconds; 0 where it did not say."""
+
+
+class Deadline:
+    """``what``: of which step, from where; for the message."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._end = time.monotonic() + seconds
+        self._sentence = f"{what} within {seconds:.1f} s"
+
+    def remaining(self) -> float:
+        """Seconds left, more than 0. Raises ``TransferTimeout`` when there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TransferTimeout(self._sentence)
+        return left
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to connect. ``headers``: told for each connection anew, so that a rotated token counts. ``tls``: likewise;
+    None where the address is http.
+    """
+
+    address: str
+    host: str
+    port: int
+    headers: Callable[[], Mapping[str, str]]
+    tls: Callable[[], ssl.SSLContext] | None
+
+    @classmethod
+    def of(
+        cls, address: str, headers: Callable[[], Mapping[str, str]], tls: Callable[[], ssl.SSLContext] | None = None
+    ) -> Endpoint:
+        """Raises ``ValueError`` for what is no ``http://host:port``, or ``https://`` where ``tls`` says how."""
+        url = urlsplit(address)
+        schemes = ("http", "https") if tls else ("http",)
+        if url.scheme not in schemes or url.hostname is None or url.port is None:
+            raise ValueError(f"{address!r} is not the address of a checkpoint server ({schemes[-1]}://host:port)")
+        return cls(address, url.hostname, url.port, headers, tls if url.scheme == "https" else None)
+
+
+class Connection:
+    """Raises ``BrokenConnection`` when it breaks or stalls, ``TransferTimeout`` at the deadline.
+
+    ``patience``: seconds without a byte, in either direction, after which it counts as broken.
+    """
+
+    def __init__(self, endpoint: Endpoint, deadline: Deadline, patience: float) -> None:
+        self._deadline = deadline
+        self._patience = patience
+        self._received = b""
+        fields = {"Host": f"{endpoint.host}:{endpoint.port}", **endpoint.headers()}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        timeout = min(patience, deadline.remaining())
+        try:
+            self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if endpoint.tls is not None:
+                self._socket = endpoint.tls().wrap_socket(self._socket, server_hostname=endpoint.host)
+            self._whole = 0 if endpoint.tls is not None else socket.MSG_WAITALL
+            self._socket.settimeout(None)
+        except OSError as error:
+            raise BrokenConnection(f"cannot connect to {endpoint.address}: {error}") from error
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        line: str = "",
+        *,
+        body: bytes | memoryview | None = None,
+        patience: float | None = None,
+    ) -> tuple[dict[str, str], int]:
+        """(header fields, length of the body) of the answer. Raises ``Refusal`` with its reason."""
+        if body is not None:
+            line += f"Content-Length: {memoryview(body).nbytes}\r\n"
+        self._send(f"{method} {target} HTTP/1.1\r\n{self._head}{line}\r\n".encode())
+        if body is not None:
+            with contextlib.suppress(BrokenConnection):  # it may have said no, and why, without taking all of it
+                self._send(body)
+        while b"\r\n\r\n" not in self._received:
+            if len(self._received) > _MAX_HEAD_BYTES:
+                raise TransferError("the other side does not speak this protocol: its answer has no end of header")
+            part = bytearray(_MAX_HEAD_BYTES)
+            self._received += part[: self._receive(memoryview(part), patience or self._patience, 0)]
+        head, _, self._received = self._received.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        status = _STATUS.match(first)
+        length = fields.get("content-length", "0")
+        if status is None or not length.isdecimal():
+            raise TransferError(f"the other side does not speak this protocol: it answered {first[:80]!r}")
+        if int(status[1]) >= 300:
+            reason = self._reason(int(length)) or first
+            after = fields.get("retry-after", "0")
+            raise Refusal(int(status[1]), f"{method} {target}: {reason}", float(after) if after.isdecimal() else 0.0)
+        return fields, int(length)
+
+    def ask_json(self, method: str, target: str, plain: object = None, *, raw: bytes | None = None) -> dict[str, Any]:
+        """The JSON object that answers ``plain``, sent as JSON, or ``raw``, sent as it is. ``TransferError`` for
+        another answer.
+        """
+        body, kind = (raw, "octet-stream") if raw is not None else (json.dumps(plain).encode(), "json")
+        _, length = self.ask(method, target, f"Content-Type: application/{kind}\r\n", body=body)
+        try:
+            answer = json.loads(bytes(self.read(length)))
+        except ValueError as error:
+            raise TransferError(f"{method} {target} was not answered with JSON: {error}") from error
+        if type(answer) is not dict:
+            raise TransferError(f"{method} {target} was answered with {type(answer).__name__}, not an object")
+        return answer
+
+    def read(self, length: int) -> bytearray:
+        body = bytearray(length)
+        self.read_into(memoryview(body))
+        return body
+
+    def read_into(self, view: memoryview) -> None:
+        """Fills ``view``."""
+        if self._received:
+            size = min(len(self._received), view.nbytes)
+            view[:size] = self._received[:size]
+            self._received = self._received[size:]
+            view = view[size:]
+        while view.nbytes:
+            view = view[self._receive(view, self._patience, self._whole) :]
+
+    def _send(self, data: bytes | memoryview) -> None:
+        try:
+            seconds = self._limit(self._patience, _SEND)
+            self._socket.sendall(data)
+        except (BlockingIOError, ssl.SSLWantWriteError) as error:
+            self._deadline.remaining()
+            raise BrokenConnection(f"nothing was taken for {seconds:.1f} s") from error
+        except OSError as error:
+            raise BrokenConnection(str(error)) from error
+
+    def _receive(self, view: memoryview, patience: float, flags: int) -> int:
+        try:
+            seconds = self._limit(patience, _RECEIVE)
+            size = self._socket.recv_into(view, 0, flags)
+        except (BlockingIOError, ssl.SSLWantReadError) as error:
+            self._deadline.remaining()
+            raise BrokenConnection(f"no byte came for {seconds:.1f} s") from error
+        except OSError as error:
+            raise BrokenConnection(str(error)) from error
+        if size == 0:
+            raise BrokenConnection("the other side closed the connection")
+        return size
+
+    def _limit(self, patience: float, option: int) -> float:
+        """The kernel's own timeout: a socket of Python's with one polls before each call."""
+        seconds = min(patience, self._deadline.remaining())
+        timeval = struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+        return seconds
+
+    def _reason(self, length: int) -> str:
+        """Out of a problem document, or the msgpack of a trainer's server."""
+        body = bytes(self.read(min(length, MAX_REASON_BYTES)))
+        for unpack, name in ((json.loads, "detail"), (msgpack.unpackb, "reason")):
+            with contextlib.suppress(ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
+                return str(unpack(body)[name])
+        return ""
+
+    def interrupt(self) -> None:
+        """Ends what another thread does with this connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()

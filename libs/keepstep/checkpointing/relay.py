@@ -1,0 +1,103 @@
+"""Healing through the relays: uploaded once, by all healthy groups together, fetched by any number of joiners.
+
+Where no relay is known, or none works, it is ``HTTPTransport``: every source serves its snapshot itself too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+from keepstep.checkpointing.budget import Budget
+from keepstep.checkpointing.connection import Endpoint
+from keepstep.checkpointing.http import HTTPTransport
+from keepstep.checkpointing.http_client import Fetch
+from keepstep.checkpointing.relay_client import Credentials
+from keepstep.checkpointing.relay_fetch import RelayFetch
+from keepstep.checkpointing.relay_upload import Upload
+from keepstep.checkpointing.transport import Exchange, Progress
+from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.tls import TlsFiles
+
+T = TypeVar("T")
+
+log = get_logger("keepstep.checkpointing")
+
+
+class RelayTransport(HTTPTransport[T]):
+    """The Manager's transport unless it is given another.
+
+    Args:
+        timeout: see ``HTTPTransport``; an upload takes no longer either.
+        relays: addresses of the relays, asked before each transfer; empty: transfers are direct.
+        num_chunks: parallel streams of a direct transfer.
+        hostname, token: see ``HTTPTransport``. A relay is shown the token itself, as every service.
+        tls: for relays at https addresses.
+        uplink: bytes a second that uploads of this process may take from the network; None: no limit.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        relays: Callable[[], Iterable[str]],
+        num_chunks: int = 4,
+        hostname: str | None = None,
+        token: str | ClientToken | None = None,
+        tls: TlsFiles | None = None,
+        uplink: float | None = None,
+    ) -> None:
+        self._budget = Budget(uplink)
+        self._credentials = Credentials(ClientToken.of(token), tls or TlsFiles())
+        super().__init__(timeout, num_chunks, hostname, token)
+        self._relays = relays
+        self._exchange: Exchange | None = None
+        self._upload: Upload | None = None
+        self._uploader = ThreadPoolExecutor(1, "keepstep-upload")
+
+    @property
+    def needs_all_sources(self) -> bool:
+        return bool(self._known_relays())
+
+    def prepare(self, exchange: Exchange) -> None:
+        """See ``CheckpointTransport``."""
+        self._exchange = exchange
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """See ``HTTPTransport``; this source's share is uploaded in the background."""
+        if self._upload is not None:
+            self._upload.abort()  # of an older step: nobody waits for it
+            self._upload = None
+        super().send_checkpoint(dst_ranks, step, state_dict, timeout)
+        relays, exchange, snapshot = self._known_relays(), self._exchange, self._staged
+        if not relays or exchange is None or exchange.step != step or snapshot is None or not snapshot.hold():
+            return
+        self._upload = Upload(snapshot, exchange, relays, timeout.total_seconds(), self._budget)
+        self._uploader.submit(self._upload.run)
+
+    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
+        relays, exchange = self._known_relays(), self._exchange
+        if not relays or exchange is None or exchange.step != step or exchange.replica_id not in exchange.joiners:
+            return super()._fetch(metadata, step, timeout, progress)
+        return RelayFetch(
+            metadata, exchange, relays, self._server, self.metadata(), timeout, token=self._token, progress=progress
+        )
+
+    def _known_relays(self) -> list[Endpoint]:
+        found = []
+        for address in self._relays():
+            try:
+                found.append(self._credentials.endpoint(address))
+            except ValueError as error:
+                log.warning("relay left out", reason=str(error))
+        return found
+
+    def shutdown(self, wait: bool = True) -> None:
+        """See ``HTTPTransport``."""
+        super().shutdown(wait=False)
+        if self._upload is not None:
+            self._upload.abort()
+        self._uploader.shutdown(wait)
+        super().shutdown(wait)

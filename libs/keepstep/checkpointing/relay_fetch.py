@@ -1,0 +1,329 @@
+"""A joiner's part: the manifest from its source, the chunks from the relays and the other joiners, and, when they do
+not come from there, from the source after all.
+
+Each lane is a thread that asks ``Swarm`` for the next chunk to get from one kind of source, and receives it in place.
+The calling thread tells a relay what is here, learns what the others have, and looks after the lanes. When all is here
+it waits a little for joiners that are fetching from it: the next step begins with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from keepstep.checkpointing.connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.http_client import Fetch
+from keepstep.checkpointing.receiving import ChunkReceiver
+from keepstep.checkpointing.relay_client import LiveCheckpoint, home
+from keepstep.checkpointing.swarm import RELAY, SOURCE, Swarm
+from keepstep.checkpointing.transport import Exchange, Progress
+from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.manifest import CHUNK_BYTES, chunk_length
+
+RELAY_STREAMS = 2
+SOURCE_STREAMS = 2
+MAX_PEERS = 16
+"""Joiners that one asks."""
+TELL_SECONDS = 0.03
+"""Between two words with the relay about who has what; more where there are many joiners."""
+TELL_SECONDS_PER_JOINER = 0.004
+LOOK_SECONDS = 0.02
+"""A lane that has nothing to ask for looks again after that."""
+CHUNK_WAIT_SECONDS = 2
+"""The relay waits so long for a chunk that is still to be uploaded."""
+PATIENCE_SECONDS = 3.0
+"""Without a chunk from anywhere, after which the source is asked too; without a byte, after which a connection counts
+as broken.
+"""
+LOST_SECONDS = 10.0
+"""Without a chunk from anywhere, after which a transfer whose source is lost is given up."""
+MAX_FAILURES = 3
+"""In a row, after which a peer, or the source, is not asked any more, and a relay only when no other works."""
+LINGER_SHARE = 0.25
+"""Of the time that the transfer took."""
+LINGER_IDLE_SECONDS = 0.2
+NOT_HERE, NOT_YET = 404, 503
+
+log = get_logger("keepstep.checkpointing")
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """``where``: whom to ask for a chunk, the target, and a header line."""
+
+    of: str
+    where: Callable[[int], tuple[Endpoint, str, str]]
+    patience: float = PATIENCE_SECONDS
+
+
+class ChunkServer(Protocol):
+    """Serves other joiners what is here already."""
+
+    served_at: float
+    """When it last sent a part of it; monotonic time."""
+
+    def lend(self, chunks: Callable[[bytes], list[memoryview] | None] | None) -> None:
+        """Serves the memory that ``chunks`` gives for a digest; None: no more."""
+
+
+class RelayFetch(Fetch):
+    """``relays``: at least one. ``server``, at ``address``: where this joiner serves others, if there are others."""
+
+    def __init__(
+        self,
+        base_url: str,
+        exchange: Exchange,
+        relays: list[Endpoint],
+        server: ChunkServer,
+        address: str,
+        timeout: float,
+        *,
+        token: ClientToken,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__(base_url, exchange.step, timeout, token=token, streams=1, progress=progress)
+        self._exchange = exchange
+        self._alone = len(exchange.joiners) == 1
+        self._relays = {relay.address: relay for relay in relays}
+        self._server = server
+        self._address = address
+        self._token = token
+        self._checkpoint = LiveCheckpoint(exchange)
+        self._changed = threading.Condition(self._lock)
+        self._failures = dict.fromkeys(self._relays, 0)
+        """In a row, by address."""
+        self._connections: dict[str, Connection] = {}
+        """To each peer, by its name."""
+        self._peers: set[str] = set()
+        self._source_lost = ""
+
+    def source_lost(self, reason: str) -> None:
+        """The source is gone; what the relays and the others have may be enough. From any thread."""
+        self._source_lost = reason
+
+    def _end(self, error: BaseException) -> None:
+        super()._end(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _receive_chunks(self) -> None:
+        joiners = self._exchange.joiners
+        self._swarm = Swarm(
+            len(self._manifest.chunk_digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
+        )
+        self._lanes: list[Future[None]] = []
+        with ThreadPoolExecutor(RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
+            try:
+                self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), RELAY_STREAMS)
+                with self._serving(), self._telling() as tell:
+                    self._look_after_lanes(tell)
+                    self._linger(tell)
+            except BaseException as error:
+                self._end(error)
+                raise
+
+    # ---- the calling thread
+
+    def _look_after_lanes(self, tell: Callable[[], None]) -> None:
+        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._swarm.finished, pause)
+                if self._ended is not None:
+                    raise self._ended
+                if self._swarm.finished:
+                    return
+                now = time.monotonic()
+                idle = self._swarm.idle(now)
+                for peer in self._swarm.slow_peers(now):
+                    if (connection := self._connections.get(peer)) is not None:
+                        connection.interrupt()
+            self._deadline.remaining()
+            if not self._swarm.use_source and (idle > PATIENCE_SECONDS or not self._working_relays()):
+                self._ask_source()
+            if self._source_lost and idle > LOST_SECONDS:
+                raise TransferError(f"the source is lost ({self._source_lost}), and nobody else has the rest")
+            tell()
+
+    def _ask_source(self) -> None:
+        log.info("the source itself is asked", step=self._step, source=self._source.address)
+        self._swarm.use_source = True
+        self._start(_Lane(SOURCE, self._at_source), SOURCE_STREAMS)
+
+    def _linger(self, tell: Callable[[], None]) -> None:
+        """Until the others have all of it, or ask nothing any more."""
+        if self._alone:
+            return
+        now = began = time.monotonic()
+        end = began + LINGER_SHARE * (began - self._swarm.began)
+        tell()
+        while not self._swarm.peers_finished() and now < end:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, TELL_SECONDS)
+            now = time.monotonic()
+            if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
+                return
+            tell()
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        if not self._alone:
+            places = {digest: chunk for chunk, digest in enumerate(self._manifest.chunk_digests)}
+
+            def lent(digest: bytes) -> list[memoryview] | None:
+                chunk = places.get(digest, -1)
+                here = chunk >= 0 and self._swarm.done >> chunk & 1
+                return list(self._destination.segments(chunk)) if here else None
+
+            self._server.lend(lent)
+        try:
+            yield
+        finally:
+            self._server.lend(None)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[Callable[[], None]]:
+        """What says to a relay what is here, and learns what others have."""
+        connections: list[Connection] = []
+
+        def tell() -> None:
+            if self._alone:
+                return
+            try:
+                if not connections:
+                    relay = self._relays[min(self._working_relays() or self._relays)]
+                    connections.append(self._opened(relay, PATIENCE_SECONDS))
+                swarm = self._swarm
+                self._meet(self._checkpoint.hold(connections[0], self._address, swarm.done, swarm.chunks))
+            except TransferTimeout:
+                raise
+            except (BrokenConnection, TransferError) as error:
+                log.debug("cannot learn who else has the state", step=self._step, reason=str(error))
+                while connections:
+                    self._close(connections.pop())
+
+        try:
+            yield tell
+        finally:
+            for connection in connections:
+                self._close(connection)
+
+    def _meet(self, others: dict[str, tuple[str, int]]) -> None:
+        for name, (address, has) in others.items():
+            if name not in self._peers and len(self._peers) < MAX_PEERS:
+                self._peers.add(name)
+                self._swarm.tells(name, 0)
+                self._start(_Lane(name, self._at_peer(address)), 1)
+            if name in self._swarm.peers:
+                self._swarm.tells(name, has)
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- lanes
+
+    def _start(self, lane: _Lane, number: int) -> None:
+        for _ in range(number):
+            self._lanes.append(self._pool.submit(self._run_lane, lane))
+
+    def _at_relay(self, chunk: int) -> tuple[Endpoint, str, str]:
+        digest = self._manifest.chunk_digests[chunk]
+        relay = home(digest, self._working_relays() or list(self._relays))
+        return self._relays[relay], f"/v1/chunks/{digest.hex()}?wait={CHUNK_WAIT_SECONDS}", ""
+
+    def _at_source(self, chunk: int) -> tuple[Endpoint, str, str]:
+        first = chunk * CHUNK_BYTES
+        last = first + chunk_length(self._destination.pack_bytes, chunk) - 1
+        return self._source, f"/lease/{self._lease}", f"Range: bytes={first}-{last}\r\n"
+
+    def _at_peer(self, address: str) -> Callable[[int], tuple[Endpoint, str, str]]:
+        def where(chunk: int) -> tuple[Endpoint, str, str]:
+            peer = Endpoint.of(address, self._token.peer_headers)
+            return peer, f"/chunk/{self._manifest.chunk_digests[chunk].hex()}", ""
+
+        return where
+
+    def _working_relays(self) -> list[str]:
+        return [address for address in self._relays if self._failures[address] < MAX_FAILURES]
+
+    def _run_lane(self, lane: _Lane) -> None:
+        try:
+            self._receive_on(lane)
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _receive_on(self, lane: _Lane) -> None:
+        receiver = ChunkReceiver(self._destination)
+        connections: dict[str, Connection] = {}
+        try:
+            while (chunk := self._next(lane.of)) is not None:
+                to, target, line = lane.where(chunk)
+                try:
+                    if to.address not in connections:
+                        connections[to.address] = self._opened(to, lane.patience)
+                        self._connections[lane.of] = connections[to.address]
+                    self._ask_for(connections[to.address], chunk, target, line, receiver)
+                except (BrokenConnection, TransferError) as problem:
+                    with self._changed:
+                        self._swarm.failed(chunk)
+                        ended = self._ended
+                    if ended is not None or isinstance(problem, TransferTimeout):
+                        raise ended or problem from problem
+                    if not isinstance(problem, Refusal) and to.address in connections:
+                        self._close(connections.pop(to.address))
+                    if not self._goes_on(lane.of, to.address, problem):
+                        return
+                else:
+                    with self._changed:
+                        self._swarm.came(chunk, time.monotonic())
+                        self._failures[to.address] = 0
+                        self._changed.notify_all()
+        finally:
+            for connection in connections.values():
+                self._close(connection)
+
+    def _next(self, source: str) -> int | None:
+        """The next chunk for a lane; None when there will be none any more."""
+        with self._changed:
+            while self._ended is None and not self._swarm.finished:
+                if (chunk := self._swarm.take(source, time.monotonic())) is not None:
+                    return chunk
+                self._changed.wait(LOOK_SECONDS)
+        return None
+
+    def _ask_for(self, connection: Connection, chunk: int, target: str, line: str, receiver: ChunkReceiver) -> None:
+        _, length = connection.ask("GET", target, line)
+        expected = chunk_length(self._destination.pack_bytes, chunk)
+        if length != expected:
+            raise BrokenConnection(f"{length} bytes came where {expected} were asked for")
+        self._receive_chunk(connection, chunk, receiver)
+
+    def _note_damage(self, chunk: int) -> NoReturn:
+        log.warning("chunk arrived damaged", step=self._step, chunk=chunk)
+        raise BrokenConnection(
+            f"chunk {chunk} arrived damaged"
+        )  # whoever sent it fails, the chunk may come from others
+
+    def _goes_on(self, source: str, address: str, problem: Exception) -> bool:
+        """After something went wrong: whether the lane asks again. What is not there yet is no failure of a relay."""
+        pause = LOOK_SECONDS
+        with self._changed:
+            if source != RELAY or not (isinstance(problem, Refusal) and problem.status in (NOT_HERE, NOT_YET)):
+                failures = self._failures[address] = self._failures.get(address, 0) + 1
+                pause = min(0.05 * 2.0**failures, 1.0)
+                log.info("no chunk", step=self._step, of=source, at=address, failures=failures, reason=str(problem))
+            if source == RELAY or self._failures[address] < MAX_FAILURES:
+                self._changed.wait_for(lambda: self._ended or self._swarm.finished, pause)
+                return True
+            if source == SOURCE:
+                self._source_lost = self._source_lost or str(problem)
+            else:
+                self._swarm.forget(source)
+            return False

@@ -1,0 +1,199 @@
+"""A healthy group's part in bringing the live state to the relays, in the background.
+
+Source k of n uploads the chunks k, k + n, ... first. When all of those are there, and some of the others still are not
+and do not come either, it uploads them too: their group may be gone. It does so only with the state that the relay
+knows, chunk by chunk the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from keepstep.checkpointing.budget import Budget
+from keepstep.checkpointing.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.relay_client import LiveCheckpoint, home, put_chunk
+from keepstep.checkpointing.staging import Snapshot
+from keepstep.checkpointing.transport import Exchange
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.manifest import CHUNK_BYTES, read_envelope
+
+STREAMS = 2
+STALL_SECONDS = 10.0
+LOOK_SECONDS = 0.1
+"""Between two looks at what other groups have still to upload."""
+PATIENCE_SECONDS = 0.5
+"""Without a chunk of theirs, after which theirs are uploaded too."""
+MAX_FAILURES = 5
+"""Of one relay in a row, after which it counts as gone."""
+FIRST_PAUSE_SECONDS = 0.05
+GONE, AGAIN, FULL = 410, 503, 507
+
+log = get_logger("keepstep.checkpointing")
+
+
+class Upload:
+    """One snapshot, which is held until the end. ``run`` it once, on a thread; ``abort`` it from any other."""
+
+    def __init__(
+        self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, budget: Budget
+    ) -> None:
+        self._snapshot = snapshot
+        self._exchange = exchange
+        self._relays = {relay.address: relay for relay in relays}
+        self._failures = dict.fromkeys(self._relays, 0)
+        self._timeout = timeout
+        self._budget = budget
+        self._checkpoint = LiveCheckpoint(exchange)
+        self._deadline = Deadline(timeout, f"step {snapshot.step} was not uploaded")
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._open: set[Connection] = set()
+        self._sent = 0
+
+    def abort(self) -> None:
+        self._ended.set()
+        with self._lock:
+            for connection in self._open:
+                connection.interrupt()
+
+    def run(self) -> None:
+        """Never raises: without it the joiner takes the state from its source."""
+        started = time.monotonic()
+        try:
+            self._manifest = self._snapshot.manifest.result(self._deadline.remaining())
+            self._table = read_envelope(self._manifest)
+            self._upload()
+        except (TransferError, TransferTimeout, TimeoutError, KeepstepError) as error:
+            if not self._ended.is_set():
+                log.warning("live state not uploaded", step=self._snapshot.step, reason=str(error))
+        except Exception:
+            log.exception("fault while uploading live state", step=self._snapshot.step)
+        else:
+            took = round(time.monotonic() - started, 3)
+            log.info("live state uploaded", step=self._snapshot.step, bytes=self._sent, seconds=took)
+        finally:
+            self._snapshot.release()
+
+    def _upload(self) -> None:
+        chunks = len(self._table.chunk_digests)
+        sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
+        share = sum(1 << chunk for chunk in range(place, chunks, sources))
+        lacked, changed = -1, time.monotonic()
+        while not self._ended.is_set():
+            lacks = self._lacking()
+            if not lacks:
+                self._finish()
+                return
+            if lacks != lacked:
+                lacked, changed = lacks, time.monotonic()
+            mine = lacks & share
+            if not mine and time.monotonic() - changed > PATIENCE_SECONDS:
+                mine, changed = lacks, time.monotonic()
+            if mine:
+                self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
+            else:
+                self._ended.wait(LOOK_SECONDS)
+
+    def _lacking(self) -> int:
+        """The chunks that are not where they belong, as bits. The relays know the state from then on."""
+        found = {}
+        for address in self._alive():
+            with self._failing(address), self._connected(address) as connection:
+                plan = self._checkpoint.begin(connection, self._table.root)
+                if not plan.agrees:
+                    raise TransferError(
+                        f"the relay {address} has another state of step {self._snapshot.step} from another group: the "
+                        f"groups' states differ"
+                    )
+                if not plan.has_manifest:
+                    plan = self._checkpoint.put_manifest(connection, self._manifest)
+                found[address] = plan.lacks
+        alive = self._alive()
+        return sum(
+            1 << chunk
+            for chunk, digest in enumerate(self._table.chunk_digests)
+            if (found.get(where := home(digest, alive)) is None) or found[where] >> chunk & 1
+        )
+
+    def _finish(self) -> None:
+        """With several relays none has all of it, and it is not made to last: the joiners need it now."""
+        if len(self._relays) == 1:
+            for address in self._alive():
+                with self._failing(address), self._connected(address) as connection:
+                    self._checkpoint.finish(connection)
+
+    def _put(self, chunks: list[int]) -> None:
+        alive = self._alive()
+        by_relay: dict[str, list[int]] = {address: [] for address in alive}
+        for chunk in chunks:
+            by_relay[home(self._table.chunk_digests[chunk], alive)].append(chunk)
+        jobs = [
+            (address, numbers[stream::STREAMS]) for address, numbers in by_relay.items() for stream in range(STREAMS)
+        ]
+        with ThreadPoolExecutor(len(jobs), "keepstep-upload") as pool:
+            for work in [pool.submit(self._put_some, address, numbers) for address, numbers in jobs if numbers]:
+                work.result()
+
+    def _put_some(self, address: str, chunks: list[int]) -> None:
+        with self._failing(address), self._connected(address) as connection:
+            for chunk in chunks:
+                data = self._snapshot.pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+                if self._ended.wait(self._budget.delay(data.nbytes, time.monotonic())):
+                    return
+                try:
+                    put_chunk(connection, self._table.chunk_digests[chunk], data)
+                except Refusal as refusal:
+                    if refusal.status != FULL:
+                        raise
+                    # it is in the relay's memory all the same, and served from there
+                with self._lock:
+                    self._sent += data.nbytes
+                self._failures[address] = 0
+
+    # ---- relays that fail
+
+    def _alive(self) -> list[str]:
+        alive = [address for address, failures in self._failures.items() if failures < MAX_FAILURES]
+        if not alive:
+            raise TransferError("no relay takes it; joiners are served directly")
+        return alive
+
+    @contextlib.contextmanager
+    def _connected(self, address: str) -> Iterator[Connection]:
+        connection = Connection(self._relays[address], self._deadline, STALL_SECONDS)
+        try:
+            with self._lock:
+                self._open.add(connection)
+            if self._ended.is_set():
+                raise BrokenConnection("the upload was aborted")
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                connection.close()
+
+    @contextlib.contextmanager
+    def _failing(self, address: str) -> Iterator[None]:
+        """What a relay may do wrong is tried again a few times, from the beginning."""
+        pause = 0.0
+        try:
+            yield
+        except BrokenConnection as error:
+            reason = str(error)
+        except Refusal as error:
+            if error.status == GONE:
+                raise
+            reason, pause = str(error), error.retry_after
+        else:
+            return
+        with self._lock:
+            failures = self._failures[address] = self._failures[address] + 1
+        if not self._ended.is_set():
+            log.info("relay failed an upload", relay=address, failures=failures, reason=reason)
+            self._ended.wait(max(pause, FIRST_PAUSE_SECONDS * 2.0**failures))
