@@ -22,7 +22,7 @@ from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
-from keepstep_mesh.addresses import address_towards
+from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
@@ -288,7 +288,7 @@ class ManagerServer:
         self._server = GroupServer(
             GroupSettings(
                 world_size=world_size,
-                host=hostname or address_towards(addresses[0]),
+                host=hostname or address_towards_any(addresses),
                 port=int(port) if port.isdigit() else 0,
                 restart=restart_count(),
                 store_address=store_addr,

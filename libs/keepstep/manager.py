@@ -136,8 +136,8 @@ class Manager:
         settings = LinkSettings.from_arguments(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
-            rank=environment.rank_or_size("RANK", rank, 0),
-            world_size=environment.rank_or_size("WORLD_SIZE", world_size, 1),
+            rank=environment.from_launcher("RANK", rank, 0),
+            world_size=environment.from_launcher("WORLD_SIZE", world_size, 1),
             store_addr=store_addr,
             store_port=store_port,
             port=port,
