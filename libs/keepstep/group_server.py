@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import WSMsgType, web
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial, denied
+from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, Leaving, denial, denied, rank_beats
 from keepstep.group_core import CommitBarrier, merge_asks
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
@@ -416,9 +416,10 @@ class GroupServer:
 
     async def _watch_ranks(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(RANK_BEAT)
+        async for slept in rank_beats():
             for peer in tuple(self._ranks.values()):
+                if slept:
+                    peer.heard = loop.time()
                 silent = loop.time() - peer.heard
                 if silent > RANK_SILENCE:
                     await self.fail(f"rank {peer.rank} was silent for {silent:.1f} s")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
+from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
@@ -180,8 +180,9 @@ class RankClient:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(RANK_BEAT)
+        async for slept in rank_beats():
+            if slept:
+                self._heard = loop.time()
             if loop.time() - self._heard > RANK_SILENCE:
                 log.error("group server silent", address=self.address, seconds=RANK_SILENCE)
                 await self._socket.close()

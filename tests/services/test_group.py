@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -166,6 +167,18 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
     assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
     assert any("rank 1 of 2 died" in reason for reason in pair.failed)
     await other.close()
+
+
+async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
+    monkeypatch.setattr("keepstep.group.RANK_BEAT", 0.05)
+    for where in ("group", "group_server", "rank_client"):
+        monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", 0.5)
+    group = Group(lighthouse, 2)
+    await group.start()
+    time.sleep(1)  # noqa: ASYNC251  as a container that is paused
+    assert all(not isinstance(answer, Exception) for answer in await group.ask())
+    assert not group.failed
+    await group.close()
 
 
 async def test_a_request_that_cannot_be_sent_is_an_error_for_every_rank(pair):
