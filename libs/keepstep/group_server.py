@@ -230,6 +230,8 @@ class GroupServer:
         if self._gone:
             raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
+        if rank in self._asks:  # it gave up on that one
+            self._asks[rank][1].cancel()
         self._asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
             asks, self._asks = self._asks, {}

@@ -122,6 +122,18 @@ async def test_a_rank_that_does_not_ask_is_named_at_the_deadline(pair):
     assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
 
 
+async def test_a_request_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    idle = len(pair.server._tasks._running)
+    for request in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pair.clients[0].ask(ask(request=request)), 0.05)
+    newest = asyncio.create_task(pair.clients[0].ask(ask(request=4)))
+    await eventually(lambda: 1 in pair.server._asks and pair.server._asks[1][0].request == 4)
+    await pair.server.ask(ask())
+    assert (await newest).request == 4
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
 async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
     (answer, _) = await pair.ask()
     for first, second in ((True, True), (True, False)):
