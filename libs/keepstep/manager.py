@@ -423,8 +423,7 @@ class Manager:
         failures = self._context.standing.commit_failures
         if not committed and self._max_retries is not None and failures > self._max_retries:
             raise RuntimeError(
-                f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: "
-                f"{attempt.error or 'another rank of this group voted no'}"
+                f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: {attempt.error}"
             )
         return committed
 
