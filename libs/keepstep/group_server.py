@@ -340,7 +340,8 @@ class GroupServer:
                 hello = codec.decode(await socket.receive_bytes())
             self._check_hello(hello)
         except (ProtocolError, TimeoutError, TypeError) as error:
-            await socket.send_bytes(codec.encode(Refused("bad_message", str(error) or "no hello in time")))
+            with contextlib.suppress(ConnectionError):  # it hung up without a word
+                await socket.send_bytes(codec.encode(Refused("bad_message", str(error) or "no hello in time")))
             await socket.close()
             return socket
         assert isinstance(hello, RankHello)

@@ -278,6 +278,13 @@ async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nob
     assert all(not isinstance(answer, Exception) for answer in await pair.ask())
 
 
+async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplog):
+    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks"):
+        pass
+    await pair.server.close()
+    assert not [record for record in caplog.records if record.name == "aiohttp.server"]
+
+
 async def test_a_token_is_asked_for_on_every_route(lighthouse):
     group = Group(lighthouse, 2, token="secret-token")
     await group.start()
