@@ -178,8 +178,12 @@ class GroupServer:
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         future = self._vote(0, vote)
-        async with asyncio.timeout(timeout):
-            return await future
+        try:
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            missing = self._barrier.waiting_for()
+            raise TimeoutError(f"waited {timeout:g} s for ranks {missing} of this group to vote") from None
 
     def finished_step(self) -> None:
         self._session.finished_step()

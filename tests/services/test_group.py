@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -145,8 +146,12 @@ async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
 
 async def test_a_vote_that_nobody_completes_times_out(pair):
     (answer, _) = await pair.ask()
-    with pytest.raises(TimeoutError):
-        await pair.server.vote(RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True), 0.1)
+    vote = RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of this group to vote"):
+        await pair.server.vote(vote, 0.1)
+    (answer, _) = await pair.ask(commit_failures=1)
+    with pytest.raises(TimeoutError, match=r"rank 0 at http://.* gave no answer within 0.1 s"):
+        await pair.clients[0].vote(replace(vote, attempt=answer.attempt), 0.1)
 
 
 async def test_a_vote_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
