@@ -22,24 +22,25 @@ def variable(name: str) -> str | None:
 
 def seconds(name: str, argument: timedelta) -> timedelta:
     """A duration in seconds from the environment, else ``argument``. ValueError that names the one that is none."""
-    value = variable(name)
-    if value is None:
+    found = from_environment(name)
+    if found is None:
         if argument <= timedelta(0):
             raise ValueError(f"{name.removesuffix('_SEC').lower()}={argument} must be positive")
         return argument
+    source, value = found
     try:
         number = float(value)
     except ValueError:
         number = -1.0
     if not 0 < number < float("inf"):
-        raise ValueError(f"KEEPSTEP_{name}={value!r} must be a positive number of seconds, such as 60")
+        raise ValueError(f"{source}={value!r} must be a positive number of seconds, such as 60")
     return timedelta(seconds=number)
 
 
 def integer(name: str, argument: int) -> int:
     """A whole number from the environment, else ``argument``; at least 0. ValueError that names it."""
-    value = variable(name)
-    number = argument if value is None else _whole(f"KEEPSTEP_{name}", value)
+    found = from_environment(name)
+    number = argument if found is None else _whole(*found)
     if number < 0:
         raise ValueError(f"{name.lower()}={number} must be at least 0")
     return number

@@ -81,6 +81,9 @@ class LinkSettings:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be in [0, world_size={world_size})")
+        port = port or environment.integer("MANAGER_PORT", 0)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT): there are 1 to 65535")
         lighthouses = split_addresses(addresses)
         if world_size > 1:
             store_port = environment.from_launcher("MASTER_PORT", store_port, 0)
@@ -98,7 +101,7 @@ class LinkSettings:
             rank=rank,
             world_size=world_size,
             host=hostname or address_towards_any(lighthouses),
-            port=port or environment.integer("MANAGER_PORT", 0),
+            port=port,
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),

@@ -338,7 +338,8 @@ class Manager:
 
         Raises:
             Drained: the group was asked to leave, and has.
-            TimeoutError, KeepstepError: with a synchronous quorum, what went wrong; the next call asks again.
+            TimeoutError, KeepstepError: where it waits (a synchronous quorum, the first step), what went wrong; the
+                next call asks again.
         """
         self._context.raise_fatal()
         if self._attempt is not None and not self._attempt.done:

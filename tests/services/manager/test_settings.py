@@ -59,15 +59,13 @@ def test_an_evicted_rank_says_so_before_it_ends(capsys):
     assert capsys.readouterr().err == "keepstep: this group was evicted: bad GPU; its ranks end (exit 77)\n"
 
 
-def test_a_bad_duration_in_the_environment_is_named(monkeypatch, lighthouse):
-    monkeypatch.setenv("KEEPSTEP_TIMEOUT_SEC", "soon")
-    with pytest.raises(ValueError, match=r"KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"):
-        Manager(ProcessGroupGloo(), lighthouse_addr=lighthouse)
-
-
 @pytest.mark.parametrize(
     ("variables", "arguments", "message"),
     [
+        ({"KEEPSTEP_TIMEOUT_SEC": "soon"}, {}, "KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"),
+        ({"TORCHFT_TIMEOUT_SEC": "inf"}, {}, "TORCHFT_TIMEOUT_SEC='inf' must be a positive number of seconds"),
+        ({"TORCHFT_MANAGER_PORT": "http"}, {}, "TORCHFT_MANAGER_PORT='http' must be a whole number"),
+        ({"KEEPSTEP_MANAGER_PORT": "70000"}, {}, r"port=70000 \(KEEPSTEP_MANAGER_PORT\): there are 1 to 65535"),
         ({"KEEPSTEP_QUORUM_RETRIES": "-1"}, {}, "quorum_retries=-1 must be at least 0"),
         ({}, {"quorum_retries": -1}, "quorum_retries=-1 must be at least 0"),
         ({}, {"quorum_timeout": timedelta(seconds=-1)}, r"quorum_timeout=-1 day, 23:59:59 must be positive"),
