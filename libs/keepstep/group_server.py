@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import WSMsgType, web
 
@@ -24,6 +24,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.http import Problem
 from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -448,10 +449,7 @@ class GroupServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.path != "/healthz" and not self._token.accepts_peer(request.headers.get("Authorization", "")):
-            raise web.HTTPUnauthorized(
-                text=json.dumps({"title": "wrong or missing token", "status": 401}),
-                content_type="application/problem+json",
-            )
+            return Problem(HTTPStatus.UNAUTHORIZED, "wrong or missing token").response()
         return await handler(request)
 
     async def _healthz(self, _request: web.Request) -> web.Response:
@@ -461,7 +459,8 @@ class GroupServer:
         try:
             metadata = self._checkpoints[int(request.match_info["rank"])]
         except (KeyError, ValueError):
-            raise web.HTTPNotFound(text=f"no rank {request.match_info['rank']} has asked for a quorum here") from None
+            rank = request.match_info["rank"]
+            return Problem(HTTPStatus.NOT_FOUND, f"no rank {rank} has asked for a quorum here").response()
         return web.json_response({"metadata": metadata})
 
     async def _serve_layout(self, _request: web.Request) -> web.Response:
