@@ -162,8 +162,11 @@ class Launcher:
         _, late = await asyncio.wait(readers, timeout=OUTPUT_GRACE_SECONDS)
         for reader in late:
             reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.wait(readers)
         process.close()
+        for reader in readers:
+            if not reader.cancelled():
+                reader.result()
         del self._processes[name][rank]
         self._events.put_nowait(RankExited(name, rank, code))
 
