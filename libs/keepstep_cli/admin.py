@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
-from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
+from keepstep_cli.options import Named, Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
 from keepstep_cli.rest import Lighthouse, read_token
 
 if TYPE_CHECKING:
@@ -71,15 +71,6 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
 
     return with_link
-
-
-class Named(click.ParamType[str]):
-    """A name, which is not empty."""
-
-    name = "name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) if value else self.fail("it is empty", param, ctx)
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
@@ -181,7 +172,7 @@ def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
         path = ("jobs", link.job, "events")
         async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
             if link.as_json:
-                print(json.dumps(event), flush=True)
+                print(json.dumps(event))
             else:
                 tables.show_event(event)
             sys.stdout.flush()

@@ -17,6 +17,15 @@ DEFAULT_LIGHTHOUSE = f"http://127.0.0.1:{DEFAULT_PORT}"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+class Named(click.ParamType[str]):
+    """A name, which is not empty."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if value else self.fail("it is empty", param, ctx)
+
+
 def lighthouse_option(command: Command) -> Command:
     return click.option(
         "--lighthouse",
@@ -31,6 +40,7 @@ def job_option(command: Command) -> Command:
     return click.option(
         "--job",
         envvar=["KEEPSTEP_JOB", "TORCHFT_JOB"],
+        type=Named(),
         default="default",
         show_default=True,
         shell_complete=job_names,

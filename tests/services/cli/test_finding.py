@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -22,30 +24,46 @@ async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
     assert "there is no host no-such-host.invalid" in said.err
 
 
-@pytest.mark.parametrize("command", [("status",), ("run", "--replicas", "1", "true")])
-@pytest.mark.parametrize(("status", "kind"), [(200, "text/html"), (404, "text/html"), (404, "application/json")])
-async def test_a_server_of_another_kind_is_told_from_a_lighthouse(
-    command: tuple[str, ...], status: int, kind: str
-) -> None:
-    async def page(_: web.Request) -> web.Response:
-        return web.Response(text="<html>hello</html>", content_type=kind, status=status)
+@asynccontextmanager
+async def page(text: str, kind: str, status: int) -> AsyncIterator[str]:
+    """The address of a server that answers everything with this."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text, content_type=kind, status=status)
 
     other = web.Application()
-    other.router.add_get("/v1/{all:.*}", page)
+    other.router.add_get("/v1/{all:.*}", answer)
     runner = web.AppRunner(other)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("command", [("status",), ("run", "--replicas", "1", "true")])
+@pytest.mark.parametrize(("status", "kind"), [(200, "text/html"), (404, "text/html"), (404, "application/json")])
+async def test_a_server_of_another_kind_is_told_from_a_lighthouse(
+    command: tuple[str, ...], status: int, kind: str
+) -> None:
+    async with page("<html>hello</html>", kind, status) as address:
         said = await keepstep(command[0], "--lighthouse", address, *command[1:])
         assert said.code == 3
         assert f"{address}: what answers there is no keepstep lighthouse" in said.err
         assert "torchft" in said.err
         assert "keepstep up`, or say" not in said.err
         assert "<html>" not in said.err
-    finally:
-        await runner.cleanup()
+
+
+@pytest.mark.parametrize("command", [("status",), ("events", "--follow"), ("run", "--replicas", "1", "true")])
+@pytest.mark.parametrize("text", ["hello", "[]"])
+async def test_json_of_another_server_is_told_from_a_lighthouses(command: tuple[str, ...], text: str) -> None:
+    async with page(text, "application/json", 200) as address:
+        said = await keepstep(command[0], "--lighthouse", address, *command[1:])
+        assert said.code == 3
+        assert f"{address}: what answers there is no keepstep lighthouse" in said.err
 
 
 async def test_the_first_lighthouse_that_answers_is_asked() -> None:
@@ -70,6 +88,9 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
             assert said.code == 4
             assert "'night'" in said.err
             assert "default" in said.err
+        for name in (".", "..", "a/b", "%2e"):
+            assert f"there is no job {name!r}" in (await keepstep("replicas", "--job", name, *job.at)).err
+            assert repr(name) in (await keepstep("drain", name, *job.at)).err
 
 
 async def test_an_empty_token_file_is_told_by_its_flag(tmp_path: Path) -> None:
@@ -90,8 +111,12 @@ async def test_an_empty_token_file_is_told_by_its_flag(tmp_path: Path) -> None:
         ("evict", "r0", "--ban", "soon"),
         ("policy", "--takeover-grace", "never"),
         ("events", "--limit", "0"),
+        ("replicas", "--job", ""),
         ("demo", "--replicas", "1"),
-        ("run", "--replicas", "0", "x.py"),
+        ("demo", "--seconds", "inf"),
+        ("demo", "--summary", "/nowhere/summary.json"),
+        ("run", "--replicas", "0", "true"),
+        ("run", "--replicas", "1", "--grace", "nan", "true"),
         ("nonsense",),
     ],
 )

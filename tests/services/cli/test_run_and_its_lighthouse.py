@@ -10,7 +10,11 @@ from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
 
 from command import process
 from keepstep_cli import embedded
+from keepstep_cli.bans import ask_ban
+from keepstep_cli.rest import Lighthouse
+from keepstep_cli.supervisor import BanLearned
 from keepstep_mesh.auth import Tokens
+from keepstep_mesh.tls import TlsFiles
 
 EVICTED_ONCE = """
 import os, pathlib, sys
@@ -28,6 +32,11 @@ async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthou
             assert said.rstrip().endswith("`keepstep readmit train_ddp_1` ends that")
             assert (await keepstep("readmit", "train_ddp_1", *job.at)).code == 0
             await line_of(run.stderr, "[r0] finished")
+
+
+async def test_a_ca_that_went_meanwhile_leaves_a_ban_unknown_and_ends_nothing(tmp_path: Path) -> None:
+    asked = Lighthouse("https://127.0.0.1:1", None, TlsFiles(ca=tmp_path / "gone.pem"))
+    assert await ask_ban(asked, "default", tmp_path, "r0") == BanLearned("r0", None, "r0")
 
 
 async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_path: Path) -> None:
