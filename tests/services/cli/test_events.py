@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from tests.services.cli.scene import DEADLINE, keepstep, line_of, running
 
 from asking_group import Group
@@ -15,6 +16,9 @@ from command import process
 from keepstep_cli import rest
 from keepstep_cli.errors import Unreachable
 from keepstep_cli.ranks import free_port
+from keepstep_mesh.auth import Access
+from keepstep_mesh.http import Route
+from keepstep_mesh.service import Service, serving
 from lighthouse_driver import lighthouse
 
 
@@ -75,3 +79,30 @@ async def test_a_follower_gives_up_when_no_lighthouse_comes_back(monkeypatch: py
                 async for _ in events:
                     pass
         assert len(told) == 1
+
+
+async def test_a_follower_that_was_answered_again_has_all_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(rest, "ASK_AGAIN_SECONDS", 0.05)
+    answered = 0
+
+    async def one_event_or_none(request: web.Request) -> web.StreamResponse:
+        """Of three answers the second has no event for longer than that. Each of them breaks off."""
+        nonlocal answered
+        answered += 1
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        if answered == 2:
+            await asyncio.sleep(2 * rest.PATIENCE_SECONDS)
+        else:
+            await answer.write(f'data: {{"id": {answered}}}\n\n'.encode())
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    route = Route("GET", "/v1/jobs/default/events", one_event_or_none, Access.READ)
+    async with serving(Service("lighthouse", [route]), "127.0.0.1", 0) as silent:
+        events = rest.Lighthouse(silent.url, None).follow("jobs", "default", "events", after=0, told=lambda _: None)
+        async with asyncio.timeout(DEADLINE):
+            assert [(await anext(events))["id"] for _ in range(2)] == [1, 3]
+        await events.aclose()
