@@ -100,6 +100,12 @@ async def test_an_empty_token_file_is_told_by_its_flag(tmp_path: Path) -> None:
     assert f"--token-file {tmp_path / 'token'} is empty" in said.err
 
 
+async def test_a_token_of_two_lines_is_an_error_of_usage() -> None:
+    said = await keepstep("status", KEEPSTEP_TOKEN="one\ntwo")
+    assert said.code == 2
+    assert "KEEPSTEP_TOKEN holds more than one line" in said.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

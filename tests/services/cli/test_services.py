@@ -132,6 +132,33 @@ async def test_a_variable_of_a_service_that_makes_no_sense_is_an_error_of_usage_
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("relay", "--bind", "nonsense"), "--bind 'nonsense': not an address to listen on"),
+        (("relay", "--memory", "1MiB"), "at least 64 MiB"),
+        (("relay", "--lighthouse", "nonsense"), "'http://nonsense' is no address"),
+        (("up", "--relay-bind", "nonsense"), "--relay-bind 'nonsense': not an address to listen on"),
+        (("up", "--bind", "127.0.0.1:65530"), "--relay-bind '127.0.0.1:65540': not an address to listen on"),
+    ],
+)
+async def test_a_relay_whose_flags_make_no_sense_is_an_error_of_usage(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    state = ("--state-dir", str(tmp_path / "state")) if arguments[0] == "up" else ()
+    said = await keepstep(*arguments, *state)
+    assert said.code == 2
+    assert told in said.err
+
+
+async def test_the_event_log_of_a_mesh_is_where_the_variable_says(tmp_path: Path) -> None:
+    up = ("up", "--bind", "127.0.0.1:0", "--state-dir", str(tmp_path / "state"))
+    async with process(*up, KEEPSTEP_LIGHTHOUSE_EVENT_LOG=str(tmp_path / "log")) as mesh:
+        await first_line(mesh)
+    assert (tmp_path / "log").exists()
+    assert not (tmp_path / "state" / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
     ("flags", "code"), [(("--min-replicas", "3", "--max-replicas", "2"), 2), (("--bind", "0.0.0.0:0"), 1)]
 )
 async def test_a_mesh_that_cannot_start_leaves_no_folder(tmp_path: Path, flags: tuple[str, ...], code: int) -> None:
