@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import Seconds, Size
+from keepstep_cli.options import Seconds, Size, all_of
 from keepstep_cli.serve import configure_logs
-from keepstep_cli.service_options import all_of, service_options
+from keepstep_cli.service_options import service_options
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint

@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import click
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from keepstep_mesh.errors import AuthError
     from keepstep_mesh.tls import TlsFiles
 
+Answer = TypeVar("Answer")
+
 TIMEOUT_SECONDS = 10.0
 SILENCE_SECONDS = 45.0
 """Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
@@ -35,6 +37,12 @@ NO_LIGHTHOUSE = (
     "what answers there is no keepstep lighthouse (torchft's speaks another language: trainers of keepstep need "
     "`keepstep up` or `keepstep lighthouse` in its place)"
 )
+
+
+def run(asking: Coroutine[Any, Any, Answer]) -> Answer:
+    import asyncio
+
+    return asyncio.run(asking)
 
 
 def read_token(token_file: Path | None) -> ClientToken:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import DEFAULT_PORT, Seconds, make_folder
-from keepstep_cli.service_options import FILE, all_of, service_options
+from keepstep_cli.options import DEFAULT_PORT, Seconds, all_of, make_folder
+from keepstep_cli.service_options import FILE, service_options
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint, Hosted, Service
