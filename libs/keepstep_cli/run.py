@@ -137,10 +137,13 @@ def run(
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.rest import Lighthouse, read_token
+    from keepstep_mesh import names
     from keepstep_mesh.tls import TlsError
 
     if (problem := program_problem(program)) is not None:
         raise click.UsageError(problem)
+    if (problem := names.problem(job, "job")) is not None:
+        raise click.UsageError(f"--job: {problem}")
     if addresses and (min_replicas or join_timeout is not None):
         raise click.UsageError(
             f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
@@ -168,8 +171,8 @@ def run(
             folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
-        names = Path(forgotten) / "names"
-        names.mkdir()
+        told = Path(forgotten) / "names"
+        told.mkdir()
         spec = JobSpec(
             command=command_line(program, arguments),
             replicas=replicas,
@@ -182,10 +185,10 @@ def run(
             tls=tls,
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
-            names=names,
+            names=told,
         )
         programs += replica_programs(spec, os.environ)
-        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, names)
+        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, told)
 
         async def launch() -> int:
             launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, bans)

@@ -123,6 +123,7 @@ async def test_a_token_of_two_lines_is_an_error_of_usage() -> None:
         ("demo", "--summary", "/nowhere/summary.json"),
         ("run", "--replicas", "0", "true"),
         ("run", "--replicas", "1", "--grace", "nan", "true"),
+        ("run", "--replicas", "1", "--job", "a b", "true"),
         ("nonsense",),
     ],
 )
