@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http import HTTPStatus
@@ -25,6 +24,7 @@ from keepstep_lighthouse.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import open_store
 from keepstep_lighthouse.term import Term
+from keepstep_mesh import names
 from keepstep_mesh.addresses import reachable
 from keepstep_mesh.auth import Access
 from keepstep_mesh.embedded import Embedded
@@ -33,7 +33,6 @@ from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Service
 
 MAX_SESSIONS = 20_000
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 """Every lighthouse answers these itself."""
 
@@ -126,11 +125,8 @@ class Lighthouse(Keeper, Embedded):
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["job"]
-        if JOB_NAME.fullmatch(name) is None:
-            raise Problem(
-                HTTPStatus.BAD_REQUEST,
-                f"{name!r} is no name of a job: up to 128 letters, digits, '.', '_' and '-', a letter or digit first",
-            )
+        if (problem := names.problem(name, "job")) is not None:
+            raise Problem(HTTPStatus.BAD_REQUEST, problem)
         await self.election_over()
         if self.leader_elsewhere() is None:
             self.leading()

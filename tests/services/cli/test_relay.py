@@ -8,18 +8,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tests.services.cli import scene
+
 from command import process
 from relay_driver import DEADLINE, client, relay_process, state
 
 ONE, TWO = state(1, 9 << 20), state(2, 5000)
 
 
-async def keepstep(*arguments: str, **variables: str) -> tuple[int, str]:
+async def keepstep(*arguments: str) -> tuple[int, str]:
     """(exit code, all that it says)."""
-    async with process(*arguments, **variables) as started, asyncio.timeout(DEADLINE):
-        out, error = await started.communicate()
-    assert started.returncode is not None
-    return started.returncode, (out + error).decode()
+    said = await scene.keepstep(*arguments)
+    return said.code, said.out + said.err
 
 
 async def as_json(*arguments: str) -> Any:
