@@ -56,7 +56,8 @@ def relay(**flags: Any) -> None:
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """
     try:
-        from keepstep_relay.__main__ import run_relay
+        from keepstep_mesh.service import run_several
+        from keepstep_relay.__main__ import hosted_relay
         from keepstep_relay.settings import read_settings
     except ImportError as error:
         raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
@@ -64,7 +65,7 @@ def relay(**flags: Any) -> None:
 
     configure_logs(flags)
     try:
-        run_relay(read_settings(flags), announce)
+        run_several([hosted_relay(read_settings(flags), announce)])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -90,7 +90,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts are of the whole relay unless they say otherwise; times are seconds, 0: no limit."""
+    """Counts are of the whole relay unless they say otherwise; times are seconds. Of what is kept, 0: no limit."""
 
     checkpoints: int = 1000
     chunks: int = 1_000_000

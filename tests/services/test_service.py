@@ -270,7 +270,8 @@ PROGRAM = """
 import sys
 from contextlib import asynccontextmanager
 from keepstep_mesh import logging
-from keepstep_mesh.service import Service, run
+from keepstep_mesh.listen_settings import ListenSettings
+from keepstep_mesh.service import Hosted, Service, run_several
 
 @asynccontextmanager
 async def lifespan():
@@ -278,8 +279,8 @@ async def lifespan():
     print("ended", flush=True)
 
 logging.configure(as_json=True)
-run(lambda: Service("test", [], lifespan), "127.0.0.1", 0, uvloop=sys.argv[1] == "uvloop",
-    started=lambda at: print(at.url, flush=True))
+one = Hosted(lambda: Service("test", [], lifespan), ListenSettings(), lambda at: print(at.url, flush=True))
+run_several([one], uvloop=sys.argv[1] == "uvloop")
 """
 
 
