@@ -162,14 +162,15 @@ class CheckpointStore:
         self.records[key] = record
 
     async def _write(self, key: Key, rank: int) -> None:
-        disk = self.chunks.disk
-        if disk is None or (key, rank) in self._written or key not in self.records:
+        disk, one = self.chunks.disk, self.core.checkpoints.get(key)
+        if disk is None or (key, rank) in self._written or one is None:
             return
         if rank < 0:
             await self.chunks.in_thread(disk.begin, key, self.records[key])
         else:
             await self.chunks.in_thread(disk.put_manifest, key, rank, self.manifests[key, rank])
-        self._written.add((key, rank))
+        if self.core.checkpoints.get(key) is one:  # else what was written is about to be deleted
+            self._written.add((key, rank))
 
     # ---- ends
 

@@ -113,6 +113,14 @@ async def test_without_a_relay_it_is_said_what_to_do(tmp_path: Path) -> None:
     assert "--durable nowhere://x" in text
 
 
+def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_TLS_CA", "/nowhere/ca.pem")
+    assert keepstep_relay.__main__.main(["--bind=127.0.0.1:0", "--lighthouse=https://127.0.0.1:1"]) == 1
+    assert "the CA file /nowhere/ca.pem cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,31 @@ async def test_an_age_goes_on_over_a_restart(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE):
             while await worker.list() != ["c2"]:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.01)
+
+
+async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, put_manifest = threading.Event(), threading.Event(), DiskTier.put_manifest
+
+    def slow(disk: DiskTier, *arguments: Any) -> None:
+        writing.set()
+        go_on.wait(DEADLINE)
+        put_manifest(disk, *arguments)
+
+    monkeypatch.setattr(DiskTier, "put_manifest", slow)
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.begin()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.manifest(ONE, status=410))
+            await asyncio.to_thread(writing.wait, DEADLINE)
+            tasks.create_task(worker.call("POST", f"{worker.checkpoints}/c1/abort", 204, json={"reason": "asked"}))
+            async with asyncio.timeout(DEADLINE):
+                while await worker.list():  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.01)
+            go_on.set()
+        await worker.store(ONE)
+        assert await worker.pack() == ONE.pack
 
 
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
