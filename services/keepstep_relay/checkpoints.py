@@ -25,6 +25,7 @@ from keepstep_relay.events import (
     Cause,
     ChunkCame,
     CommitAsked,
+    Copied,
     Event,
     Facts,
     Forget,
@@ -286,8 +287,7 @@ class CheckpointStore:
     def _is_durable(self, one: Checkpoint) -> None:
         self._copied.add(one.key)
         self.durable.add(one.key)
-        for digest, _ in one.chunks():
-            self._step(ChunkCame(digest, Tier.DURABLE))
+        self._step(Copied(one.key))
 
     async def _follow(self) -> None:
         """Copies what was committed and deletes what was dropped, one after the other; tries for ever, and says why."""
