@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -67,6 +68,13 @@ def state(seed: int, size: int = 2 * CHUNK_BYTES + 1000, origin: Origin | None =
     content = msgpack.packb([["tensor", 0], [["uint8", [size], None, 0, 0, None]], [size]])
     digests = b"".join(chunk_digest(pack[at : at + CHUNK_BYTES]) for at in range(0, size, CHUNK_BYTES))
     return State(pack, pack_envelope(origin or Origin("c1", JOB, 1, 1, f"r{seed}"), content, digests))
+
+
+def flip(file: Path) -> None:
+    """Damages a byte in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 class Client:

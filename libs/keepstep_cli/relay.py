@@ -57,7 +57,8 @@ def relay(**flags: Any) -> None:
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """
     try:
-        from keepstep_relay.__main__ import run_relay
+        from keepstep_mesh.service import run_several
+        from keepstep_relay.__main__ import hosted_relay
     except ImportError as error:
         raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
@@ -65,7 +66,7 @@ def relay(**flags: Any) -> None:
     configure_logs(flags)
     settings = checked_settings(flags, "--bind")
     try:
-        run_relay(settings, announce)
+        run_several([hosted_relay(settings, announce)])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 

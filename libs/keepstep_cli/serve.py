@@ -127,7 +127,7 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
     try:
         from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
-        from keepstep_mesh import service
+        from keepstep_mesh.service import run_several
     except ImportError as error:
         raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
@@ -153,8 +153,7 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
         hosted = [hosted_lighthouse(settings, started)]
         if of_relay is not None:
             hosted.append(_relay_beside(settings.bind, listens, of_relay))
-        service.raise_descriptor_limit()
-        service.run_several(hosted)
+        run_several(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     finally:

@@ -29,7 +29,6 @@ from keepstep_mesh.addresses import reachable
 from keepstep_mesh.auth import Access
 from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Identity, Problem, Route
-from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Service
 
 MAX_SESSIONS = 20_000
@@ -76,7 +75,7 @@ class Lighthouse(Keeper, Embedded):
             if self.store.exclusive:
                 await self.begin_term()
             else:
-                self._identity = Identity(self._token_for_leader, self.settings.peer_tls)
+                self._identity = Identity(self.settings.own_token, self.settings.peer_tls)
                 self._asker = Identity(None, self.settings.peer_tls)
             keep = self.keep_term if self.store.exclusive else self._listen_and_stand_by
             keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
@@ -92,10 +91,6 @@ class Lighthouse(Keeper, Embedded):
         await self._listening.wait()
         address = self.settings.advertise or reachable(self.address)
         await self.stand_by(address, LeaderLink(self._identity))
-
-    def _token_for_leader(self) -> str | None:
-        tokens = self.settings.tokens
-        return (tokens.value if isinstance(tokens, FromFiles) else tokens).for_services()
 
     def leading(self) -> Term:
         """The term. Raises ``Problem`` 503 while there is none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,42 @@ async def test_a_disk_that_takes_nothing_costs_events_of_the_file_only(tmp_path:
 async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="give another --event-log"):
         await FiledEventLog.open(tmp_path)
+
+
+FULL_FOR_A_WHILE = """
+import asyncio, resource, sys
+from pathlib import Path
+from keepstep_lighthouse.event_log import FiledEventLog
+
+async def main():
+    path = Path(sys.argv[1])
+    events = await FiledEventLog.open(path)
+    for full in (False, True, False):
+        limit = path.stat().st_size + 250 if full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        for number in range(3):
+            events.add("job", "joined", f"r{number}", {"full": full}, 1.5)
+        await events._writing
+    await events.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_no_half_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_FOR_A_WHILE, str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "events were not written" in done.stdout + done.stderr
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 7, 8, 9]
+
+
+async def test_events_that_a_slow_disk_leaves_out_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_UNWRITTEN", 5)
+    events = await FiledEventLog.open(tmp_path / "events.jsonl")
+    fill(events, 8)
+    await events.close()
+    assert "the disk is too slow" in caplog.text
