@@ -194,10 +194,18 @@ def _tail(path: Path) -> list[Happened]:
 
 
 def _append(path: Path, events: Iterable[Happened]) -> None:
+    """All of them, or, with an ``OSError``, none."""
     if path.exists() and path.stat().st_size > MAX_FILE_BYTES:
         os.replace(path, _before(path))  # noqa: PTH105
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(f"{one.json()}\n" for one in events))
+    left = "".join(f"{one.json()}\n" for one in events).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)  # the next event must not continue what a full disk cut off
+            raise
 
 
 def _before(path: Path) -> Path:
