@@ -178,7 +178,7 @@ class Job:
             await group.gone()
         await self.stop_lighthouse(signal.SIGTERM)
         try:
-            self.history = self.check_history()
+            self.check_history()
         except Exception as history:
             if error is None:
                 raise
@@ -186,14 +186,13 @@ class Job:
         finally:
             self._directory.cleanup()
 
-    def check_history(self) -> Report:
+    def check_history(self) -> None:
         """Fails on a violation, and on a history in which there is nothing to check."""
-        report = check_files([self.logs])
+        report = self.history = check_files([self.logs])
         told = "\n".join(summary_lines(report) + violation_lines(report))
         assert report.fine, f"{told}\n{self.report()}"
         assert report.event_logs, told
         assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
-        return report
 
     def host_of(self, _group: str) -> Host:
         """Where its processes run."""
