@@ -16,7 +16,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.disk import DiskTier
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, Client, client, relay, relay_process, state
+from relay_driver import DEADLINE, Client, client, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -70,13 +70,9 @@ async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_p
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.upload(ONE, chunks=[0])
         await on_disk(worker, 1)
-        host, port = address.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
         head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
-        writer.write(head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2])
-        await writer.drain()
-        await killed(process)
-        writer.close()
+        async with raw(address, head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2]):
+            await killed(process)
     async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
         assert [await worker.has(digest) for digest in ONE.digests] == [True, False, False]
         assert not list((tmp_path / "partial").iterdir())
