@@ -7,13 +7,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from command import killed_at_the_end
 from namespaces import FOLDER
 from tests.faults.outcome import Limit, Outcome, table
 from tests.faults.rows import ROWS, Row, Run
@@ -22,20 +22,9 @@ from tests.training.job import Job
 DEADLINE = 120.0
 
 
-@asynccontextmanager
-async def faults(repository: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-u", "-m", "tests.faults", *flags),
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def faults(repository: Path, *flags: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    command = (sys.executable, "-u", "-m", "tests.faults", *flags)
+    return killed_at_the_end(*command, cwd=repository, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.training
