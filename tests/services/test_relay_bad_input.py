@@ -269,7 +269,7 @@ async def test_a_body_that_trickles_is_cut_off(scene) -> None:
 
 async def test_too_much_is_507_or_413_and_says_what_to_do(scene) -> None:
     one, worker = scene
-    assert "4096" not in (await worker.begin("c3", 3, 507, ranks=5))["detail"]
+    assert "has 5 ranks; this relay takes 4" in (await worker.begin("c3", 3, 507, ranks=5))["detail"]
     await worker.begin("c3", 3)
     problem = await worker.begin("c4", 4, 507)
     assert "keepstep checkpoint rm" in problem["detail"]

@@ -70,7 +70,7 @@ async def test_a_leader_that_no_worker_reaches_gives_way_to_where_they_come(stor
                 async with connection(follower.address) as lost:
                     await lost.hello()
                     await lost.message()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # as a worker that is turned away comes again
         assert leader.term is None
         async with worker(follower.address) as one:
             assert one.welcome.epoch == 2
