@@ -6,8 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -206,18 +204,7 @@ async def test_a_damaged_checkpoint_on_disk_is_left_alone_and_the_others_are_the
 # ---- full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
 async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_still_served(small_disk: Path) -> None:
     async with relay(data_dir=small_disk) as one, client(one.address) as worker:
         await worker.store(ONE)
