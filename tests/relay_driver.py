@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import random
 from collections.abc import AsyncIterator, Iterable
@@ -40,6 +41,26 @@ async def relay_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.P
             line = (await started.stdout.readline()).decode()
         assert line.startswith("relay http"), line + (await started.stderr.read()).decode()
         yield started, line.split()[1]
+
+
+@asynccontextmanager
+async def raw(address: str, request: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent these bytes, and takes hardly anything until it is read."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    try:
+        writer.write(request)
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def get(path: str) -> bytes:
+    """For ``raw``."""
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
 
 
 @dataclass(frozen=True)

@@ -197,16 +197,17 @@ def _tail(path: Path) -> list[Happened]:
 
 
 def _append(path: Path, events: Iterable[Happened]) -> None:
+    """All of them, or, with an ``OSError``, none."""
     if path.exists() and path.stat().st_size > MAX_FILE_BYTES:
         os.replace(path, _before(path))  # noqa: PTH105
-    rest = "".join(f"{one.json()}\n" for one in events).encode()
+    left = "".join(f"{one.json()}\n" for one in events).encode()
     with path.open("ab", buffering=0) as file:
-        before = file.tell()
+        size = file.tell()
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while left:
+                left = left[file.write(left) :]
         except OSError:
-            file.truncate(before)  # half a line would spoil the next one
+            file.truncate(size)  # the next event must not continue what a full disk cut off
             raise
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.disk import DiskTier
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, Client, client, flip, relay, relay_process, state
+from relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -72,13 +69,9 @@ async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_p
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.upload(ONE, chunks=[0])
         await on_disk(worker, 1)
-        host, port = address.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
         head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
-        writer.write(head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2])
-        await writer.drain()
-        await killed(process)
-        writer.close()
+        async with raw(address, head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2]):
+            await killed(process)
     async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
         assert [await worker.has(digest) for digest in ONE.digests] == [True, False, False]
         assert not list((tmp_path / "partial").iterdir())
@@ -231,18 +224,7 @@ async def test_a_damaged_checkpoint_on_disk_is_left_alone_and_the_others_are_the
 # ---- full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
 async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_still_served(small_disk: Path) -> None:
     async with relay(data_dir=small_disk) as one, client(one.address) as worker:
         await worker.store(ONE)

@@ -303,7 +303,7 @@ async def test_a_frozen_connection_delivers_when_it_thaws() -> None:
         await peer.link.connect(http, proxy.url)
         proxy.freeze()
         peer.link.send(b"later")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # nothing tells that nothing comes
         assert peer.frames.empty()
         proxy.thaw()
         assert await peer.next() == b"later"
