@@ -1,4 +1,4 @@
-"""Directs the demo: a lighthouse and replica groups under the supervisor of ``keepstep run``, and somebody who kills.
+"""Directs the demo: a lighthouse, a relay and replica groups under the supervisor of ``keepstep run``, and a killer.
 
 The trainers say what they do in the step log (``KEEPSTEP_STEP_LOG``) and on standard output; what to do next is the
 story's. They train until the number in the steps file, which is written when the last kill is survived. At the end the
@@ -24,7 +24,7 @@ from rich.console import Console
 from keepstep_cli.check_history import check_files, summary_lines, verdict, violation_lines
 from keepstep_cli.demo_story import LIGHTHOUSE, Story
 from keepstep_cli.demo_view import View, final_table, make_view
-from keepstep_cli.embedded import lighthouse_program
+from keepstep_cli.embedded import lighthouse_program, relay_program
 from keepstep_cli.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.ranks import JobSpec, command_line, free_port
 from keepstep_cli.supervisor import Restarts
@@ -149,7 +149,11 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
             run_id="demo",
             max_restarts=kills + 3,
         )
-        programs = [lighthouse_program(port, Path(folder), environment), *replica_programs(job, environment)]
+        programs = [
+            lighthouse_program(port, Path(folder), environment),
+            relay_program(job.lighthouse, environment),
+            *replica_programs(job, environment),
+        ]
         console.print(
             f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed (-9)."
         )

@@ -1,4 +1,4 @@
-"""A lighthouse of the job's own: a service of the supervisor, on loopback, that survives its own SIGKILL."""
+"""Services of the job's own, under its supervisor and on loopback: a lighthouse that survives its SIGKILL, a relay."""
 
 from __future__ import annotations
 
@@ -52,11 +52,21 @@ def lighthouse_program(
         "--bind": f"127.0.0.1:{port}",
         "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",
         "--event-log": str(state_dir / "events.jsonl"),
-        "--log-format": "console",
-        "--log-level": "error",
     }
-    words = [word for setting in settings.items() for word in setting]
     # It is on loopback, and the ranks are told http.
     own = {name: value for name, value in environment.items() if not name.startswith(TLS_VARIABLES)}
-    command = (sys.executable, "-m", "keepstep_cli", "lighthouse", *words, *flags)
-    return Program(GroupSpec(NAME, service=True), command, lambda _restart: [own])
+    return _service(NAME, settings, own, flags)
+
+
+def relay_program(lighthouse: str, environment: Mapping[str, str]) -> Program:
+    """A relay that keeps nothing over a restart; the ranks learn its address from ``lighthouse``."""
+    return _service("relay", {"--bind": "127.0.0.1:0", "--lighthouse": lighthouse}, environment)
+
+
+def _service(
+    name: str, settings: Mapping[str, str], environment: Mapping[str, str], flags: tuple[str, ...] = ()
+) -> Program:
+    quiet = {"--log-format": "console", "--log-level": "error"}
+    words = [word for setting in {**settings, **quiet}.items() for word in setting]
+    command = (sys.executable, "-m", "keepstep_cli", name, *words, *flags)
+    return Program(GroupSpec(name, service=True), command, lambda _restart: [dict(environment)])

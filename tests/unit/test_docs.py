@@ -21,7 +21,7 @@ def found(pattern: str, folder: str = "") -> list[str]:
 VARIABLES = sorted(
     {
         *found(r"\"(KEEPSTEP_[A-Z_]+[A-Z])\""),
-        *(f"KEEPSTEP_{name}" for name in found(r"(?:variable|seconds|integer)\(\"([A-Z_]+)\"", "libs/keepstep/")),
+        *(f"KEEPSTEP_{name}" for name in found(r"(?:variable|seconds|integer|rate)\(\"([A-Z_]+)\"", "libs/keepstep/")),
     }
 )
 
