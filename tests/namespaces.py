@@ -127,7 +127,7 @@ class Namespaces:
         """The host sends, and is sent, no more than ``rate``, such as ``1gbit``; needs tc, of iproute2."""
         number = [*self._hosts].index(name) + 1
         for namespace, link in ((Path(self.host(name).namespace).name, "eth0"), (self._router, f"to{number}")):
-            queue = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "50ms")
+            queue = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "10ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", link, *queue)
 
     def cut(self, one: str, other: str) -> None:
