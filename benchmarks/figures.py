@@ -34,7 +34,13 @@ def mean(samples: Sequence[float]) -> float:
     return statistics.fmean(samples)
 
 
-STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"p50": p50, "p95": p95, "p99": p99, "max": max, "mean": mean}
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "p50": p50,
+    "p95": p95,
+    "p99": p99,
+    "max": max,
+    "mean": mean,
+}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What the steps of groups that train look like while another one joins with 1 GiB of state.
 
 Two groups train (``trainer.py``, 2.1 million parameters and 1 GiB more of state, 10 ms between steps) under a
-lighthouse with a relay; a third joins, trains along, is killed, and joins again, its imports and memory ready each time.
-All groups wait for the joiner in one step: that is the stall. The other steps near a join (from the cue to join until
-``NEAR_SECONDS`` after the joiner's first commit) are held against those further away, each in medians of the steps far
-from a join with as many groups: three trainers on two cores are slower than two, join or not.
+lighthouse with a relay; a third joins, trains along, is killed, and joins again, its imports and memory ready each
+time. All groups wait for the joiner in one step: that is the stall. The other steps near a join (from the cue to join
+until ``NEAR_SECONDS`` after the joiner's first commit) are held against those further away, each in medians of the
+steps far from a join with as many groups: three trainers on two cores are slower than two, join or not.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     }
     near = "one step of group 0 near a join, but for the stall, in medians of those far from one"
     return [
-        Figure(f"{label}: the one stall", "s", "p50", mine.stalls, other.stalls, definition="commit to commit", also=also),
+        Figure(
+            f"{label}: the one stall", "s", "p50", mine.stalls, other.stalls, definition="commit to commit", also=also
+        ),
         Figure(
             f"{label}: other steps near it, p99",
             "x median",

@@ -1,9 +1,9 @@
 """Eight joiners of one source where every host has 1 Gbit/s: how much longer than one joiner they take.
 
-Source, relay and each joiner are processes in network namespaces of their own, each behind a token bucket of 1 Gbit/s in
-both directions, joined by a router. The time is that from a staged state of 128 MiB, which all joiners ask for at once,
-to the end of the last ``recv_checkpoint``. torchft's joiners all ask its source, unchunked. Needs root and iproute2; without, it says
-so and measures nothing.
+Source, relay and each joiner are processes in network namespaces of their own, each behind a token bucket of 1 Gbit/s
+in both directions, joined by a router. The time is that from a staged state of 128 MiB, which all joiners ask for at
+once, to the end of the last ``recv_checkpoint``. torchft's joiners all ask its source, unchunked. Needs root and
+iproute2; without, it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
             _times(mine),
             _times(other),
             Limit(value=1.5),
-            definition="from the staged state to the end of the last recv_checkpoint; turn by turn, over that of one joiner",
+            definition="staged state to the end of the last recv_checkpoint, over one joiner's of the same turn",
         ),
         Figure(f"{label}", "s", "p50", mine[JOINERS], other[JOINERS], also=also),
         Figure("the same, one joiner", "s", "p50", mine[1], other[1]),

@@ -79,7 +79,7 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
         if manager.current_step() > step:
             note(out, manager.current_step(), manager.num_participants(), time.perf_counter() - began)
             if ballast:
-                torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)  # noqa: SLF001
+                torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)
         if options.pause:
             time.sleep(options.pause)
     manager.shutdown()

@@ -2,7 +2,8 @@
 
 transfer_ends.py LIBRARY source|joiner BYTES TENSORS ADDRESS NAME, then a JSON object a line on standard input, each
 answered by one: {"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N,
-"in_place": true}. "staged" and "ended" are times of a clock that all processes share. With "relay": URL, "sources": NAMES, "joiners": NAMES it goes through that relay.
+"in_place": true}. With "relay": URL, "sources": NAMES, "joiners": NAMES it goes through that relay. "staged" and
+"ended", in the answers, are times of a clock that all processes share.
 
 Every step's state is another, so that no relay has any of it already.
 """
