@@ -115,6 +115,8 @@ class Connection:
                 except OSError:
                     if not found or self._interrupted:
                         raise
+        except TransferTimeout:
+            raise
         except (OSError, UnicodeError) as error:  # the latter for what cannot be a host
             raise BrokenConnection(f"cannot connect to {to.address}: {error}") from error
 
@@ -163,10 +165,9 @@ class Connection:
             raise TransferError(f"the other side does not speak this protocol: it answered {first[:80]!r}")
         if int(status[1]) >= 300:
             reason = self._reason(int(length)) or first
-            after = fields.get("retry-after", "0")
-            raise Refusal(
-                int(status[1]), f"{method} {target} was refused: {reason}", float(after) if _NUMBER.fullmatch(after) else 0.0
-            )
+            after = fields.get("retry-after", "")
+            seconds = float(after) if _NUMBER.fullmatch(after) else 0.0
+            raise Refusal(int(status[1]), f"{method} {target} was refused: {reason}", seconds)
         return fields, int(length)
 
     def ask_json(self, method: str, target: str, plain: object = None, *, raw: bytes | None = None) -> dict[str, Any]:
@@ -203,8 +204,9 @@ class Connection:
             view = view[self._receive(view, self._patience, self._whole) :]
 
     def _send(self, data: bytes | memoryview) -> None:
+        seconds = min(self._patience, self._deadline.remaining())
         try:
-            seconds = self._limit(self._patience, _SEND)
+            self._limit(seconds, _SEND)
             self._socket.sendall(data)
         except (BlockingIOError, ssl.SSLWantWriteError) as error:
             self._deadline.remaining()
@@ -213,8 +215,9 @@ class Connection:
             raise BrokenConnection(str(error)) from error
 
     def _receive(self, view: memoryview, patience: float, flags: int) -> int:
+        seconds = min(patience, self._deadline.remaining())
         try:
-            seconds = self._limit(patience, _RECEIVE)
+            self._limit(seconds, _RECEIVE)
             size = self._socket.recv_into(view, 0, flags)
         except (BlockingIOError, ssl.SSLWantReadError) as error:
             self._deadline.remaining()
@@ -225,12 +228,10 @@ class Connection:
             raise BrokenConnection("the other side closed the connection")
         return size
 
-    def _limit(self, patience: float, option: int) -> float:
+    def _limit(self, seconds: float, option: int) -> None:
         """The kernel's own timeout: a socket of Python's with one polls before each call."""
-        seconds = min(patience, self._deadline.remaining())
         timeval = struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
-        return seconds
 
     def _reason(self, length: int) -> str:
         """Out of a problem document, or the msgpack of a trainer's server."""

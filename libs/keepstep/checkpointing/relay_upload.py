@@ -29,7 +29,10 @@ STALL_SECONDS = 10.0
 LOOK_SECONDS = 0.1
 """Between two looks at what other groups have still to upload."""
 PATIENCE_SECONDS = 0.5
-"""Without a chunk of theirs, after which theirs are uploaded too."""
+PATIENCE_CHUNKS = 4
+"""Without a chunk of theirs for so long, or as long as so many of ours took, if that is longer, theirs are uploaded
+too.
+"""
 MAX_FAILURES = 5
 """Of one relay in a row, after which it counts as gone."""
 FIRST_PAUSE_SECONDS = 0.05
@@ -103,7 +106,7 @@ class Upload:
         chunks = len(self._table.chunk_digests)
         sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
         share = sum(1 << chunk for chunk in range(place, chunks, sources))
-        lacked, changed = -1, time.monotonic()
+        lacked, changed, patience = -1, time.monotonic(), PATIENCE_SECONDS
         while not self._ended.is_set():
             lacks = self._lacking()
             if not lacks:
@@ -112,10 +115,13 @@ class Upload:
             if lacks != lacked:
                 lacked, changed = lacks, time.monotonic()
             mine = lacks & share
-            if not mine and time.monotonic() - changed > PATIENCE_SECONDS:
+            if not mine and time.monotonic() - changed > patience:
                 mine, changed = lacks, time.monotonic()
             if mine:
+                began = time.monotonic()
                 self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
+                pace = (time.monotonic() - began) / mine.bit_count()
+                patience = max(PATIENCE_SECONDS, PATIENCE_CHUNKS * pace)
             else:
                 self._ended.wait(LOOK_SECONDS)
 
