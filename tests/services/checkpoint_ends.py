@@ -21,7 +21,8 @@ MIB = 1 << 20
 @contextlib.contextmanager
 def peer(*arguments):
     command = [sys.executable, str(PEER), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(PEER.parents[2])}
+    path = [str(PEER.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield process

@@ -22,8 +22,10 @@ import msgpack
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 
 MAX_REASON_BYTES = 8192
+MAX_JSON_BYTES = 64 << 20
 _MAX_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _SEND, _RECEIVE = socket.SO_SNDTIMEO, socket.SO_RCVTIMEO
 
 
@@ -81,27 +83,57 @@ class Endpoint:
 
 
 class Connection:
-    """Raises ``BrokenConnection`` when it breaks or stalls, ``TransferTimeout`` at the deadline.
+    """To be connected first. Raises ``BrokenConnection`` when it breaks or stalls, ``TransferTimeout`` at the deadline.
 
     ``patience``: seconds without a byte, in either direction, after which it counts as broken.
     """
 
     def __init__(self, endpoint: Endpoint, deadline: Deadline, patience: float) -> None:
+        self._endpoint = endpoint
         self._deadline = deadline
         self._patience = patience
         self._received = b""
+        self._whole = 0 if endpoint.tls is not None else socket.MSG_WAITALL
         fields = {"Host": f"{endpoint.host}:{endpoint.port}", **endpoint.headers()}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        timeout = min(patience, deadline.remaining())
+        self._interrupted = False
+        self._socket = socket.socket()
+
+    @property
+    def address(self) -> str:
+        return self._endpoint.address
+
+    def connect(self) -> None:
+        to = self._endpoint
         try:
-            self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if endpoint.tls is not None:
-                self._socket = endpoint.tls().wrap_socket(self._socket, server_hostname=endpoint.host)
-            self._whole = 0 if endpoint.tls is not None else socket.MSG_WAITALL
-            self._socket.settimeout(None)
-        except OSError as error:
-            raise BrokenConnection(f"cannot connect to {endpoint.address}: {error}") from error
+            found = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
+            while found:
+                family, kind, protocol, _, address = found.pop(0)
+                try:
+                    self._connect(socket.socket(family, kind, protocol), address)
+                    return
+                except OSError:
+                    if not found or self._interrupted:
+                        raise
+        except TransferTimeout:
+            raise
+        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host
+            raise BrokenConnection(f"cannot connect to {to.address}: {error}") from error
+
+    def _connect(self, unconnected: socket.socket, address: Any) -> None:
+        self._socket.close()
+        self._socket = unconnected
+        if self._interrupted:
+            raise ConnectionAbortedError("interrupted")
+        self._socket.settimeout(min(self._patience, self._deadline.remaining()))
+        self._socket.connect(address)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._endpoint.tls is not None:
+            self._socket = wrapped = self._endpoint.tls().wrap_socket(
+                self._socket, server_hostname=self._endpoint.host, do_handshake_on_connect=False
+            )
+            wrapped.do_handshake()  # by now ``interrupt`` ends it
+        self._socket.settimeout(None)
 
     def ask(
         self,
@@ -129,12 +161,13 @@ class Connection:
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         status = _STATUS.match(first)
         length = fields.get("content-length", "0")
-        if status is None or not length.isdecimal():
+        if status is None or not _NUMBER.fullmatch(length):
             raise TransferError(f"the other side does not speak this protocol: it answered {first[:80]!r}")
         if int(status[1]) >= 300:
             reason = self._reason(int(length)) or first
-            after = fields.get("retry-after", "0")
-            raise Refusal(int(status[1]), f"{method} {target}: {reason}", float(after) if after.isdecimal() else 0.0)
+            after = fields.get("retry-after", "")
+            seconds = float(after) if _NUMBER.fullmatch(after) else 0.0
+            raise Refusal(int(status[1]), f"{method} {target} was refused: {reason}", seconds)
         return fields, int(length)
 
     def ask_json(self, method: str, target: str, plain: object = None, *, raw: bytes | None = None) -> dict[str, Any]:
@@ -143,9 +176,13 @@ class Connection:
         """
         body, kind = (raw, "octet-stream") if raw is not None else (json.dumps(plain).encode(), "json")
         _, length = self.ask(method, target, f"Content-Type: application/{kind}\r\n", body=body)
+        if length > MAX_JSON_BYTES:
+            raise TransferError(
+                f"{method} {target} was answered with {length} bytes; at most {MAX_JSON_BYTES} are taken"
+            )
         try:
             answer = json.loads(bytes(self.read(length)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TransferError(f"{method} {target} was not answered with JSON: {error}") from error
         if type(answer) is not dict:
             raise TransferError(f"{method} {target} was answered with {type(answer).__name__}, not an object")
@@ -167,8 +204,9 @@ class Connection:
             view = view[self._receive(view, self._patience, self._whole) :]
 
     def _send(self, data: bytes | memoryview) -> None:
+        seconds = min(self._patience, self._deadline.remaining())
         try:
-            seconds = self._limit(self._patience, _SEND)
+            self._limit(seconds, _SEND)
             self._socket.sendall(data)
         except (BlockingIOError, ssl.SSLWantWriteError) as error:
             self._deadline.remaining()
@@ -177,8 +215,9 @@ class Connection:
             raise BrokenConnection(str(error)) from error
 
     def _receive(self, view: memoryview, patience: float, flags: int) -> int:
+        seconds = min(patience, self._deadline.remaining())
         try:
-            seconds = self._limit(patience, _RECEIVE)
+            self._limit(seconds, _RECEIVE)
             size = self._socket.recv_into(view, 0, flags)
         except (BlockingIOError, ssl.SSLWantReadError) as error:
             self._deadline.remaining()
@@ -189,25 +228,26 @@ class Connection:
             raise BrokenConnection("the other side closed the connection")
         return size
 
-    def _limit(self, patience: float, option: int) -> float:
+    def _limit(self, seconds: float, option: int) -> None:
         """The kernel's own timeout: a socket of Python's with one polls before each call."""
-        seconds = min(patience, self._deadline.remaining())
         timeval = struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
-        return seconds
 
     def _reason(self, length: int) -> str:
         """Out of a problem document, or the msgpack of a trainer's server."""
         body = bytes(self.read(min(length, MAX_REASON_BYTES)))
         for unpack, name in ((json.loads, "detail"), (msgpack.unpackb, "reason")):
-            with contextlib.suppress(ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
+            with contextlib.suppress(
+                ValueError, TypeError, KeyError, RecursionError, msgpack.exceptions.UnpackException
+            ):
                 return str(unpack(body)[name])
         return ""
 
     def interrupt(self) -> None:
-        """Ends what another thread does with this connection."""
+        """Ends what another thread does with this connection, be it connecting."""
+        self._interrupted = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would go on in plain text
 
     def close(self) -> None:
         self._socket.close()

@@ -59,6 +59,7 @@ class Fetch:
         self._ended: BaseException | None = None
         self._wake = threading.Event()
         self._torn = False
+        self._has_manifest = False
         self._damages: Counter[int] = Counter()
         self._bytes_done = 0
 
@@ -66,6 +67,7 @@ class Fetch:
         """The state. Raises ``TransferError``, ``TransferTimeout`` or ``ManifestError``."""
         try:
             self._retry(self._receive_manifest)
+            self._has_manifest = True
             try:
                 self._destination = Destination(self._manifest.content, into)
                 self._torn = self._destination.in_place_bytes > 0
@@ -121,11 +123,16 @@ class Fetch:
         """A connection that ``abort`` interrupts, until ``_close``."""
         connection = Connection(to, self._deadline, patience)
         with self._lock:
-            if self._ended is None:
-                self._open.add(connection)
-                return connection
-        connection.close()
-        raise self._ended
+            ended = self._ended
+            self._open.add(connection)
+        try:
+            if ended is not None:
+                raise ended
+            connection.connect()
+        except BaseException:
+            self._close(connection)
+            raise
+        return connection
 
     def _close(self, connection: Connection) -> None:
         with self._lock:
@@ -198,15 +205,16 @@ class Fetch:
         """Takes the body of an answer as ``chunk``. Raises ``BrokenConnection`` when that is not what it is."""
         digest, size = receiver.receive(connection, chunk)
         if digest != self._manifest.chunk_digests[chunk]:
-            self._note_damage(chunk)
+            self._note_damage(connection, chunk)
         with self._lock:
             self._bytes_done += size
             if self._progress is not None:
                 self._progress(self._bytes_done, self._destination.pack_bytes)
 
-    def _note_damage(self, chunk: int) -> NoReturn:
+    def _note_damage(self, connection: Connection, chunk: int) -> NoReturn:
         self._damages[chunk] += 1
-        log.warning("chunk arrived damaged", step=self._step, chunk=chunk, times=self._damages[chunk])
+        times, sender = self._damages[chunk], connection.address
+        log.warning("chunk arrived damaged", step=self._step, chunk=chunk, sender=sender, times=times)
         if self._damages[chunk] == MAX_DAMAGES:
             raise TransferError(f"chunk {chunk} of step {self._step} arrived damaged {MAX_DAMAGES} times")
         raise BrokenConnection(f"chunk {chunk} arrived damaged")

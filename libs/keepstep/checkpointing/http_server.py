@@ -323,7 +323,8 @@ class CheckpointServer:
 
     async def _send_lent(self, connection: socket.socket, name: str) -> None:
         digest = bytes.fromhex(name) if _DIGEST.fullmatch(name) else b""
-        parts = self._lent(digest) if self._lent is not None else None
+        lent = self._lent  # which may be taken back meanwhile
+        parts = lent(digest) if lent is not None else None
         if parts is None:
             raise _Refused(404, "this chunk is not here")
         await self._send_head(connection, 200, sum(part.nbytes for part in parts))

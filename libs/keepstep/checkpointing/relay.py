@@ -6,7 +6,6 @@ Where no relay is known, or none works, it is ``HTTPTransport``: every source se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
@@ -54,8 +53,8 @@ class RelayTransport(HTTPTransport[T]):
         super().__init__(timeout, num_chunks, hostname, token)
         self._relays = relays
         self._exchange: Exchange | None = None
-        self._upload: Upload | None = None
-        self._uploader = ThreadPoolExecutor(1, "keepstep-upload")
+        self._uploads: list[Upload] = []
+        """The newest, and older ones that are about to end."""
 
     @property
     def needs_all_sources(self) -> bool:
@@ -67,15 +66,15 @@ class RelayTransport(HTTPTransport[T]):
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """See ``HTTPTransport``; this source's share is uploaded in the background."""
-        if self._upload is not None:
-            self._upload.abort()  # of an older step: nobody waits for it
-            self._upload = None
+        self._uploads = [one for one in self._uploads if one.is_running]
+        for one in self._uploads:
+            one.abort()  # of an older step: nobody waits for it
         super().send_checkpoint(dst_ranks, step, state_dict, timeout)
         relays, exchange, snapshot = self._known_relays(), self._exchange, self._staged
         if not relays or exchange is None or exchange.step != step or snapshot is None or not snapshot.hold():
             return
-        self._upload = Upload(snapshot, exchange, relays, timeout.total_seconds(), self._budget)
-        self._uploader.submit(self._upload.run)
+        self._uploads.append(Upload(snapshot, exchange, relays, timeout.total_seconds(), self._budget))
+        self._uploads[-1].start()
 
     def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
         relays, exchange = self._known_relays(), self._exchange
@@ -97,7 +96,8 @@ class RelayTransport(HTTPTransport[T]):
     def shutdown(self, wait: bool = True) -> None:
         """See ``HTTPTransport``."""
         super().shutdown(wait=False)
-        if self._upload is not None:
-            self._upload.abort()
-        self._uploader.shutdown(wait)
+        for one in self._uploads:
+            one.abort()
+        for one in self._uploads if wait else ():
+            one.join()
         super().shutdown(wait)

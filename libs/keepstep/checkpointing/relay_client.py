@@ -97,7 +97,8 @@ class LiveCheckpoint:
 
 def put_chunk(connection: Connection, digest: bytes, data: memoryview) -> None:
     _, length = connection.ask("PUT", f"/v1/chunks/{digest.hex()}", body=data)
-    connection.read(length)
+    if length:
+        raise TransferError(f"a chunk was answered with {length} bytes where none were expected")
 
 
 def home(digest: bytes, relays: list[str]) -> str:

@@ -2,8 +2,8 @@
 not come from there, from the source after all.
 
 Each lane is a thread that asks ``Swarm`` for the next chunk to get from one kind of source, and receives it in place.
-The calling thread tells a relay what is here, learns what the others have, and looks after the lanes. When all is here
-it waits a little for joiners that are fetching from it: the next step begins with them.
+One more tells a relay what is here and learns what the others have. The calling thread looks after the lanes; when all
+is here it waits a little for joiners that are fetching from it: the next step begins with them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -100,14 +101,17 @@ class RelayFetch(Fetch):
         self._changed = threading.Condition(self._lock)
         self._failures = dict.fromkeys(self._relays, 0)
         """In a row, by address."""
-        self._connections: dict[str, Connection] = {}
-        """To each peer, by its name."""
+        self._connections: defaultdict[str, set[Connection]] = defaultdict(set)
+        """Those of each kind of lane, also some that are closed already."""
         self._peers: set[str] = set()
+        self._told_enough = False
         self._source_lost = ""
 
     def source_lost(self, reason: str) -> None:
-        """The source is gone; what the relays and the others have may be enough. From any thread."""
+        """The source is gone; once its manifest is here, what the relays and the others have may be enough."""
         self._source_lost = reason
+        if not self._has_manifest:
+            self.abort(f"its source is lost: {reason}")
 
     def _end(self, error: BaseException) -> None:
         super()._end(error)
@@ -119,70 +123,65 @@ class RelayFetch(Fetch):
         self._swarm = Swarm(
             len(self._manifest.chunk_digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
         )
-        self._lanes: list[Future[None]] = []
-        with ThreadPoolExecutor(RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
+        with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
                 streams = RELAY_STREAMS if self._alone else 1
                 self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
-                with self._serving(), self._telling() as tell:
-                    self._look_after_lanes(tell)
-                    self._linger(tell)
+                with self._serving(), self._telling():
+                    self._look_after_lanes()
+                    self._linger()
             except BaseException as error:
                 self._end(error)
                 raise
 
     # ---- the calling thread
 
-    def _look_after_lanes(self, tell: Callable[[], None]) -> None:
-        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+    def _look_after_lanes(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._swarm.finished, pause)
+                self._changed.wait_for(lambda: self._ended or self._swarm.finished, TELL_SECONDS)
                 if self._ended is not None:
                     raise self._ended
                 if self._swarm.finished:
                     return
                 now = time.monotonic()
                 idle = self._swarm.idle(now)
-                for peer in self._swarm.slow_peers(now):
-                    if (connection := self._connections.get(peer)) is not None:
-                        connection.interrupt()
+                for slow in self._swarm.slow(now):
+                    if slow != RELAY or not self._source_lost:
+                        for connection in self._connections[slow]:
+                            connection.interrupt()
             self._deadline.remaining()
             if not self._swarm.use_source and (idle > PATIENCE_SECONDS or not self._working_relays()):
                 self._ask_source()
             if self._source_lost and idle > LOST_SECONDS:
                 raise TransferError(f"the source is lost ({self._source_lost}), and nobody else has the rest")
-            tell()
 
     def _ask_source(self) -> None:
         log.info("the source itself is asked", step=self._step, source=self._source.address)
         self._swarm.use_source = True
         self._start(_Lane(SOURCE, self._at_source), SOURCE_STREAMS)
 
-    def _linger(self, tell: Callable[[], None]) -> None:
+    def _linger(self) -> None:
         """Until the others have all of it, or ask nothing any more."""
-        if self._alone:
-            return
         now = began = time.monotonic()
         end = began + LINGER_SHARE * (began - self._swarm.began)
-        tell()
         while not self._swarm.peers_finished() and now < end:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, TELL_SECONDS)
             now = time.monotonic()
             if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
                 return
-            tell()
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
         if not self._alone:
-            places = {digest: chunk for chunk, digest in enumerate(self._manifest.chunk_digests)}
+            places: defaultdict[bytes, int] = defaultdict(int)
+            for chunk, digest in enumerate(self._manifest.chunk_digests):
+                places[digest] |= 1 << chunk
 
             def lent(digest: bytes) -> list[memoryview] | None:
-                chunk = places.get(digest, -1)
-                here = chunk >= 0 and self._swarm.done >> chunk & 1
-                return list(self._destination.segments(chunk)) if here else None
+                here = places.get(digest, 0) & self._swarm.done
+                return list(self._destination.segments(here.bit_length() - 1)) if here else None
 
             self._server.lend(lent)
         try:
@@ -191,38 +190,52 @@ class RelayFetch(Fetch):
             self._server.lend(None)
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[Callable[[], None]]:
-        """What says to a relay what is here, and learns what others have."""
-        connections: list[Connection] = []
-
-        def tell() -> None:
-            if self._alone:
-                return
-            try:
-                if not connections:
-                    relay = self._relays[min(self._working_relays() or self._relays)]
-                    connections.append(self._opened(relay, PATIENCE_SECONDS))
-                swarm = self._swarm
-                self._meet(self._checkpoint.hold(connections[0], self._address, swarm.done, swarm.chunks))
-            except TransferTimeout:
-                raise
-            except (BrokenConnection, TransferError) as error:
-                log.debug("cannot learn who else has the state", step=self._step, reason=str(error))
-                while connections:
-                    self._close(connections.pop())
-
+    def _telling(self) -> Iterator[None]:
+        if not self._alone:
+            self._pool.submit(self._run, self._tell)
         try:
-            yield tell
+            yield
         finally:
-            for connection in connections:
+            with self._changed:
+                self._told_enough = True
+                self._changed.notify_all()
+                for connection in self._open:  # no lane receives any more
+                    connection.interrupt()
+
+    def _tell(self) -> None:
+        """Says to a relay what is here, and learns what others have, until the end."""
+        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+        connection: Connection | None = None
+        swarm = self._swarm
+        try:
+            while self._ended is None and not self._told_enough:
+                try:
+                    if connection is None:
+                        relay = self._relays[min(self._working_relays() or self._relays)]
+                        connection = self._opened(relay, PATIENCE_SECONDS)
+                    self._meet(self._checkpoint.hold(connection, self._address, swarm.done, swarm.chunks))
+                except (BrokenConnection, TransferError) as error:
+                    log.debug("cannot learn who else has the state", step=self._step, reason=str(error))
+                    if connection is not None:
+                        self._close(connection)
+                        connection = None
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ended or self._told_enough, pause)
+        finally:
+            if connection is not None:
                 self._close(connection)
 
     def _meet(self, others: dict[str, tuple[str, int]]) -> None:
         for name, (address, has) in others.items():
             if name not in self._peers and len(self._peers) < MAX_PEERS:
                 self._peers.add(name)
+                try:
+                    peer = Endpoint.of(address, self._token.peer_headers)
+                except ValueError as error:
+                    log.warning("another joiner cannot be asked", step=self._step, reason=str(error))
+                    continue
                 self._swarm.tells(name, 0)
-                self._start(_Lane(name, self._at_peer(address)), 1)
+                self._start(_Lane(name, self._at_peer(peer)), 1)
             if name in self._swarm.peers:
                 self._swarm.tells(name, has)
         with self._changed:
@@ -231,8 +244,10 @@ class RelayFetch(Fetch):
     # ---- lanes
 
     def _start(self, lane: _Lane, number: int) -> None:
-        for _ in range(number):
-            self._lanes.append(self._pool.submit(self._run_lane, lane))
+        with self._changed:
+            if not self._told_enough:
+                for _ in range(number):
+                    self._pool.submit(self._run, self._receive_on, lane)
 
     def _at_relay(self, chunk: int) -> tuple[Endpoint, str, str]:
         digest = self._manifest.chunk_digests[chunk]
@@ -244,9 +259,8 @@ class RelayFetch(Fetch):
         last = first + chunk_length(self._destination.pack_bytes, chunk) - 1
         return self._source, f"/lease/{self._lease}", f"Range: bytes={first}-{last}\r\n"
 
-    def _at_peer(self, address: str) -> Callable[[int], tuple[Endpoint, str, str]]:
+    def _at_peer(self, peer: Endpoint) -> Callable[[int], tuple[Endpoint, str, str]]:
         def where(chunk: int) -> tuple[Endpoint, str, str]:
-            peer = Endpoint.of(address, self._token.peer_headers)
             return peer, f"/chunk/{self._manifest.chunk_digests[chunk].hex()}", ""
 
         return where
@@ -254,9 +268,10 @@ class RelayFetch(Fetch):
     def _working_relays(self) -> list[str]:
         return [address for address in self._relays if self._failures[address] < MAX_FAILURES]
 
-    def _run_lane(self, lane: _Lane) -> None:
+    def _run(self, work: Callable[..., None], *arguments: _Lane) -> None:
+        """On a thread of the pool: what it raises ends the transfer."""
         try:
-            self._receive_on(lane)
+            work(*arguments)
         except BaseException as error:
             self._end(error)
             raise
@@ -270,11 +285,12 @@ class RelayFetch(Fetch):
                 try:
                     if to.address not in connections:
                         connections[to.address] = self._opened(to, lane.patience)
-                        self._connections[lane.of] = connections[to.address]
+                        self._connections[lane.of].add(connections[to.address])
                     self._ask_for(connections[to.address], chunk, target, line, receiver)
                 except (BrokenConnection, TransferError) as problem:
                     with self._changed:
                         self._swarm.failed(chunk)
+                        self._changed.notify_all()
                         ended = self._ended
                     if ended is not None or isinstance(problem, TransferTimeout):
                         raise ended or problem from problem
@@ -307,11 +323,10 @@ class RelayFetch(Fetch):
             raise BrokenConnection(f"{length} bytes came where {expected} were asked for")
         self._receive_chunk(connection, chunk, receiver)
 
-    def _note_damage(self, chunk: int) -> NoReturn:
-        log.warning("chunk arrived damaged", step=self._step, chunk=chunk)
-        raise BrokenConnection(
-            f"chunk {chunk} arrived damaged"
-        )  # whoever sent it fails, the chunk may come from others
+    def _note_damage(self, connection: Connection, chunk: int) -> NoReturn:
+        """Whoever sent it fails; the chunk may come from others."""
+        log.warning("chunk arrived damaged", step=self._step, chunk=chunk, sender=connection.address)
+        raise BrokenConnection(f"chunk {chunk} arrived damaged")
 
     def _goes_on(self, source: str, address: str, problem: Exception) -> bool:
         """After something went wrong: whether the lane asks again. What is not there yet is no failure of a relay."""

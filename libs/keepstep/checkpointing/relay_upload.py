@@ -3,6 +3,8 @@
 Source k of n uploads the chunks k, k + n, ... first. When all of those are there, and some of the others still are not
 and do not come either, it uploads them too: their group may be gone. It does so only with the state that the relay
 knows, chunk by chunk the same.
+
+Its threads are daemons: a script that just ends does not wait for them. Python would for those of an executor.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.budget import Budget
 from keepstep.checkpointing.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
@@ -28,17 +29,26 @@ STALL_SECONDS = 10.0
 LOOK_SECONDS = 0.1
 """Between two looks at what other groups have still to upload."""
 PATIENCE_SECONDS = 0.5
-"""Without a chunk of theirs, after which theirs are uploaded too."""
+PATIENCE_CHUNKS = 4
+"""Without a chunk of theirs for so long, or as long as so many of ours took, if that is longer, theirs are uploaded
+too.
+"""
 MAX_FAILURES = 5
 """Of one relay in a row, after which it counts as gone."""
 FIRST_PAUSE_SECONDS = 0.05
-GONE, AGAIN, FULL = 410, 503, 507
+MAX_PAUSE_SECONDS = 2.0
+END_SECONDS = 10.0
+FULL = 507
 
 log = get_logger("keepstep.checkpointing")
 
 
+class _StatesDiffer(TransferError):
+    """The groups do not have the same state."""
+
+
 class Upload:
-    """One snapshot, which is held until the end. ``run`` it once, on a thread; ``abort`` it from any other."""
+    """One snapshot, which is held until the end. ``start`` it once; ``abort`` it from any thread."""
 
     def __init__(
         self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, budget: Budget
@@ -55,6 +65,17 @@ class Upload:
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
         self._sent = 0
+        self._thread = threading.Thread(target=self._run, name="keepstep-upload", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(END_SECONDS)
 
     def abort(self) -> None:
         self._ended.set()
@@ -62,7 +83,7 @@ class Upload:
             for connection in self._open:
                 connection.interrupt()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Never raises: without it the joiner takes the state from its source."""
         started = time.monotonic()
         try:
@@ -75,8 +96,9 @@ class Upload:
         except Exception:
             log.exception("fault while uploading live state", step=self._snapshot.step)
         else:
-            took = round(time.monotonic() - started, 3)
-            log.info("live state uploaded", step=self._snapshot.step, bytes=self._sent, seconds=took)
+            took, aborted = round(time.monotonic() - started, 3), self._ended.is_set()
+            what = "upload of live state aborted" if aborted else "live state uploaded"
+            log.info(what, step=self._snapshot.step, bytes=self._sent, seconds=took)
         finally:
             self._snapshot.release()
 
@@ -84,7 +106,7 @@ class Upload:
         chunks = len(self._table.chunk_digests)
         sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
         share = sum(1 << chunk for chunk in range(place, chunks, sources))
-        lacked, changed = -1, time.monotonic()
+        lacked, changed, patience = -1, time.monotonic(), PATIENCE_SECONDS
         while not self._ended.is_set():
             lacks = self._lacking()
             if not lacks:
@@ -93,10 +115,13 @@ class Upload:
             if lacks != lacked:
                 lacked, changed = lacks, time.monotonic()
             mine = lacks & share
-            if not mine and time.monotonic() - changed > PATIENCE_SECONDS:
+            if not mine and time.monotonic() - changed > patience:
                 mine, changed = lacks, time.monotonic()
             if mine:
+                began = time.monotonic()
                 self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
+                pace = (time.monotonic() - began) / mine.bit_count()
+                patience = max(PATIENCE_SECONDS, PATIENCE_CHUNKS * pace)
             else:
                 self._ended.wait(LOOK_SECONDS)
 
@@ -107,9 +132,9 @@ class Upload:
             with self._failing(address), self._connected(address) as connection:
                 plan = self._checkpoint.begin(connection, self._table.root)
                 if not plan.agrees:
-                    raise TransferError(
-                        f"the relay {address} has another state of step {self._snapshot.step} from another group: the "
-                        f"groups' states differ"
+                    raise _StatesDiffer(
+                        f"it has another state of step {self._snapshot.step} from another group: the groups' states "
+                        f"differ"
                     )
                 if not plan.has_manifest:
                     plan = self._checkpoint.put_manifest(connection, self._manifest)
@@ -130,21 +155,37 @@ class Upload:
 
     def _put(self, chunks: list[int]) -> None:
         alive = self._alive()
-        by_relay: dict[str, list[int]] = {address: [] for address in alive}
+        by_relay: dict[str, dict[bytes, int]] = {address: {} for address in alive}
         for chunk in chunks:
-            by_relay[home(self._table.chunk_digests[chunk], alive)].append(chunk)
-        jobs = [
-            (address, numbers[stream::STREAMS]) for address, numbers in by_relay.items() for stream in range(STREAMS)
+            digest = self._table.chunk_digests[chunk]
+            by_relay[home(digest, alive)][digest] = chunk  # equal chunks are one
+        faults: list[BaseException] = []
+
+        def put(address: str, numbers: list[int]) -> None:
+            try:
+                self._put_some(address, numbers)
+            except BaseException as error:  # noqa: BLE001  raised below
+                faults.append(error)
+
+        streams = [
+            threading.Thread(target=put, args=(address, numbers), name="keepstep-upload-stream", daemon=True)
+            for address, parts in by_relay.items()
+            for stream in range(STREAMS)
+            if (numbers := [*parts.values()][stream::STREAMS])
         ]
-        with ThreadPoolExecutor(len(jobs), "keepstep-upload") as pool:
-            for work in [pool.submit(self._put_some, address, numbers) for address, numbers in jobs if numbers]:
-                work.result()
+        for one in streams:
+            one.start()
+        for one in streams:
+            one.join()
+        if faults:
+            raise faults[0]
 
     def _put_some(self, address: str, chunks: list[int]) -> None:
         with self._failing(address), self._connected(address) as connection:
             for chunk in chunks:
                 data = self._snapshot.pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                if self._ended.wait(self._budget.delay(data.nbytes, time.monotonic())):
+                delay = self._budget.delay(data.nbytes, time.monotonic())
+                if self._ended.wait(min(delay, self._deadline.remaining())):
                     return
                 try:
                     put_chunk(connection, self._table.chunk_digests[chunk], data)
@@ -167,11 +208,12 @@ class Upload:
     @contextlib.contextmanager
     def _connected(self, address: str) -> Iterator[Connection]:
         connection = Connection(self._relays[address], self._deadline, STALL_SECONDS)
+        with self._lock:
+            self._open.add(connection)
         try:
-            with self._lock:
-                self._open.add(connection)
             if self._ended.is_set():
                 raise BrokenConnection("the upload was aborted")
+            connection.connect()
             yield connection
         finally:
             with self._lock:
@@ -181,19 +223,16 @@ class Upload:
     @contextlib.contextmanager
     def _failing(self, address: str) -> Iterator[None]:
         """What a relay may do wrong is tried again a few times, from the beginning."""
-        pause = 0.0
         try:
             yield
-        except BrokenConnection as error:
-            reason = str(error)
-        except Refusal as error:
-            if error.status == GONE:
-                raise
-            reason, pause = str(error), error.retry_after
-        else:
-            return
-        with self._lock:
-            failures = self._failures[address] = self._failures[address] + 1
-        if not self._ended.is_set():
-            log.info("relay failed an upload", relay=address, failures=failures, reason=reason)
-            self._ended.wait(max(pause, FIRST_PAUSE_SECONDS * 2.0**failures))
+        except TransferTimeout:
+            raise
+        except (BrokenConnection, TransferError) as error:
+            if self._ended.is_set():
+                return
+            with self._lock:
+                failures = MAX_FAILURES if isinstance(error, _StatesDiffer) else self._failures[address] + 1
+                self._failures[address] = failures
+            log.warning("relay failed an upload", relay=address, failures=failures, reason=str(error))
+            pause = max(getattr(error, "retry_after", 0.0), FIRST_PAUSE_SECONDS * 2.0**failures)
+            self._ended.wait(min(pause, MAX_PAUSE_SECONDS, self._deadline.remaining()))

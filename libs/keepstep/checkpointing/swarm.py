@@ -5,10 +5,12 @@ The rules:
 * Joiner k of n takes the chunks k, k + n, k + 2n, ... from the relay, in the order in which they are uploaded, and the
   others from the joiners whose they are; so each chunk leaves the relay once, and every uplink works all the time.
 * Of what a peer has, the chunk that the fewest others have comes first: soon there are many who have it.
-* When its own are done, and all the others are with some peer, the relay's uplink is free: a joiner takes them from it
-  too. When ``PATIENCE_SECONDS`` bring nothing, it takes there what nobody has: its owner may be slow, or gone.
+* When its own are done, and peers have all the others, the relay's uplink is free: a joiner takes from it what they have
+  too. When ``PATIENCE_SECONDS`` bring nothing else, it does so earlier, and takes what nobody has, one after the other:
+  its owner may be slow, or gone.
 * The source itself is asked only when ``use_source`` was called: it trains.
-* A chunk is asked of one at a time. One that a peer is slow with is taken from it when somebody else has nothing to do.
+* A chunk is asked of one at a time. One that a peer is slow with is taken from it when somebody else has nothing to do;
+  one that the relay is slow with, when the source can be asked.
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ class Swarm:
     _todo: int = field(init=False)
     _own: int = field(init=False)
     _came: float = field(init=False)
+    _fed: float = field(init=False)
+    """When a chunk last came that was this joiner's own, or that a peer had."""
     _chunk_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._todo = (1 << self.chunks) - 1
         self._own = sum(1 << chunk for chunk in range(self.me, self.chunks, self.joiners))
-        self._came = self.began
+        self._came = self._fed = self.began
 
     @property
     def finished(self) -> bool:
@@ -88,9 +92,9 @@ class Swarm:
         for has in self.peers.values():
             elsewhere |= has
         elsewhere &= self._todo
-        if elsewhere == self._todo or self.idle(now) >= PATIENCE_SECONDS:
-            return self._rarest(self._todo)
-        return None
+        if elsewhere != self._todo and now - self._fed < PATIENCE_SECONDS:
+            return None
+        return self._rarest(elsewhere or self._todo)
 
     def _rarest(self, candidates: int) -> int | None:
         """Each joiner begins to look at another place, so that not all ask for the same one."""
@@ -101,7 +105,10 @@ class Swarm:
 
     def came(self, chunk: int, now: float) -> None:
         """It is here, and verified."""
-        seconds = now - self.asked.pop(chunk).since
+        asked = self.asked.pop(chunk)
+        seconds = now - asked.since
+        if asked.of != RELAY or self._own >> chunk & 1 or any(has >> chunk & 1 for has in self.peers.values()):
+            self._fed = now
         self._chunk_seconds = 0.8 * (self._chunk_seconds or seconds) + 0.2 * seconds
         self._came = now
         self.done |= 1 << chunk
@@ -119,12 +126,13 @@ class Swarm:
         """It is not asked any more."""
         self.peers.pop(peer, None)
 
-    def slow_peers(self, now: float) -> set[str]:
+    def slow(self, now: float) -> set[str]:
         """Who has been so slow with a chunk that another should be asked, now that there is nothing else to do."""
         if self._todo:
             return set()
         limit = max(SLOW_SECONDS, SLOW_FACTOR * self._chunk_seconds)
-        return {one.of for one in self.asked.values() if one.of not in (RELAY, SOURCE) and now - one.since > limit}
+        never = (SOURCE,) if self.use_source else (SOURCE, RELAY)  # it may have to wait for what is uploaded
+        return {one.of for one in self.asked.values() if one.of not in never and now - one.since > limit}
 
     def peers_finished(self) -> bool:
         """Whether every peer has all of it."""

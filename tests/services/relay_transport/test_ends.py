@@ -1,0 +1,131 @@
+"""Who gives up, goes on to another step or just ends in the middle of a heal is done at once and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+from tests.services.checkpoint_ends import MIB, eventually
+
+from keepstep.checkpointing import TransferError
+from relay_driver import relay_process
+
+from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, until
+
+AT_ONCE = 2.0
+"""Seconds, on a busy machine."""
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["relay works", "relay is frozen"])
+@pytest.mark.parametrize("joiners", [1, 2])
+@pytest.mark.parametrize("end", ["abort_receive", "shutdown"])
+async def test_who_gives_up_ends_at_once(end, joiners, frozen):
+    async with relay_process() as (process, url):
+        with Groups([url], joiners=joiners, mib=96, uplink=8 * MIB) as groups:
+            groups.stage()
+            begun = [threading.Event() for _ in range(joiners)]
+            receiving = [
+                asyncio.create_task(groups.receiving(number, progress=until(0, event.set)))
+                for number, event in enumerate(begun)
+            ]
+            for event in begun:
+                assert await asyncio.to_thread(event.wait, DEADLINE)
+            if frozen:
+                os.kill(process.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            for joiner in groups.joiners:
+                joiner.abort_receive("no more") if end == "abort_receive" else joiner.shutdown()
+            for one in receiving:
+                with pytest.raises(TransferError, match=r"was aborted: (no more|the transport is shut down)") as caught:
+                    await one
+                assert caught.value.torn
+            groups.sources[0].shutdown()
+            assert time.monotonic() - began < AT_ONCE
+            os.kill(process.pid, signal.SIGCONT)
+
+
+async def test_who_is_still_connecting_ends_at_once_too():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        with Groups([f"http://127.0.0.1:{full.getsockname()[1]}"], joiners=2) as groups:
+            groups.stage()
+            receiving = asyncio.create_task(groups.receiving())
+            await asyncio.to_thread(eventually, lambda: any(fetch._open for fetch in groups.joiners[0]._fetches))
+            began = time.monotonic()
+            groups.joiners[0].abort_receive("no more")
+            with pytest.raises(TransferError, match=r"was aborted: no more"):
+                await receiving
+            groups.sources[0].shutdown()
+            assert time.monotonic() - began < AT_ONCE
+        for one in waiting:
+            one.close()
+
+
+async def test_a_script_that_just_ends_does_not_wait_for_its_upload():
+    async with relay_process() as (process, url):
+        with source("s0", "s0", "j0", url, 64, 4 * MIB) as (ending, _):
+            await arrived(url, CHUNK_MIB)
+            os.kill(process.pid, signal.SIGSTOP)
+            ending.stdin.write("end\n")
+            ending.stdin.flush()
+            assert await asyncio.to_thread(ending.wait, 5 * AT_ONCE) == 0
+        os.kill(process.pid, signal.SIGCONT)
+
+
+async def test_a_newer_step_ends_the_upload_of_the_one_before():
+    async with relay() as url:
+        with Groups([url], mib=32, uplink=16 * MIB) as groups:
+            groups.stage(step=1)
+            await arrived(url, CHUNK_MIB)
+            (older,) = groups.sources[0]._uploads
+            groups.stage(step=2)
+            await groups.heal(step=2)
+            await groups.uploaded(url, step=2)
+            assert not older.is_running
+
+
+async def test_a_heal_that_runs_out_of_time_says_so():
+    async with relay() as url:
+        with Groups([url], mib=64, uplink=4 * MIB) as groups:
+            groups.stage()
+            with pytest.raises(TimeoutError, match=r"step 1 from .* was not received within 0.3 s"):
+                await groups.receiving(timeout=timedelta(seconds=0.3))
+
+
+async def test_twenty_heals_leave_no_thread_descriptor_or_memory_behind():
+    async with relay("--memory", "1GiB") as url:
+        with Groups([url], sources=2, joiners=2, mib=16) as groups:
+            process = psutil.Process()
+
+            def held():
+                gc.collect()
+                threads = sum(not one.name.startswith("asyncio_") for one in threading.enumerate())
+                return threads, process.num_fds(), process.memory_info().rss
+
+            async def heal(step):
+                groups.stage(step=step)
+                await groups.heal(step=step)
+                await groups.uploaded(url, step=step)
+                await asyncio.to_thread(
+                    eventually, lambda: not any(one.is_running for source in groups.sources for one in source._uploads)
+                )
+
+            for step in range(1, 6):
+                await heal(step)
+            threads, descriptors, memory = held()
+            for step in range(6, 26):
+                await heal(step)
+            eventually(lambda: held()[0] <= threads)
+            eventually(lambda: held()[1] <= descriptors)
+            assert held()[2] - memory < 8 * 16 * MIB, "less than two of the four states that each heal has"

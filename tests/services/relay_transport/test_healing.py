@@ -1,0 +1,166 @@
+"""Live state goes through the relay: up once, by all sources together; down about once, however many joiners."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+
+import pytest
+from tests.services.checkpoint_ends import MIB, peer, same
+from tests.services.checkpoint_peer import state_of
+
+from certificates import Authority
+from keepstep_mesh.testing import ChaosProxy
+
+from .scene import CHUNK_MIB, Groups, received_mib, relay, sent_by, sent_mib
+
+
+async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only():
+    async with relay() as url:
+        with Groups([url], mib=64) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert source.passed < MIB
+            await groups.uploaded(url)
+            assert await received_mib(url) == pytest.approx(64, abs=0.1)
+            assert await sent_mib(url) == pytest.approx(64, abs=0.1)
+
+
+async def test_three_sources_upload_each_chunk_about_once():
+    async with relay() as url:
+        with Groups([url], sources=3, mib=96) as groups:
+            groups.stage()
+            await groups.heal()
+            await groups.uploaded(url)
+            assert await received_mib(url) < 2 * 96
+
+
+@pytest.mark.parametrize("joiners", [2, 6])
+async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners):
+    async with relay() as url:
+        with Groups([url], joiners=joiners, mib=96) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert await sent_mib(url) <= (1 + joiners) / 2 * 96
+            assert source.passed < joiners * MIB
+
+
+async def test_equal_chunks_go_up_once_and_peers_that_have_one_of_them_are_asked():
+    async with relay() as url:
+        with Groups([url], joiners=2, mib=64) as groups:
+            state = state_of(1, 64)
+            state["user"]["model"]["weights"].zero_()
+            groups.stage(state=state)
+            for got in await asyncio.gather(groups.receiving(0), groups.receiving(1)):
+                assert same(got, state)
+            await groups.uploaded(url)
+            assert await received_mib(url) <= 2 * CHUNK_MIB
+
+
+async def test_a_state_without_a_tensor_heals():
+    async with relay() as url:
+        with Groups([url], joiners=2) as groups:
+            groups.stage(state={"step": 1})
+            assert await asyncio.gather(groups.receiving(0), groups.receiving(1)) == [{"step": 1}] * 2
+
+
+async def test_step_after_step_goes_through_the_relay():
+    async with relay() as url:
+        with Groups([url], sources=2, joiners=2) as groups:
+            for step in range(1, 6):
+                groups.stage(step=step)
+                await groups.heal(step=step)
+            assert await sent_mib(url) >= 5 * 32
+
+
+async def test_without_a_relay_the_source_sends_all_of_it():
+    with Groups([]) as groups, sent_by(groups) as source:
+        assert not groups.sources[0].needs_all_sources
+        groups.stage()
+        await groups.heal(url=source.url)
+        assert source.passed > 32 * MIB
+
+
+async def test_a_fast_joiner_does_not_wait_for_a_slow_one():
+    """The slow one takes 4 MB a second from everybody; the fast one needs chunks that it is to bring."""
+    async with relay() as url:
+        slow_host = ChaosProxy.before(url)
+        with Groups([url], joiners=2, mib=128) as groups:
+            groups.stage()
+            await groups.uploaded(url)
+            async with slow_host:
+                slow_host.freeze()
+                slow = asyncio.create_task(slow_receiving(groups, slow_host.url))
+                began = time.monotonic()
+                await groups.heal(0)
+                fast = time.monotonic() - began
+                assert not slow.done()
+                slow_host.thaw()
+                assert same(await slow, state_of(1, 128))
+            assert fast < 5, "0.5 s of patience, and little more"
+
+
+async def slow_receiving(groups, url):
+    """Joiner 1, whose way to the relay is ``url``."""
+    groups.joiners[1]._relays = lambda: [url]
+    return await groups.receiving(1)
+
+
+async def test_two_relays_have_a_part_each():
+    async with relay() as one, relay() as other:
+        with Groups([one, other], sources=2, joiners=2, mib=128) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert source.passed < 2 * MIB
+            for url in (one, other):
+                assert 0 < await received_mib(url) < 128
+
+
+async def test_a_relay_that_wants_tokens_and_mutual_tls_gets_them(tmp_path):
+    authority = Authority(tmp_path)
+    service = authority.service(mutual=True)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"worker = {'worker-' * 3}\n")
+    flags = ["--token-file", str(tokens), "--tls-cert", str(service.cert), "--tls-ca", str(authority.pem)]
+    async with relay(*flags) as url:
+        assert url.startswith("https:")
+        how = {"token": "worker-" * 3, "tls": authority.client("trainer")}
+        with Groups([url], sources=2, joiners=2, mib=64, **how) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert source.passed < 2 * MIB
+
+
+@pytest.mark.parametrize("wrong", ["token", "certificate"])
+async def test_a_relay_that_refuses_us_is_told_why_in_the_log_and_the_source_serves(tmp_path, caplog, wrong):
+    authority = Authority(tmp_path)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"worker = {'worker-' * 3}\n")
+    service = authority.service()
+    flags = ["--token-file", str(tokens), "--tls-cert", str(service.cert)]
+    trusted = authority.trusted() if wrong == "token" else Authority(tmp_path, "other").trusted()
+    async with relay(*flags) as url:
+        with Groups([url], token="another-" * 3, tls=trusted) as groups:
+            groups.stage()
+            await groups.heal()
+    assert ("the token is wrong" if wrong == "token" else "CERTIFICATE_VERIFY_FAILED") in caplog.text
+
+
+async def test_an_uplink_limits_what_an_upload_takes():
+    async with relay() as url:
+        with Groups([url], mib=48, uplink=32 * MIB) as groups:
+            began = time.monotonic()
+            groups.stage()
+            await groups.heal(timeout=timedelta(seconds=30))
+            assert time.monotonic() - began >= (48 - CHUNK_MIB) / 32 - 0.1 - 0.1
+
+
+async def test_a_joiner_that_comes_when_the_others_are_done_heals():
+    async with relay() as url:
+        with Groups([url], joiners=2, mib=64) as groups:
+            groups.stage()
+            with peer("relay-joiner", "j1", "s0", "j0,j1", url, groups.sources[0].metadata()) as other:
+                await groups.heal(0)
+                said = await asyncio.to_thread(other.communicate, timeout=60)
+                assert said[0].split() == ["begun", "healed"]

@@ -1,0 +1,213 @@
+"""Relays that die, freeze, come back with nothing, have no room, or are nowhere: the heal goes on without them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+import pytest
+from tests.services.checkpoint_ends import MIB
+
+from keepstep_mesh.testing import ChaosProxy
+from relay_driver import relay_process
+
+from .scene import CHUNK_MIB, DEADLINE, Groups, free_port, mortal_relay, received_mib, relay, sent_by, sent_mib, until
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+# ---- killed
+
+
+async def test_a_relay_killed_before_the_upload_begins():
+    async with mortal_relay() as (kill, url):
+        with Groups([url], joiners=2) as groups:
+            kill()
+            groups.stage()
+            await groups.heal()
+
+
+async def test_a_relay_killed_in_the_middle_of_the_upload():
+    async with mortal_relay() as (kill, url):
+        with Groups([url], sources=2, joiners=2, mib=64, uplink=32 * MIB) as groups:
+            groups.stage()
+            healing = asyncio.create_task(groups.heal())
+            while await received_mib(url) < CHUNK_MIB:  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.01)
+            kill()
+            await healing
+
+
+async def test_a_relay_killed_in_the_middle_of_the_download():
+    async with mortal_relay() as (kill, url):
+        with Groups([url], joiners=2, mib=128) as groups:
+            groups.stage()
+            await groups.uploaded(url)
+            await groups.heal(progress=until(24, kill))
+
+
+async def test_a_relay_killed_when_all_chunks_are_there():
+    async with mortal_relay() as (kill, url):
+        with Groups([url], joiners=2, mib=64) as groups:
+            groups.stage()
+            await groups.heal(progress=until(64, kill))
+
+
+async def test_a_connection_to_the_relay_that_breaks_is_made_again():
+    async with relay() as url, ChaosProxy.before(url) as proxy:
+        loop = asyncio.get_running_loop()
+        with Groups([proxy.url], mib=128) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.uploaded(url)
+            cut = until(24, lambda: loop.call_soon_threadsafe(proxy.cut))
+            await groups.heal(progress=cut, url=source.url)
+            assert source.passed < MIB
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["with a disk", "without a disk"])
+async def test_a_relay_started_again_during_the_upload_has_all_of_it_in_the_end(tmp_path, disk):
+    flags = ["--bind", f"127.0.0.1:{free_port()}", *(["--data-dir", str(tmp_path)] if disk else [])]
+    with Groups([], mib=96, uplink=24 * MIB) as groups:
+        async with mortal_relay(*flags) as (kill, url):
+            groups.relays = [url]
+            groups.stage()
+            while await received_mib(url) < 3 * CHUNK_MIB:  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.01)
+            kill()
+        async with relay(*flags) as url:
+            await groups.heal()
+            await groups.uploaded(url)
+            sent_again = await received_mib(url)
+            assert sent_again < 96 - CHUNK_MIB if disk else sent_again == pytest.approx(96, abs=0.1)
+
+
+async def test_a_relay_started_again_with_its_disk_serves_what_was_committed(tmp_path):
+    flags = ["--bind", f"127.0.0.1:{free_port()}", "--data-dir", str(tmp_path)]
+    with Groups([]) as groups:
+        async with mortal_relay(*flags) as (kill, url):
+            groups.relays = [url]
+            groups.stage()
+            await groups.uploaded(url)
+            kill()
+        async with relay(*flags) as url:
+            with sent_by(groups) as source:
+                await groups.heal(url=source.url)
+                assert source.passed < MIB
+
+
+async def test_a_relay_started_again_with_nothing_leaves_the_heal_to_the_source():
+    flags = ["--bind", f"127.0.0.1:{free_port()}"]
+    with Groups([], joiners=2) as groups:
+        async with mortal_relay(*flags) as (kill, url):
+            groups.relays = [url]
+            groups.stage()
+            await groups.uploaded(url)
+            kill()
+        async with relay(*flags) as url:
+            await groups.heal()
+            assert await sent_mib(url) == 0
+
+
+# ---- frozen, or nowhere
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+async def test_a_frozen_relay_is_waited_for_only_so_long(when):
+    async with relay_process() as (process, url):
+        with Groups([url], joiners=2, mib=128) as groups:
+            if when == "before":
+                os.kill(process.pid, signal.SIGSTOP)
+            groups.stage()
+            if when == "before":
+                await groups.heal()
+            else:
+                await groups.uploaded(url)
+                await groups.heal(progress=until(24, lambda: os.kill(process.pid, signal.SIGSTOP)))
+            os.kill(process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "nonsense",
+        "http://",
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:1",
+        "http://a..b:80",
+        f"http://{'x' * 300}:80",
+        "ftp://127.0.0.1:80",
+        "https://127.0.0.1:1",
+    ],
+)
+async def test_an_address_that_is_none_costs_nothing(address):
+    with Groups([address]) as groups:
+        groups.stage()
+        await groups.heal()
+
+
+async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog):
+    async with relay() as url:
+        with Groups(["nonsense", url]) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert source.passed < MIB
+        assert "relay left out reason='nonsense' is not the address" in caplog.text
+
+
+async def test_a_relay_that_takes_no_connection_is_given_up():
+    """Its host answers nothing, as one that is switched off."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        with Groups([f"http://127.0.0.1:{full.getsockname()[1]}"], joiners=2) as groups:
+            groups.stage()
+            await groups.heal()
+        for one in waiting:
+            one.close()
+
+
+# ---- no room
+
+
+async def test_a_full_disk_does_not_stop_a_heal(small_disk):
+    async with relay("--data-dir", str(small_disk)) as url:
+        with Groups([url], sources=2, mib=64) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert source.passed < MIB
+            await groups.uploaded(url, state="uploading")
+
+
+async def test_what_does_not_fit_into_the_relays_memory_comes_from_the_source():
+    async with relay("--memory", "64MiB") as url:
+        with Groups([url], sources=2, joiners=2, mib=96) as groups, sent_by(groups) as source:
+            groups.stage()
+            await groups.heal(url=source.url)
+            assert await sent_mib(url) > 0
+            assert 0 < source.passed < 2 * 96 * MIB
+
+
+# ---- several
+
+
+async def test_of_two_relays_one_is_killed_and_the_rest_goes_on():
+    async with mortal_relay() as (kill, one), relay() as other:
+        with Groups([one, other], sources=2, joiners=2, mib=128) as groups:
+            groups.stage()
+            await groups.heal(progress=until(24, kill))
+            assert await sent_mib(other) > 0
+
+
+async def test_of_two_relays_one_is_gone_before_and_the_other_gets_all():
+    async with mortal_relay() as (kill, one), relay() as other:
+        kill()
+        with Groups([one, other], mib=64) as groups:
+            groups.stage()
+            await groups.heal()
+            async with asyncio.timeout(DEADLINE):
+                while await received_mib(other) < 64:  # noqa: ASYNC110 - nothing to wait on
+                    await asyncio.sleep(0.02)
