@@ -1,4 +1,4 @@
-"""Joiners that ask one of them for chunks are served one after the other; who does not read holds nobody up for long."""
+"""A joiner lends its chunks to one reader after the other; one that does not read holds up nobody for long."""
 
 from __future__ import annotations
 
