@@ -39,13 +39,13 @@ class Heal:
         self._relay_before = self._relay.forget_peak()
         tensors = max(1, size // TENSOR_BYTES)
         self._ends: dict[str, tuple[End, End]] = {}
-        raw = Side("raw", ours.python)
-        for way, side in (("relay", ours), ("direct", ours), ("torchft", theirs), ("raw", raw)):
-            script = "raw_ends.py" if way == "raw" else "transfer_ends.py"
+        """By side; both ways of ours have the same."""
+        for side in (ours, theirs, Side("raw", ours.python)):
+            script = "raw_ends.py" if side.name == "raw" else "transfer_ends.py"
             ends = [End(side, role, size, tensors, log, script=script) for role in ("source", "joiner")]
             for end in ends:
                 stack.callback(stop, end.process)
-            self._ends[way] = ends[0], ends[1]
+            self._ends[side.name] = ends[0], ends[1]
         self.samples: dict[tuple[str, int], list[float]] = defaultdict(list)
         """GB/s, by way and number of chunks or streams."""
         self.source_memory: dict[str, list[float]] = defaultdict(list)
@@ -54,7 +54,7 @@ class Heal:
     def transfer(self, way: str, chunks: int) -> float:
         """Seconds."""
         self._step += 1
-        source, joiner = self._ends[way]
+        source, joiner = self._ends.get(way) or self._ends["keepstep"]
         how: dict[str, object] = {"num_chunks": chunks}
         if way == "relay":
             how |= {"relay": self._relay.address, "sources": ["source"], "joiners": ["joiner"]}
