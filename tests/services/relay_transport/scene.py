@@ -12,14 +12,12 @@ from datetime import timedelta
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import aiohttp
 from tests.services.checkpoint_ends import MIB, Proxy, blank, peer, same
 from tests.services.checkpoint_peer import JOB, MINUTE, exchange, state_of
 
 from keepstep.checkpointing import RelayTransport
-from relay_driver import relay_process
+from relay_driver import DEADLINE, client, metric, relay_process
 
-DEADLINE = 60.0
 CHUNK_MIB = 8
 Flip = Callable[[int, int, bytes], bytes | None]
 
@@ -116,12 +114,6 @@ async def mortal_relay(*flags: str) -> AsyncIterator[tuple[Callable[[], None], s
         process.kill() if process.returncode is None else None
 
 
-async def metric(url: str, name: str) -> float:
-    """One without labels, of ``keepstep_relay_``."""
-    text = await _get(url, "/metrics")
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"keepstep_relay_{name} "))
-
-
 async def sent_mib(url: str) -> float:
     return await metric(url, "sent_bytes_total") / MIB
 
@@ -132,13 +124,9 @@ async def received_mib(url: str) -> float:
 
 async def checkpoints(url: str) -> set[tuple[int, str]]:
     """(step, state) of all."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/jobs/{JOB}/checkpoints") as answer:
-        return {(one["step"], one["state"]) for one in (await answer.json())["checkpoints"]}
-
-
-async def _get(url: str, path: str) -> str:
-    async with aiohttp.ClientSession() as http, http.get(url + path) as answer:
-        return await answer.text()
+    async with client(url, job=JOB) as one:
+        found = (await one.call("GET", one.checkpoints))["checkpoints"]
+    return {(one["step"], one["state"]) for one in found}
 
 
 def until(threshold_mib: float, act: Callable[[], object]) -> Callable[[int, int], None]:
