@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -20,12 +19,6 @@ from relay_driver import DEADLINE, client, metric, relay_process
 
 CHUNK_MIB = 8
 Flip = Callable[[int, int, bytes], bytes | None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Groups:
@@ -85,19 +78,16 @@ class Groups:
 
 
 @contextmanager
-def sent_by(groups: Groups, change: Flip = lambda _number, _so_far, data: data) -> Any:
-    """A proxy in front of the first source: what it sends, to whom ``url=proxy.url``."""
-    parts = urlsplit(groups.sources[0].metadata())
-    with Proxy((parts.hostname, parts.port), change) as proxy:
-        yield proxy
-
-
-@contextmanager
-def before(url: str, change: Flip) -> Any:
-    """A proxy in front of a service that changes what it answers."""
+def before(url: str, change: Flip = lambda _number, _so_far, data: data) -> Any:
+    """A proxy in front of a service that counts, or changes, what it answers."""
     parts = urlsplit(url)
     with Proxy((parts.hostname, parts.port), change) as proxy:
         yield proxy
+
+
+def sent_by(groups: Groups) -> Any:
+    """A proxy in front of the first source: what it sends, to whom ``url=proxy.url``."""
+    return before(groups.sources[0].metadata())
 
 
 @asynccontextmanager
