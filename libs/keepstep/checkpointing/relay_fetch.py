@@ -163,12 +163,12 @@ class RelayFetch(Fetch):
         """Until the others have all of it, or ask nothing any more."""
         now = began = time.monotonic()
         end = began + LINGER_SHARE * (began - self._swarm.began)
-        while not self._swarm.peers_finished() and now < end:
-            with self._changed:
+        with self._changed:
+            while not self._swarm.peers_finished() and now < end:
                 self._changed.wait_for(lambda: self._ended, TELL_SECONDS)
-            now = time.monotonic()
-            if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
-                return
+                now = time.monotonic()
+                if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
+                    return
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
@@ -224,7 +224,7 @@ class RelayFetch(Fetch):
                 self._close(connection)
 
     def _meet(self, others: dict[str, tuple[str, int]]) -> None:
-        for name, (address, has) in others.items():
+        for name, (address, _) in others.items():
             if name not in self._peers and len(self._peers) < MAX_PEERS:
                 self._peers.add(name)
                 try:
@@ -232,11 +232,13 @@ class RelayFetch(Fetch):
                 except ValueError as error:
                     log.warning("another joiner cannot be asked", step=self._step, reason=str(error))
                     continue
-                self._swarm.tells(name, 0)
+                with self._changed:
+                    self._swarm.tells(name, 0)
                 self._start(_Lane(name, self._at_peer(peer)), 1)
-            if name in self._swarm.peers:
-                self._swarm.tells(name, has)
         with self._changed:
+            for name, (_, has) in others.items():
+                if name in self._swarm.peers:
+                    self._swarm.tells(name, has)
             self._changed.notify_all()
 
     # ---- lanes
@@ -283,7 +285,8 @@ class RelayFetch(Fetch):
                 try:
                     if to.address not in connections:
                         connections[to.address] = self._opened(to, lane.patience)
-                        self._connections[lane.of].add(connections[to.address])
+                        with self._changed:
+                            self._connections[lane.of].add(connections[to.address])
                     self._ask_for(connections[to.address], chunk, target, line, receiver)
                 except (BrokenConnection, TransferError) as problem:
                     with self._changed:
