@@ -35,7 +35,7 @@ from keepstep.step_log import StepLog
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import is_torn
 from keepstep_mesh.logging import Logger
-from keepstep_mesh.messages import RankAsk, RankVote
+from keepstep_mesh.messages import RankAsk, RankVote, StateRoot
 
 TORN_FOR_GOOD = (
     "a broken heal, or optimizer step, left this group's state half written and this step does not mend it: no healthy "
@@ -63,6 +63,8 @@ class StepContext:
     fatal: BaseException | None = None
     """Why there is no further step here."""
     layout: list[str] = field(default_factory=list)
+    root: StateRoot | None = None
+    """What the lighthouse wants to compare, until it has it."""
 
     def end_for(self, error: BaseException) -> NoReturn:
         self.fatal = error
@@ -81,6 +83,12 @@ class StepContext:
         """The state is of no step any more: this group heals from another, and nobody from it."""
         self.standing.tear()
         self.steps.write("torn", 0, 0, lineage=self.standing.lineage)
+
+    def diverge(self) -> None:
+        """This group's weights were found to be others than the cohort's: nobody heals from it until it has healed."""
+        self.log.error("weights differ from those of the other groups", step=self.standing.step)
+        self.standing.diverge()
+        self.steps.write("diverged", self.standing.step, 0, lineage=self.standing.lineage)
 
 
 class Attempt:
@@ -129,7 +137,7 @@ class Attempt:
         context = self._context
         answer = await context.link.ask(ask)
         self.answered = plan = make_plan(answer.quorum, context.link.replica_id, context.last_plan)
-        context.last_plan = plan
+        context.last_plan, context.root = plan, None
         self._number = answer.attempt
         context.transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and self.allow_heal:
@@ -165,6 +173,8 @@ class Attempt:
             except SessionClosed:
                 context.raise_fatal()
                 raise
+            if self.plan.diverged:
+                context.diverge()
         torn = self._context.standing.torn or is_torn(self.plan.lineage)  # so is a group of which one rank is
         if torn and not (self.plan.heal and self.allow_heal):
             self._context.end_for(KeepstepError(TORN_FOR_GOOD))
@@ -307,6 +317,20 @@ class Attempt:
             source=member.replica_id,
         )
 
+    def _take_root(self, plan: QuorumPlan) -> None:
+        """The root digest of the reference state, where this group holds it and the lighthouse wants to compare it."""
+        if not plan.verify or plan.heal:
+            return
+        context = self._context
+        try:
+            digest = context.state.root().hex()  # by every rank, whatever went wrong: FSDP's state_dict is collective
+        except Exception as error:  # noqa: BLE001  whatever it is, the step is as good as before
+            reason = f"{type(error).__name__}: {error}"
+            context.log.error("this group cannot be compared with others", step=plan.max_step, reason=reason)
+            return
+        if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
+            context.root = StateRoot(plan.max_step, plan.lineage, digest)
+
     # ---- the end
 
     def conclude(self, limit: timedelta) -> bool:
@@ -323,6 +347,7 @@ class Attempt:
         if plan is not None:
             self._finish_works()
             self._exchange_state(plan)
+            self._take_root(plan)
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)
         return committed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.lineage import TORN, is_torn
-from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote
+from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote, StateRoot
 
 
 class DisagreeError(KeepstepError):
@@ -36,6 +36,7 @@ class GroupAsk:
     leaving: str
     layout: str
     handles: tuple[str, ...]
+    root: StateRoot | None
 
 
 def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
@@ -71,7 +72,19 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         leaving=next((ask.leaving for ask in asks.values() if ask.leaving), ""),
         layout=layout,
         handles=handles if any(handles) else (),
+        root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
     )
+
+
+def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:
+    """That of the group, when all ranks have one of the same state."""
+    known = [root for root in roots if root is not None]
+    if len(known) < len(roots) or len({(root.step, root.lineage) for root in known}) > 1:
+        return None
+    if len(known) == 1:
+        return known[0]
+    digest = hashlib.blake2b("\n".join(root.digest for root in known).encode(), digest_size=32).hexdigest()
+    return StateRoot(known[0].step, known[0].lineage, digest)
 
 
 Key = tuple[int, int, int, int]

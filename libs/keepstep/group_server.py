@@ -19,12 +19,12 @@ from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings
 from keepstep.group_core import CommitBarrier, merge_asks
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
+from keepstep.quorum_plan import make_plan
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
-from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -296,6 +296,7 @@ class GroupServer:
                         commit_failures=merged.commit_failures,
                         info=self._info,
                         timeout=merged.timeout,
+                        root=merged.root,
                     )
                 break
             except TimeoutError as error:
@@ -308,7 +309,7 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
-        self._healed = not quorum.uniform and reference_state(quorum.listed) != (merged.step, merged.lineage)
+        self._healed = not quorum.uniform and make_plan(quorum, self.replica_id).heal
         return RankQuorum(asks[0].request, self._attempt, quorum)
 
     # ---- votes

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from keepstep.checkpointing.serialization import state_root
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep_mesh.errors import KeepstepError
 
@@ -51,9 +52,17 @@ class LiveState:
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
     ) -> None:
         """Snapshots the state for those who heal from this group; returns when the copy is made."""
-        if not self.readable:
-            raise KeepstepError("another group has to heal from this one, but disallow_state_dict_read() is in force")
+        self._check_readable("another group has to heal from this one")
         transport.send_checkpoint(destinations, step, self._save(), timeout)
+
+    def root(self) -> bytes:
+        """The root digest of what would be staged now, without a copy of it."""
+        self._check_readable("the lighthouse compares the states of all groups")
+        return state_root(self._save())
+
+    def _check_readable(self, occasion: str) -> None:
+        if not self.readable:
+            raise KeepstepError(f"{occasion}, but disallow_state_dict_read() is in force")
 
     def _save(self) -> dict[str, Any]:
         return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}

@@ -24,6 +24,8 @@ STYLES = {
     "gone": "dim",
 }
 INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+ROOT_CHARACTERS = 16
+"""Of a root digest that are shown."""
 WIDE = 1000
 """Columns where there is no terminal: a line for a program is never broken."""
 
@@ -157,7 +159,7 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
         producers = f"{len(one['roots'])}" + (f", another state: {', '.join(others)}" if others else "")
         table.add_row(
             str(one["rank"]),
-            (one["root"] or "-")[:16],
+            (one["root"] or "-")[:ROOT_CHARACTERS],
             escape(producers),
             _bytes(one["bytes"]),
             str(one["chunks"]),
@@ -170,7 +172,7 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
 def show_policy(policy: dict[str, Any]) -> None:
     table = _table("limit", "value", fold={"value"})
     for name, value in policy.items():
-        number = str(value) if name.endswith("replicas") else _seconds(value)
+        number = _seconds(value) if name.endswith(("_timeout", "_grace")) else str(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
     _print(table)
 
@@ -194,6 +196,25 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+
+
+def show_comparison(comparison: dict[str, Any]) -> None:
+    """``comparison``: the detail of a ``replicas_verified`` or ``replicas_differ`` event."""
+    roots = comparison["roots"]
+    table = _table("replica", "root", "", fold={"replica"})
+    rows = [(one, root) for root, groups in roots.items() for one in groups]
+    for replica_id, root in sorted([*rows, *((one, "-") for one in comparison["missing"])]):
+        said = "differs" if replica_id in comparison.get("diverged", ()) else ""
+        table.add_row(escape(short(replica_id)), root[:ROOT_CHARACTERS], said)
+    _print(table)
+    at = f"step {comparison['step']}, {comparison['groups']} groups: "
+    if len(roots) == 1:
+        _print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
+    elif comparison["diverged"]:
+        action = {"heal": "healed", "drain": "healed and drained", "report": "left as they are"}[comparison["action"]]
+        _print(f"{at}{len(comparison['diverged'])} differ from most, and are {action}")
+    else:
+        _print(f"{at}{len(roots)} roots, none of them that of most, so nobody can tell who is right; nothing is done")
 
 
 def show_event(event: dict[str, Any]) -> None:

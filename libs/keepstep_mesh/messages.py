@@ -60,6 +60,16 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRoot:
+    """Root digest of the live state that a group held at (``step``, ``lineage``): equal for equal states."""
+
+    step: int
+    lineage: Lineage
+    digest: str
+    """Hexadecimal. Of a group of several ranks: over those of its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeldAnswer:
     """The answer that a group works under: it got it and has neither committed nor failed that step yet."""
 
@@ -104,6 +114,8 @@ class QuorumRequest:
     """How long from now the asker waits."""
     info: MemberInfo | None = None
     """None: as in the request before on this session."""
+    root: StateRoot | None = None
+    """When the answer before asked for it, and the group held the reference state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +228,8 @@ class QuorumAnswer:
     """Groups that are there and not in this quorum."""
     members: tuple[Member, ...] | None
     """Sorted by replica_id."""
+    verify: bool = False
+    """Who holds the reference state is to say its root digest with the next request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +324,8 @@ class Quorum:
     """True: what ``listed`` says of steps, lineages and failures is old; all stand at (step, lineage)."""
     listed: tuple[Member, ...]
     """The members, sorted by replica_id, as last sent."""
+    verify: bool = False
+    """As in the answer."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -363,6 +379,8 @@ class RankAsk:
     handle: str = ""
     checkpoint: str = ""
     """What a peer's transport needs to fetch this rank's state."""
+    root: StateRoot | None = None
+    """Of this rank's part of the state."""
 
 
 @dataclass(frozen=True, slots=True)

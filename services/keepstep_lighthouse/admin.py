@@ -27,6 +27,7 @@ from keepstep_lighthouse.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    VerifyOrdered,
 )
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.policies import policy_problem
@@ -145,6 +146,11 @@ class ReadmitBody:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyBody:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceBody:
     address: str
     ttl_seconds: float = 15.0
@@ -164,6 +170,7 @@ SHAPES = {
     "GET /v1/jobs/{job}": Shape(JobView),
     "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
+    "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
     "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
     "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
@@ -186,6 +193,7 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
         Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
         Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
+        Route("POST", f"{job}/verify", here.verify, Access.ADMIN, "compare the weights of all groups at the next step"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
         Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
         Route("POST", f"{one}/evict", here.evict, Access.ADMIN, "end a group; ban_seconds keeps its name out"),
@@ -296,6 +304,12 @@ class _Admin:
             raise bad(problem)
         made = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy")
         return json_answer(PolicyChange(job.name, policy, made), HTTPStatus.ACCEPTED)
+
+    async def verify(self, request: web.Request) -> web.Response:
+        await read_body(request, VerifyBody)
+        made = await self._carried_out(self._job(request), VerifyOrdered(_who(request)), "verify_ordered")
+        assert made is not None  # every one is carried out
+        return _done(made, "the groups are compared at the next step; replicas_verified or replicas_differ will tell")
 
     async def _carried_out(self, job: Job, order: Event | None, kind: str) -> Happened | None:
         """Carries out ``order``; the first entry of this kind that it made, None if there was nothing to do."""

@@ -66,6 +66,7 @@ from keepstep_lighthouse.events import (
     Reason,
     Tell,
     Tick,
+    VerifyOrdered,
 )
 from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, name_of
 from keepstep_lighthouse.layouts import differing
@@ -73,7 +74,9 @@ from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
+from keepstep_lighthouse.verification import Comparison, Verification
 from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, older, replica_view
+from keepstep_mesh.lineage import is_torn
 from keepstep_mesh.messages import (
     Data,
     Denied,
@@ -116,6 +119,7 @@ class JobCore:
             self._takeover.wait(record.members, now, self._takeover_grace, fenced_until)
         self._members = frozenset(record.members)
         self._round = Round()
+        self._verification = Verification()
         self._layout = ""
         """The layout that was last found to be the job's."""
         self._awake_since = now
@@ -172,6 +176,8 @@ class JobCore:
                     self._persist(record)
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
+            case VerifyOrdered(by):
+                self._log("verify_ordered", "", by=by, order=self._verification.order())
             case Tick():
                 self._tick(now, now_unix)
         self._settle(now, now_unix)
@@ -547,11 +553,16 @@ class JobCore:
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
         groups, policy, before = self._groups, self.record.policy, self.record.quorum_id
         chosen = choose(groups, len(self.record.members), policy)
+        comparison = self._verification.compare(chosen)
+        if comparison is not None and policy.on_divergence != "report":
+            self._mark_diverged(comparison)
         left_behind = self._next_quorum(chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
-        announce = self._announcer.announce(chosen, self.record, max(0, min(left_out, room)))
+        joiners, verify = max(0, min(left_out, room)), self._verification.wanted
+        announce = self._announcer.announce(chosen, self.record, joiners, verify=verify)
+        self._verification.announced(announce)
         groups.close_round(announce, chosen, now)
         self._out.append(announce)
         self._takeover.forget_answers()
@@ -566,6 +577,30 @@ class JobCore:
             self._log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
         for group in given_up:
             self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+        if comparison is not None:
+            self._tell_compared(comparison, policy.on_divergence)
+
+    def _mark_diverged(self, comparison: Comparison) -> None:
+        """From the quorum that is announced now they count as groups that have to heal."""
+        for replica_id in comparison.diverged:
+            group = self._groups.by_id[replica_id]
+            group.diverged = not is_torn(group.lineage)
+
+    def _tell_compared(self, comparison: Comparison, action: str) -> None:
+        roots, diverged = comparison.roots, comparison.diverged
+        facts: dict[str, Data] = {"step": comparison.step, "groups": sum(map(len, roots.values()))}
+        facts |= {"missing": comparison.missing, "order": comparison.order}
+        if len(roots) == 1:
+            if comparison.order:
+                facts["roots"] = roots  # of every K-th step the names of all groups would fill the log
+            self._log("replicas_verified", "", **facts)
+            return
+        for replica_id in diverged:
+            self._log("replica_diverged", replica_id, step=comparison.step, action=action)
+            if action == "drain":
+                self._drain(DrainOrdered(replica_id, "its weights differ from those of others", by="on_divergence"))
+        what = action if diverged else "nothing: no root is that of more than half, so nobody can tell who is right"
+        self._log("replicas_differ", "", **facts, roots=roots, diverged=diverged, action=what)
 
     def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
         """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.

@@ -68,6 +68,8 @@ class Group:
     draining: str | None = None
     """The reason given with the drain."""
     kept_out: KeptOut | None = None
+    diverged: bool = False
+    """Its weights were found to differ from those of the other groups, and it has not moved on from that state."""
 
 
 class Groups:
@@ -191,6 +193,7 @@ class Groups:
         group.request = request
         group.highest_request = max(group.highest_request, request.request)
         group.asked_at = now
+        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)
         group.step = request.step
         group.lineage = request.lineage
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))

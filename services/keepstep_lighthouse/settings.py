@@ -75,8 +75,9 @@ def read_settings(
 
     limits: dict[str, Any] = {}
     for one in fields(Policy):
-        read: Any = whole if one.name.endswith("_replicas") else duration
-        limits[one.name] = settings.get(f"lighthouse_{one.name}", read, getattr(default.policy, one.name))
+        unless_said = getattr(default.policy, one.name)
+        read: Any = {int: whole, str: str}.get(type(unless_said), duration)
+        limits[one.name] = settings.get(f"lighthouse_{one.name}", read, unless_said)
     policy = Policy(**limits)
     if (problem := policy_problem(policy)) is not None:
         raise ValueError(problem)
