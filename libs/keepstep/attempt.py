@@ -33,7 +33,7 @@ from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.lineage import is_torn
+from keepstep_mesh.lineage import is_diverged, is_torn
 from keepstep_mesh.logging import Logger
 from keepstep_mesh.messages import RankAsk, RankVote, StateRoot
 
@@ -173,7 +173,7 @@ class Attempt:
             except SessionClosed:
                 context.raise_fatal()
                 raise
-            if self.plan.diverged:
+            if self.plan.diverged and not is_diverged(context.standing.lineage):
                 context.diverge()
         torn = self._context.standing.torn or is_torn(self.plan.lineage)  # so is a group of which one rank is
         if torn and not (self.plan.heal and self.allow_heal):
