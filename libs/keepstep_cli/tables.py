@@ -211,8 +211,8 @@ def show_comparison(comparison: dict[str, Any]) -> None:
     if len(roots) == 1:
         _print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
     elif comparison["diverged"]:
-        action = {"heal": "healed", "drain": "healed and drained", "report": "left as they are"}[comparison["action"]]
-        _print(f"{at}{len(comparison['diverged'])} differ from most, and are {action}")
+        done = {"heal": "healed", "drain": "healed and drained", "report": "nothing is done"}[comparison["action"]]
+        _print(escape(short(f"{at}not as most are: {', '.join(comparison['diverged'])}; {done}")))
     else:
         _print(f"{at}{len(roots)} roots, none of them that of most, so nobody can tell who is right; nothing is done")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.settings import LighthouseSettings, read_settings
+from keepstep_lighthouse.settings import LighthouseSettings, read_like, read_settings
 from keepstep_mesh import logging, service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.service import Endpoint, Hosted
-from keepstep_mesh.settings import bind_address, duration, whole
+from keepstep_mesh.settings import bind_address, duration
 
 
 def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None] | None = None) -> Hosted:
@@ -52,9 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-ca", type=Path, help="PEM: who connects must show a certificate of this CA")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
     for one in fields(Policy):
-        read = whole if one.name.endswith("_replicas") else duration
         flag = f"--{one.name.replace('_', '-')}"
-        parser.add_argument(flag, type=read, help=f"policy of new jobs ({one.default})")
+        parser.add_argument(flag, type=read_like(one.default), help=f"policy of new jobs ({one.default})")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     return parser
 

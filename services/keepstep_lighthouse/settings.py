@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,12 @@ def _bind(text: str) -> str:
     return text
 
 
+def read_like(default: object) -> Callable[[Any], Any]:
+    """What reads a field of the policy that has this default."""
+    readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str}
+    return readers.get(type(default), duration)
+
+
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
@@ -75,9 +81,9 @@ def read_settings(
 
     limits: dict[str, Any] = {}
     for one in fields(Policy):
-        unless_said = getattr(default.policy, one.name)
-        read: Any = {int: whole, str: str}.get(type(unless_said), duration)
-        limits[one.name] = settings.get(f"lighthouse_{one.name}", read, unless_said)
+        limits[one.name] = settings.get(
+            f"lighthouse_{one.name}", read_like(one.default), getattr(default.policy, one.name)
+        )
     policy = Policy(**limits)
     if (problem := policy_problem(policy)) is not None:
         raise ValueError(problem)

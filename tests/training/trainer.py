@@ -3,7 +3,8 @@
 Each line on standard output is JSON: {"event": "started" | "committed" | "discarded" | "left", "step", "digest", "pid",
 "rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told
 to leave), TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1,
-TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FILE exists.
+TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_FLIP_AT (step after which a bit of a weight flips), TRAINER_PAUSE_AT (step
+to wait at) until TRAINER_PAUSE_FILE exists.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def main() -> None:
     targets = torch.tensor(data.target)
     generator = torch.Generator().manual_seed(torch.initial_seed())
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
+    flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
     pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
     pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     pace = float(os.environ.get("TRAINER_PACE", "0.01"))
@@ -110,6 +112,11 @@ def main() -> None:
                 )
             else:
                 say("discarded", step=manager.current_step())
+            if manager.current_step() == flip_at:
+                with torch.no_grad():
+                    model[0].weight.view(torch.int32)[1, 2] ^= 1 << 20
+                say("flipped", step=flip_at)
+                flip_at = -1
             time.sleep(pace)  # a step takes as long as it is told to
             if manager.current_step() == pause_at:
                 say("paused", step=pause_at)
