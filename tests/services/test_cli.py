@@ -23,7 +23,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route
-from keepstep_mesh.messages import Drain, Evicted
+from keepstep_mesh.messages import Drain, Evicted, StateRoot
 from keepstep_mesh.service import Service, serving
 from lighthouse_driver import eventually, lighthouse, worker
 
@@ -299,9 +299,11 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         assert re.search(r"takeover grace +the heartbeat timeout", said.out)
         flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
         flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+        flags += ("--verify-every", "500", "--on-divergence", "report")
         changed = await keepstep("policy", "default", *flags, *job.at)
         assert changed.code == 0, changed.err
         assert re.search(r"join timeout +500 ms", changed.out)
+        assert re.search(r"verify every +500 .*\n.*on divergence +report", changed.out)
         assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
         again = await keepstep("policy", "--max-replicas", "4", *job.at)
         assert again.code == 0
@@ -316,6 +318,8 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
             "reconnect_grace": 1.0,
             "takeover_grace": 3.0,
             "initial_replicas": 0,
+            "verify_every": 500,
+            "on_divergence": "report",
         }
         answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
         assert answer["policy"]["takeover_grace"] is None
@@ -324,6 +328,56 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         assert refused.code == 4
         assert "max_replicas 4 is less than min_replicas 5" in refused.err
         assert (await keepstep("policy", "night", *job.at)).code == 4
+
+
+async def compared(job: Job, *roots: str, flags: tuple[str, ...] = ()) -> Said:
+    """`verify-replicas` of groups that say these roots, each its own; none for ""."""
+    async with asyncio.TaskGroup() as tasks:
+        said = tasks.create_task(keepstep("verify-replicas", *job.at, *flags))
+        await eventually(lambda: job.lighthouse.events.latest("default", "verify_ordered", "") is not None)
+        asked = await asyncio.gather(*(group.ask(2) for group in job.groups))
+        assert all(quorum.verify for quorum in asked)
+        known = [StateRoot(2, "state 2", root) if root else None for root in roots]
+        await asyncio.gather(*(group.ask(3, root=root) for group, root in zip(job.groups, known, strict=True)))
+    return said.result()
+
+
+async def test_verify_replicas_finds_equal_groups_equal_and_names_those_that_say_nothing() -> None:
+    async with running("r0", "r1", "r2") as job:
+        said = await compared(job, "a" * 64, "a" * 64, "")
+        assert said.code == 0, said.err
+        assert re.search(r"r0:1 +a{16} *\n +r1:1 +a{16} *\n +r2:1 +- *\n", said.out), said.out
+        assert "step 2, 2 groups: all have equal weights, the others said nothing" in said.out
+
+
+async def test_verify_replicas_names_the_group_that_differs_and_exits_with_1() -> None:
+    async with running("r0", "r1", "r2") as job:
+        said = await compared(job, "a" * 64, "b" * 64, "a" * 64)
+        assert said.code == 1, said.err
+        assert re.search(r"r1:1 +b{16} +differs", said.out), said.out
+        assert "step 2, 3 groups: not as most are: r1:1; healed" in said.out
+
+
+async def test_verify_replicas_of_two_that_differ_says_that_nobody_can_tell() -> None:
+    async with running("r0", "r1") as job:
+        said = await compared(job, "a" * 64, "b" * 64)
+        assert said.code == 1, said.err
+        assert "differs" not in said.out
+        assert "nobody can tell who is right; nothing is done" in said.out
+
+
+async def test_verify_replicas_has_json() -> None:
+    async with running("r0", "r1") as job:
+        said = await compared(job, "a" * 64, "a" * 64, flags=("--json",))
+        event = json.loads(said.out)
+        assert (event["kind"], event["detail"]["roots"]) == ("replicas_verified", {"a" * 64: ["r0:1", "r1:1"]})
+
+
+async def test_verify_replicas_of_groups_that_do_not_train_ends_in_time_and_says_why() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("verify-replicas", "--wait", "200ms", *job.at)
+        assert (said.code, said.out) == (1, "")
+        assert "were not compared within 0.2 s" in said.err
 
 
 async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
@@ -472,7 +526,7 @@ async def first_line(started: asyncio.subprocess.Process) -> str:
 async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> None:
     flags = ("--bind", "127.0.0.1:0", "--min-replicas", "2", "--max-replicas", "3", "--join-timeout", "500ms")
     flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
-    flags += ("--initial-replicas", "5")
+    flags += ("--initial-replicas", "5", "--verify-every", "100", "--on-divergence", "drain")
     async with process("lighthouse", *flags, "--log-format", "json") as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
         async with Group(address):
@@ -486,6 +540,8 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
             "reconnect_grace": 1.0,
             "takeover_grace": 3.0,
             "initial_replicas": 5,
+            "verify_every": 100,
+            "on_divergence": "drain",
         }
         service.terminate()
         async with asyncio.timeout(DEADLINE):
