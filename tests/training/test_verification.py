@@ -41,7 +41,8 @@ def steps_apart(one: Group, other: Group) -> set[int]:
 
 
 async def start_three(job: Job, **environment: str) -> tuple[Group, Group, Group]:
-    """A bit of c's weights will flip."""
+    """A bit of c's weights will flip. BatchNorm's statistics are compared too: they are averaged before."""
+    environment["TRAINER_BATCH_NORM"] = "1"
     a, b = [await job.start(name, **environment) for name in "ab"]
     return a, b, await job.start("c", TRAINER_FLIP_AT=str(FLIPPED_AT), **environment)
 
