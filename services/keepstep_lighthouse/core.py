@@ -697,6 +697,7 @@ class JobCore:
             "a group asks without a session"
         )
         assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
+        assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"
         last = self._announcer.last
         if last is not None:
             assert last.listed, "an empty quorum was announced"

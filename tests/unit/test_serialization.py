@@ -150,6 +150,12 @@ def test_the_root_of_states_longer_than_a_chunk_is_that_of_their_manifest(sizes)
         tensor[-1] ^= 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_root_of_a_state_is_the_same_on_a_gpu():
+    state = [torch.randn(CHUNK_BYTES // 2), torch.randn(3, 5).T, torch.randn(4, 6)[:, ::2]]
+    assert state_root([tensor.cuda() for tensor in state]) == state_root(state)
+
+
 @many
 @given(STATES)
 def test_any_state_comes_back_into_another_of_the_same_structure(state):

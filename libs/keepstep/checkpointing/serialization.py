@@ -41,7 +41,7 @@ def _pieces(layout: Layout) -> Iterator[memoryview]:
         if not isinstance(source, torch.Tensor):
             yield source.data
             continue
-        flat = source.reshape(-1).view(torch.uint8)
+        flat = source.reshape(-1).contiguous().view(torch.uint8)
         if not flat.is_cuda:
             yield flat.numpy().data
             continue
