@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
-from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
-from keepstep_cli.rest import Lighthouse, read_token
+from keepstep_cli.options import Named, Seconds, client_options
+from keepstep_cli.rest import Lighthouse, read_token, run
 
 if TYPE_CHECKING:
     from keepstep_mesh.tls import TlsFiles
-
-T = TypeVar("T")
 
 COMPARED = ("replicas_verified", "replicas_differ")
 """Kinds of events that answer an order to compare the groups."""
@@ -35,32 +33,22 @@ class Link:
     as_json: bool
 
     def get(self, *path: str, **query: int) -> Any:
-        return _run(self.lighthouse.get(*path, **query))
+        return run(self.lighthouse.get(*path, **query))
 
     def of_job(self, *path: str, **query: int) -> Any:
         return self.get("jobs", self.job, *path, **query)
 
     def change(self, **fields: Any) -> Any:
-        return _run(self.lighthouse.patch("jobs", self.job, **fields))
+        return run(self.lighthouse.patch("jobs", self.job, **fields))
 
     def order(self, replica: str, order: str, **body: Any) -> Any:
-        return _run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
-
-
-def _run(asking: Coroutine[Any, Any, T]) -> T:
-    import asyncio
-
-    return asyncio.run(asking)
+        return run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
 
 
 def _linked(function: Callable[..., None]) -> Callable[..., None]:
     """Gives ``function`` a Link for the options that all these commands have."""
 
-    @lighthouse_option
-    @job_option
-    @token_option
-    @tls_options
-    @json_option
+    @client_options
     @functools.wraps(function)
     def with_link(
         *,
@@ -74,15 +62,6 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
 
     return with_link
-
-
-class Named(click.ParamType[str]):
-    """A name, which is not empty."""
-
-    name = "name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) if value else self.fail("it is empty", param, ctx)
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
@@ -184,12 +163,12 @@ def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
         path = ("jobs", link.job, "events")
         async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
             if link.as_json:
-                print(json.dumps(event), flush=True)
+                print(json.dumps(event))
             else:
                 tables.show_event(event)
             sys.stdout.flush()
 
-    _run(print_all())
+    run(print_all())
 
 
 def _to_stderr(sentence: str) -> None:
@@ -254,8 +233,8 @@ def verify_replicas(link: Link, *, wait: float) -> None:
 
     Exits with 0 when they are equal, with 1 when they differ or were not compared in time.
     """
-    order = _run(link.lighthouse.post("jobs", link.job, "verify"))
-    event = _run(_comparison(link, order, wait))
+    order = run(link.lighthouse.post("jobs", link.job, "verify"))
+    event = run(_comparison(link, order, wait))
     if link.as_json:
         _show_json(event)
     else:

@@ -40,7 +40,7 @@ def _clock(unix: float) -> str:
 
 
 def _print(what: object) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
     console.print(what)
 
 
