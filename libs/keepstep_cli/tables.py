@@ -205,7 +205,7 @@ def show_comparison(comparison: dict[str, Any]) -> None:
     rows = [(one, root) for root, groups in roots.items() for one in groups]
     for replica_id, root in sorted([*rows, *((one, "-") for one in comparison["missing"])]):
         said = "differs" if replica_id in comparison.get("diverged", ()) else ""
-        table.add_row(escape(short(replica_id)), root[:ROOT_CHARACTERS], said)
+        table.add_row(escape(short(replica_id)), escape(root[:ROOT_CHARACTERS]), said)
     _print(table)
     at = f"step {comparison['step']}, {comparison['groups']} groups: "
     if len(roots) == 1:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, together
-from tests.services.manager.test_ranks import Flaky, place_to_meet
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 from keepstep import Manager
 
