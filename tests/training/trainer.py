@@ -112,10 +112,10 @@ def main() -> None:
                 )
             else:
                 say("discarded", step=manager.current_step())
-            if manager.current_step() == flip_at:
+            if 0 <= flip_at <= manager.current_step():
                 with torch.no_grad():
                     model[0].weight.view(torch.int32)[1, 2] ^= 1 << 20
-                say("flipped", step=flip_at)
+                say("flipped", step=manager.current_step())
                 flip_at = -1
             time.sleep(pace)  # a step takes as long as it is told to
             if manager.current_step() == pause_at:
