@@ -32,6 +32,8 @@ class HTTPTransport(CheckpointTransport[T]):
         token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
     """
 
+    via = "direct"
+
     def __init__(
         self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | ClientToken | None = None
     ) -> None:

@@ -16,6 +16,9 @@ Progress = Callable[[int, int], None]
 class CheckpointTransport(ABC, Generic[T]):
     """Rank i of the healthy group sends, rank i of the healing group receives."""
 
+    via = ""
+    """How states travel, for people: ``direct``, ``relay`` ... It may change, also in the middle of a receive."""
+
     @abstractmethod
     def metadata(self) -> str:
         """What another group passes to ``recv_checkpoint`` to fetch from this one."""
