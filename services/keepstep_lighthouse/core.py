@@ -347,8 +347,8 @@ class JobCore:
 
     def _end_heal(self, group: Group, error: str) -> None:
         """The group heals no longer, and may not have said so."""
-        if group.healing is not None and not group.healing.ended:
-            self._log_end_of_heal(group, group.healing, error)
+        if group.heal is not None:
+            self._log_end_of_heal(group, group.heal, error)
 
     def _log_end_of_heal(self, group: Group, told: Healing, error: str) -> None:
         facts: dict[str, Data] = {"step": told.step, "source": told.source, "via": told.via, "bytes": told.bytes_done}
@@ -683,8 +683,8 @@ class JobCore:
 
     def heals(self, now: float) -> tuple[HealView, ...]:
         """Those under way, sorted by replica_id."""
-        healing = ((group, group.healing) for _, group in sorted(self._groups.healing.items()))
-        return tuple(heal_view(group, told, now) for group, told in healing if told is not None and not told.ended)
+        healing = ((group, group.heal) for _, group in sorted(self._groups.healing.items()))
+        return tuple(heal_view(group, told, now) for group, told in healing if told is not None)
 
     # ---- invariants
 

@@ -61,7 +61,7 @@ class Group:
     step_seconds: float | None = None
     """From its last answer to its next request."""
     healing: Healing | None = None
-    """What it said last of its heal."""
+    """What it said last of its heal, until its next request."""
     heal_began: float = 0.0
     failed_heals: int = 0
     """Of its name, when this heal began."""
@@ -70,6 +70,11 @@ class Group:
     draining: str | None = None
     """The reason given with the drain."""
     kept_out: KeptOut | None = None
+
+    @property
+    def heal(self) -> Healing | None:
+        """The one that is under way."""
+        return None if self.healing is None or self.healing.ended else self.healing
 
 
 class Groups:

@@ -104,8 +104,8 @@ def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) ->
         address=group.info.address,
         heard_seconds_ago=max(0.0, now - group.heard_at),
         step_seconds=group.step_seconds,
-        healed_bytes=group.healing.bytes_done if group.healing else 0,
-        heal_bytes=group.healing.bytes_total if group.healing else 0,
+        healed_bytes=group.heal.bytes_done if group.heal else 0,
+        heal_bytes=group.heal.bytes_total if group.heal else 0,
         reason=reasons.of_group(group, groups, record),
     )
 
@@ -147,6 +147,6 @@ def _state(group: Group) -> ReplicaState:
         return ReplicaState.KEPT_OUT
     if group.request is not None:
         return ReplicaState.ASKING
-    if group.healing is not None and not group.healing.ended:
+    if group.heal is not None:
         return ReplicaState.HEALING
     return ReplicaState.TRAINING if group.member else ReplicaState.IDLE
