@@ -291,7 +291,8 @@ class Attempt:
             error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
-            telling.cancel()
+            if not telling.cancel():
+                context.log.error("the progress of a heal was not told", exc_info=telling.exception())
             last = meter.last_report(self._via, error, time.monotonic())
             context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
 

@@ -45,7 +45,7 @@ class HealMeter:
         return Healing(done, total, self._pace.rate(now), self._step, self._source, via, seconds)
 
     def last_report(self, via: str, error: str, now: float) -> Healing:
-        """``error``: why it failed, or ""."""
+        """With the rate of all of it. From any thread. ``error``: why it failed, or ""."""
         done, total = self._moved
         seconds = now - self._began
         rate = done / max(seconds, 1e-6)

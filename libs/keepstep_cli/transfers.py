@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
 
     A job that is not there yet is waited for.
     """
-    answered, waits = -PATIENCE_SECONDS, False
+    answered, waits = -math.inf, False
     with ExitStack() as stack:
         show = print_json if as_json else _shower(stack)
         while True:
@@ -95,11 +96,12 @@ def _shower(stack: ExitStack) -> Callable[[Found], None]:
     if sys.stdout.isatty():
         live = stack.enter_context(Live(auto_refresh=False, console=console()))
         return lambda found: live.update(_picture(found, bars=True), refresh=True)
-    last: list[Found] = []
+    last: Found = {}
 
     def show(found: Found) -> None:
-        if [found] != last:
-            last[:] = [found]
+        nonlocal last
+        if found != last:
+            last = found
             show_transfers(found)
             sys.stdout.flush()
 
