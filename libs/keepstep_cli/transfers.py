@@ -127,8 +127,9 @@ def _picture(found: Found, *, bars: bool) -> Group:
         parts += ["uploads", _table(names, rows, bars=bars)]
     if not parts:
         relays = ", ".join(one["name"] for one in found["relays"] if not one["trouble"])
-        where = f"no upload to {relays}" if relays else "no relay that could have uploads"
-        parts.append(escape(f"nothing moves: no heal in job {found['job']}, {where}"))
+        none = "no relay answers" if found["relays"] else "no relay is registered"
+        uploads = f"no upload to {relays}" if relays else none
+        parts.append(escape(f"nothing moves: no heal in job {found['job']}, {uploads}"))
     parts += [escape(f"relay {one['name']}: {one['trouble']}") for one in found["relays"] if one["trouble"]]
     return Group(*parts)
 

@@ -131,7 +131,7 @@ async def test_the_rate_of_an_upload_is_that_of_the_last_seconds() -> None:
 async def test_when_nothing_moves_it_is_said() -> None:
     async with groups() as (at, _):
         code, out, _ = await keepstep(*at)
-        assert (code, out) == (0, "nothing moves: no heal in job job, no relay that could have uploads\n")
+        assert (code, out) == (0, "nothing moves: no heal in job job, no relay is registered\n")
         async with registered(at, "east"):
             assert (await keepstep(*at))[1] == "nothing moves: no heal in job job, no upload to east\n"
 
