@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from click import ClickException
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -25,7 +25,9 @@ from keepstep_cli.tables import bytes_text, console, short, table_of
 LOOK_SECONDS = 1.0
 RELAY_SECONDS = 3.0
 """How long a relay has to answer: one that does not is named, and holds up no look for longer."""
-BAR_WIDTH = 24
+BAR_WIDTH = 16
+WIDE_ENOUGH = 108
+"""Columns of a terminal that has room for bars."""
 
 Found = dict[str, Any]
 
@@ -95,7 +97,7 @@ def _shower(stack: ExitStack) -> Callable[[Found], None]:
     """A table that stays in its place on a terminal; elsewhere one under the other, while they differ."""
     if sys.stdout.isatty():
         live = stack.enter_context(Live(auto_refresh=False, console=console()))
-        return lambda found: live.update(_picture(found, bars=True), refresh=True)
+        return lambda found: live.update(_picture(found, live.console), refresh=True)
     last: Found = {}
 
     def show(found: Found) -> None:
@@ -109,10 +111,12 @@ def _shower(stack: ExitStack) -> Callable[[Found], None]:
 
 
 def show_transfers(found: Found) -> None:
-    console().print(_picture(found, bars=sys.stdout.isatty()))
+    shown_on = console()
+    shown_on.print(_picture(found, shown_on))
 
 
-def _picture(found: Found, *, bars: bool) -> Group:
+def _picture(found: Found, shown_on: Console) -> Group:
+    bars = shown_on.is_terminal and shown_on.width >= WIDE_ENOUGH
     parts: list[RenderableType] = []
     if found["heals"]:
         names = ("replica", "step", "from", "via")

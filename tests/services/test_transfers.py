@@ -200,7 +200,7 @@ async def test_on_a_terminal_it_stays_in_its_place_with_a_bar() -> None:
     async with groups() as (at, (_, b)):
         await b.send(HALF)
         ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 100))
+        termios.tcsetwinsize(theirs, (24, 120))
         following = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "keepstep_cli", "transfers", "--job", "job", *at, "--follow"),
             stdout=theirs,
