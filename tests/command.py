@@ -1,4 +1,4 @@
-"""A `keepstep` command as a process of its own, for tests. It has no KEEPSTEP variables but those that are given."""
+"""Processes of tests, above all `keepstep` commands. They have no KEEPSTEP variables but those that are given."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -19,20 +20,23 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Killed at the end if it still runs."""
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "keepstep_cli", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment(**variables),
-    )
+async def killed_at_the_end(*command: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process, if it still runs then. ``how``: as ``create_subprocess_exec`` has it, its output is piped."""
+    started = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, **how)
     try:
         yield started
     finally:
         if started.returncode is None:
             started.kill()
         await started.communicate()
+
+
+@asynccontextmanager
+async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A `keepstep` command; killed at the end if it still runs."""
+    command = (sys.executable, "-m", "keepstep_cli", *arguments)
+    async with killed_at_the_end(*command, stderr=subprocess.PIPE, env=environment(**variables)) as started:
+        yield started
 
 
 class Command:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -41,6 +43,26 @@ async def relay_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.P
         yield started, line.split()[1]
 
 
+@asynccontextmanager
+async def raw(address: str, request: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that has sent these bytes, and takes hardly anything until it is read."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    try:
+        writer.write(request)
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def get(path: str) -> bytes:
+    """For ``raw``."""
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
 @dataclass(frozen=True)
 class State:
     """Bytes of one rank, and the manifest that says so."""
@@ -67,6 +89,13 @@ def state(seed: int, size: int = 2 * CHUNK_BYTES + 1000, origin: Origin | None =
     content = msgpack.packb([["tensor", 0], [["uint8", [size], None, 0, 0, None]], [size]])
     digests = b"".join(chunk_digest(pack[at : at + CHUNK_BYTES]) for at in range(0, size, CHUNK_BYTES))
     return State(pack, pack_envelope(origin or Origin("c1", JOB, 1, 1, f"r{seed}"), content, digests))
+
+
+def flip(file: Path) -> None:
+    """Damages a byte in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 class Client:

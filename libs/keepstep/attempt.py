@@ -151,7 +151,8 @@ class Attempt:
             context = self._context
             if self._ready is None:
                 raise RuntimeError("this step's quorum was never asked for")
-            limit = self.timeout * (1 + context.settings.quorum_retries) + context.timeout.total_seconds() + SLACK
+            asking = 2 * self.timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
+            limit = asking + context.timeout.total_seconds() + SLACK
             try:
                 self.plan = self._ready.result(limit)
             except Leaving as error:
@@ -391,11 +392,14 @@ class Attempt:
         # others may wait for a collective and a heal (its address, its bytes) first; a death is noticed at once
         seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
         try:
-            return context.mesh.call(context.link.vote(vote, seconds), seconds + SLACK)
+            committed = context.mesh.call(context.link.vote(vote, seconds), seconds + SLACK)
         except (TimeoutError, KeepstepError, OSError) as error:
             reason = f"the commit decision of step {plan.max_step} cannot be known: {type(error).__name__}: {error}"
             context.fail_group(reason)
             raise GroupFailedExit(reason) from error
+        if ok and not committed:
+            self.error = KeepstepError("another rank of this group voted no")
+        return committed
 
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """What became of the step is what the group stands at."""

@@ -22,7 +22,7 @@ from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
-from keepstep_mesh.addresses import address_towards
+from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
@@ -30,7 +30,7 @@ from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
 from keepstep_mesh.session import LighthouseSession
 from keepstep_mesh.session_settings import SessionSettings
-from keepstep_mesh.settings import Settings, split_addresses
+from keepstep_mesh.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.tls import tls_of_service
 
 if TYPE_CHECKING:
@@ -284,13 +284,11 @@ class ManagerServer:
         quorum_retries: int,
     ) -> None:
         addresses = split_addresses(lighthouse_addr)
-        port = bind.rpartition(":")[2]
-        self._mesh = MeshThread("keepstep-manager-server")
         self._server = GroupServer(
             GroupSettings(
                 world_size=world_size,
-                host=hostname or address_towards(addresses[0]),
-                port=int(port) if port.isdigit() else 0,
+                host=hostname or address_towards_any(addresses),
+                port=bind_address(bind)[1],
                 restart=restart_count(),
                 store_address=store_addr,
                 quorum_retries=quorum_retries,
@@ -305,6 +303,7 @@ class ManagerServer:
             lambda _: None,  # the ranks are told, and the server says so in its log
             lambda _: None,
         )
+        self._mesh = MeshThread("keepstep-manager-server")
         try:
             self._mesh.call(self._server.start(), connect_timeout.total_seconds() + SLACK)
         except BaseException:

@@ -175,6 +175,7 @@ class PureDistributedDataParallel(nn.Module):
         manager.add_layout(_layout(module, None))
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        self._averaging = False  # a backward pass that raised has no end
         return self.module(*args, **kwargs)
 
     def _at_the_end(self, _parameter: torch.Tensor) -> None:

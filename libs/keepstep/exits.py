@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -15,6 +17,8 @@ EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
 """An operator evicted the group, or it is banned (EX_NOPERM); start it again when the ban is over."""
+LAST_WORDS_SECONDS = 0.5
+"""What a process that ends gives its standard output and error."""
 
 
 class EvictedExit(ExitWithReason):
@@ -25,11 +29,8 @@ class EvictedExit(ExitWithReason):
     def __init__(self, reason: str) -> None:
         """Says so on standard error: a ``SystemExit`` ends its process without a word."""
         super().__init__(reason)
-        print(  # noqa: T201
-            f"keepstep: this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            _say(f"this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})")
 
 
 class GroupFailedExit(ExitWithReason):
@@ -38,11 +39,28 @@ class GroupFailedExit(ExitWithReason):
     exit_code = EXIT_GROUP_FAILED
 
 
-def end_process(reason: str, code: int = EXIT_GROUP_FAILED) -> None:
-    """Ends this process now, from any thread: its training thread may be stuck in a collective or in C++."""
-    print(f"keepstep: {reason}; ending this rank (exit {code})", file=sys.stderr, flush=True)  # noqa: T201
-    sys.stdout.flush()
-    os._exit(code)
+def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = False) -> None:
+    """Ends this process now, from any thread: its training thread may be stuck in a collective or in C++.
+
+    Who should read its last words may be dead, or not read. ``stacks``: those of all threads are among them.
+    """
+
+    def say_last_words() -> None:
+        _say(f"{reason}; ending this rank (exit {code})")
+        if stacks:
+            faulthandler.dump_traceback(all_threads=True)
+        sys.stdout.flush()
+
+    try:
+        words = threading.Thread(target=say_last_words, name="keepstep-last-words", daemon=True)
+        words.start()
+        words.join(LAST_WORDS_SECONDS)
+    finally:
+        os._exit(code)
+
+
+def _say(what: str) -> None:
+    print(f"keepstep: {what}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class TerminationFlag:

@@ -8,11 +8,8 @@ keep its deadlines would hang its whole job.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import heapq
 import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -23,6 +20,7 @@ import torch
 from torch.futures import Future
 
 from keepstep import environment
+from keepstep.exits import end_process
 from keepstep_mesh.logging import get_logger
 
 T = TypeVar("T")
@@ -100,14 +98,7 @@ def _watchdog() -> Generator[None, None, None]:
 
     def watch() -> None:
         if not done.wait(timeout):
-            print(  # noqa: T201  the process ends here, whatever becomes of logging
-                f"keepstep: a deadline's callback has been stuck for {timeout:g} s; ending the process (exit "
-                f"{EXIT_WATCHDOG}) so that its launcher restarts it",
-                file=sys.stderr,
-                flush=True,
-            )
-            faulthandler.dump_traceback(all_threads=True)
-            os._exit(EXIT_WATCHDOG)
+            end_process(f"a deadline's callback has been stuck for {timeout:g} s", EXIT_WATCHDOG, stacks=True)
 
     guard = threading.Thread(target=watch, name="keepstep-watchdog", daemon=True)
     guard.start()

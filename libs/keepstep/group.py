@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +18,15 @@ CLOSE_SECONDS = 1.0
 """How long a connection that is closed waits for the other side to say so too."""
 RANK_SILENCE = 5.0
 """Seconds of silence after which a rank counts as dead."""
+
+
+async def rank_beats() -> AsyncIterator[bool]:
+    """One each ``RANK_BEAT``: whether this process slept meanwhile, and heard nobody for a reason of its own."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + RANK_BEAT
+        await asyncio.sleep(RANK_BEAT)
+        yield loop.time() - due > RANK_SILENCE / 4
 
 
 class RankLink(Protocol):

@@ -21,7 +21,7 @@ from keepstep.group import GroupSettings, RankLink
 from keepstep.group_server import GroupServer
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.rank_client import RankClient
-from keepstep_mesh.addresses import address_towards
+from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
@@ -82,9 +82,13 @@ class LinkSettings:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be in [0, world_size={world_size})")
+        port = port or environment.integer("MANAGER_PORT", 0)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT): there are 1 to 65535")
         lighthouses = split_addresses(addresses)
-        store_port = store_port or int(os.environ.get("MASTER_PORT") or 0) or None
-        store_addr = store_addr or os.environ.get("MASTER_ADDR") or None
+        if world_size > 1:
+            store_port = environment.from_launcher("MASTER_PORT", store_port, 0)
+            store_addr = store_addr or os.environ.get("MASTER_ADDR")
         if world_size > 1 and not (store_addr and store_port):
             raise ValueError(
                 f"a group of {world_size} ranks needs a place where they find each other: set MASTER_ADDR and "
@@ -97,8 +101,8 @@ class LinkSettings:
             name=replica_id or _name_of_group(),
             rank=rank,
             world_size=world_size,
-            host=hostname or address_towards(lighthouses[0]),
-            port=port or environment.integer("MANAGER_PORT", 0),
+            host=hostname or address_towards_any(lighthouses),
+            port=port,
             store_addr=store_addr,
             store_port=store_port,
             restart=environment.restart_count(),

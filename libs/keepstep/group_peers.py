@@ -26,6 +26,8 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
     """What the transport of ``group_rank`` of the group served at ``address`` gave for its peers."""
     try:
         return str((await _get_json(f"{address}/v1/ranks/{group_rank}/checkpoint", token, timeout))["metadata"])
+    except TimeoutError:
+        raise TimeoutError(f"the group server at {address} gave no answer within {timeout:g} s") from None
     except aiohttp.ClientError as error:
         raise KeepstepError(f"the group server at {address} cannot be asked for its checkpoint: {error}") from error
 

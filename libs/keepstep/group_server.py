@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import WSMsgType, web
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, GroupSettings, Leaving, denial, denied
+from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, Leaving, denial, denied, rank_beats
 from keepstep.group_core import CommitBarrier, merge_asks, merge_healing
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
@@ -24,6 +24,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.http import Problem
 from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -181,8 +182,12 @@ class GroupServer:
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         future = self._vote(0, vote)
-        async with asyncio.timeout(timeout):
-            return await future
+        try:
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            missing = self._barrier.waiting_for()
+            raise TimeoutError(f"waited {timeout:g} s for ranks {missing} of this group to vote") from None
 
     def finished_step(self) -> None:
         self._session.finished_step()
@@ -237,6 +242,8 @@ class GroupServer:
         if self._gone:
             raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
+        if rank in self._asks:  # it gave up on that one
+            self._asks[rank][1].cancel()
         self._asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
             asks, self._asks = self._asks, {}
@@ -346,7 +353,8 @@ class GroupServer:
                 hello = codec.decode(await socket.receive_bytes())
             self._check_hello(hello)
         except (ProtocolError, TimeoutError, TypeError) as error:
-            await socket.send_bytes(codec.encode(Refused("bad_message", str(error) or "no hello in time")))
+            with contextlib.suppress(ConnectionError):  # it hung up without a word
+                await socket.send_bytes(codec.encode(Refused("bad_message", str(error) or "no hello in time")))
             await socket.close()
             return socket
         assert isinstance(hello, RankHello)
@@ -424,9 +432,10 @@ class GroupServer:
 
     async def _watch_ranks(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(RANK_BEAT)
+        async for slept in rank_beats():
             for peer in tuple(self._ranks.values()):
+                if slept:
+                    peer.heard = loop.time()
                 silent = loop.time() - peer.heard
                 if silent > RANK_SILENCE:
                     await self.fail(f"rank {peer.rank} was silent for {silent:.1f} s")
@@ -448,10 +457,7 @@ class GroupServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.path != "/healthz" and not self._token.accepts_peer(request.headers.get("Authorization", "")):
-            raise web.HTTPUnauthorized(
-                text=json.dumps({"title": "wrong or missing token", "status": 401}),
-                content_type="application/problem+json",
-            )
+            return Problem(HTTPStatus.UNAUTHORIZED, "wrong or missing token").response()
         return await handler(request)
 
     async def _healthz(self, _request: web.Request) -> web.Response:
@@ -461,7 +467,8 @@ class GroupServer:
         try:
             metadata = self._checkpoints[int(request.match_info["rank"])]
         except (KeyError, ValueError):
-            raise web.HTTPNotFound(text=f"no rank {request.match_info['rank']} has asked for a quorum here") from None
+            rank = request.match_info["rank"]
+            return Problem(HTTPStatus.NOT_FOUND, f"no rank {rank} has asked for a quorum here").response()
         return web.json_response({"metadata": metadata})
 
     async def _serve_layout(self, _request: web.Request) -> web.Response:

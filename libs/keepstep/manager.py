@@ -136,8 +136,8 @@ class Manager:
         settings = LinkSettings.from_arguments(
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
-            rank=environment.rank_or_size("RANK", rank, 0),
-            world_size=environment.rank_or_size("WORLD_SIZE", world_size, 1),
+            rank=environment.from_launcher("RANK", rank, 0),
+            world_size=environment.from_launcher("WORLD_SIZE", world_size, 1),
             store_addr=store_addr,
             store_port=store_port,
             port=port,
@@ -338,7 +338,8 @@ class Manager:
 
         Raises:
             Drained: the group was asked to leave, and has.
-            TimeoutError, KeepstepError: with a synchronous quorum, what went wrong; the next call asks again.
+            TimeoutError, KeepstepError: where it waits (a synchronous quorum, the first step), what went wrong; the
+                next call asks again.
         """
         self._context.raise_fatal()
         if self._attempt is not None and not self._attempt.done:
@@ -423,8 +424,7 @@ class Manager:
         failures = self._context.standing.commit_failures
         if not committed and self._max_retries is not None and failures > self._max_retries:
             raise RuntimeError(
-                f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: "
-                f"{attempt.error or 'another rank of this group voted no'}"
+                f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: {attempt.error}"
             )
         return committed
 

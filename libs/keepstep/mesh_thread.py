@@ -59,8 +59,9 @@ class MeshThread:
         future = self.spawn(coroutine)
         try:
             return future.result(timeout)
-        except BaseException:
-            future.cancel()
+        except BaseException as error:
+            if future.cancel() and isinstance(error, TimeoutError):
+                raise TimeoutError(f"keepstep's mesh thread was not done within {timeout:g} s") from None
             raise
 
     def stop(self, timeout: float = 5.0) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
-from keepstep.group import CLOSE_SECONDS, RANK_BEAT, RANK_SILENCE, denial
+from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
@@ -180,8 +180,9 @@ class RankClient:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(RANK_BEAT)
+        async for slept in rank_beats():
+            if slept:
+                self._heard = loop.time()
             if loop.time() - self._heard > RANK_SILENCE:
                 log.error("group server silent", address=self.address, seconds=RANK_SILENCE)
                 await self._socket.close()
@@ -199,8 +200,7 @@ class RankClient:
         self._asks[ask.request] = future
         await self._send(ask)
         try:
-            async with asyncio.timeout(2 * ask.timeout_ms / 1000 * self._tries + 10.0):
-                return await future
+            return await self._answer(future, 2 * ask.timeout_ms / 1000 * self._tries + 10.0)
         finally:
             self._asks.pop(ask.request, None)
 
@@ -210,10 +210,18 @@ class RankClient:
         self._votes[key] = future
         await self._send(vote)
         try:
-            async with asyncio.timeout(timeout):
-                return await future
+            return await self._answer(future, timeout)
         finally:
             self._votes.pop(key, None)
+
+    async def _answer(self, future: asyncio.Future[T], timeout: float) -> T:
+        try:
+            async with asyncio.timeout(timeout):
+                return await future
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise  # rank 0 said that it was too late
+            raise TimeoutError(f"rank 0 at {self.address} gave no answer within {timeout:g} s") from None
 
     def finished_step(self) -> None:
         """Rank 0 tells the lighthouse."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import http.client
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgpack
@@ -24,6 +24,7 @@ from aiohttp import web
 
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError
+from keepstep_mesh.http import Problem
 
 PATH = "/v1/rendezvous"
 MAX_VALUE_BYTES = 1024 * 1024
@@ -194,13 +195,13 @@ class KeyValueServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         if not self._token.accepts_peer(request.headers.get("Authorization", "")):
-            return _problem(401, "a bearer token of this job is needed")
+            return Problem(HTTPStatus.UNAUTHORIZED, "a bearer token of this job is needed").response()
         try:
             result = await self._execute(*_unpack(await _body(request)))
         except ProtocolError as error:
-            return _problem(400, str(error))
+            return Problem(HTTPStatus.BAD_REQUEST, str(error)).response()
         except RendezvousError as error:
-            return _problem(410, str(error))
+            return Problem(HTTPStatus.GONE, str(error)).response()
         return web.Response(body=cast("bytes", msgpack.packb(result)), content_type="application/msgpack")
 
     async def _execute(self, table: Table, operation: str, arguments: list[Any]) -> object:
@@ -244,11 +245,6 @@ def _fail(dropped: list[_Contents], reason: str) -> None:
         for _, arrival in itertools.chain.from_iterable(contents.waiting.values()):
             if arrival.set_running_or_notify_cancel():
                 arrival.set_exception(RendezvousError(reason))
-
-
-def _problem(status: int, detail: str) -> web.Response:
-    body = {"type": "about:blank", "title": http.client.responses[status], "status": status, "detail": detail}
-    return web.json_response(body, status=status, content_type="application/problem+json")
 
 
 async def _body(request: web.Request) -> bytes:

@@ -20,7 +20,6 @@ import json
 import os
 import threading
 import time
-from pathlib import Path
 
 from keepstep.quorum_plan import QuorumPlan
 from keepstep_mesh.logging import get_logger
@@ -31,7 +30,7 @@ STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
 
 class StepLog:
-    """Appends one line an event; several processes may share a file."""
+    """Appends one line an event; several processes may share a file. ValueError for a file that cannot be written."""
 
     def __init__(self, job: str, replica_id: str, group_rank: int) -> None:
         path = os.environ.get(STEP_LOG_ENV)
@@ -44,7 +43,10 @@ class StepLog:
         """What is in the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
         """The quorum that was written last."""
-        self._file = os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
+        except OSError as error:
+            raise ValueError(f"{STEP_LOG_ENV}={path} cannot be written: {error.strerror}") from error
 
     def write(self, event: str, step: int, quorum_id: int, **detail: object) -> None:
         if self._file < 0:

@@ -6,22 +6,20 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from keepstep_cli.completion import job_names, refused_names, replica_names
-from keepstep_cli.options import Seconds, job_option, json_option, lighthouse_option, tls_options, token_option
-from keepstep_cli.rest import Lighthouse, read_token
+from keepstep_cli.options import Named, Seconds, client_options
+from keepstep_cli.rest import Lighthouse, read_token, run
 
 if TYPE_CHECKING:
     from keepstep_mesh.tls import TlsFiles
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +31,22 @@ class Link:
     as_json: bool
 
     def get(self, *path: str, **query: int) -> Any:
-        return _run(self.lighthouse.get(*path, **query))
+        return run(self.lighthouse.get(*path, **query))
 
     def of_job(self, *path: str, **query: int) -> Any:
         return self.get("jobs", self.job, *path, **query)
 
     def change(self, **fields: Any) -> Any:
-        return _run(self.lighthouse.patch("jobs", self.job, **fields))
+        return run(self.lighthouse.patch("jobs", self.job, **fields))
 
     def order(self, replica: str, order: str, **body: Any) -> Any:
-        return _run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
-
-
-def _run(asking: Coroutine[Any, Any, T]) -> T:
-    import asyncio
-
-    return asyncio.run(asking)
+        return run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
 
 
 def _linked(function: Callable[..., None]) -> Callable[..., None]:
     """Gives ``function`` a Link for the options that all these commands have."""
 
-    @lighthouse_option
-    @job_option
-    @token_option
-    @tls_options
-    @json_option
+    @client_options
     @functools.wraps(function)
     def with_link(
         *,
@@ -72,15 +60,6 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
 
     return with_link
-
-
-class Named(click.ParamType[str]):
-    """A name, which is not empty."""
-
-    name = "name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) if value else self.fail("it is empty", param, ctx)
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
@@ -182,12 +161,12 @@ def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
         path = ("jobs", link.job, "events")
         async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
             if link.as_json:
-                print(json.dumps(event), flush=True)
+                print(json.dumps(event))
             else:
                 tables.show_event(event)
             sys.stdout.flush()
 
-    _run(print_all())
+    run(print_all())
 
 
 def _to_stderr(sentence: str) -> None:
@@ -206,9 +185,9 @@ def transfers(link: Link, *, follow: bool) -> None:
 
     if follow:
         with contextlib.suppress(KeyboardInterrupt):
-            _run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
+            run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
         return
-    found = _run(look(link.lighthouse, link.job))
+    found = run(look(link.lighthouse, link.job))
     if link.as_json:
         _show_json(found)
     else:

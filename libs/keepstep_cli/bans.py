@@ -6,7 +6,9 @@ import time
 from http import HTTPStatus
 from pathlib import Path
 
-from keepstep_cli.errors import Refused, Unreachable
+from click import ClickException
+
+from keepstep_cli.errors import Refused
 from keepstep_cli.rest import Lighthouse
 from keepstep_cli.supervisor import BanLearned
 
@@ -17,7 +19,7 @@ LEAST_SECONDS = 0.5
 async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> BanLearned:
     """For how long ``group`` is banned, under the name that it left in the folder ``names``, else its own."""
     file = names / group
-    name = (file.read_text() if file.exists() else "") or group
+    name = (file.read_text(errors="replace") if file.exists() else "") or group
     return BanLearned(group, await _ban_left(lighthouse, job, name), name)
 
 
@@ -25,9 +27,7 @@ async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None
     """Seconds for which ``name`` is banned from ``job``; 0: it is not. None: no lighthouse says."""
     try:
         bans = (await lighthouse.get("jobs", job))["bans"]
-    except Unreachable:
-        return None
-    except Refused as error:
-        return 0.0 if error.status == HTTPStatus.NOT_FOUND else None
+    except ClickException as error:
+        return 0.0 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND else None
     left = [max(LEAST_SECONDS, ban["until"] - time.time()) for ban in bans if ban["target"] == name]
     return max(left, default=0.0)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from keepstep_cli.errors import Refused, Unreachable
-from keepstep_cli.options import job_option, json_option, lighthouse_option, tls_options, token_option
-from keepstep_cli.rest import Lighthouse, Relay, read_token
+from keepstep_cli.options import client_options
+from keepstep_cli.rest import Lighthouse, Relay, read_token, run
 
 if TYPE_CHECKING:
     from keepstep_mesh.tls import TlsFiles
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,6 @@ class Link:
         return ("jobs", self.job, "checkpoints", *path)
 
 
-def _run(asking: Coroutine[Any, Any, T]) -> T:
-    import asyncio
-
-    return asyncio.run(asking)
-
-
 def _linked(function: Callable[..., None]) -> Callable[..., None]:
     """Gives ``function`` a Link for the options that all these commands have."""
 
@@ -49,11 +41,7 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         metavar="URL[,URL]",
         help="The relay.  [env: KEEPSTEP_RELAY; default: the first that the lighthouse knows]",
     )
-    @lighthouse_option
-    @job_option
-    @token_option
-    @tls_options
-    @json_option
+    @client_options
     @functools.wraps(function)
     def with_link(
         *,
@@ -67,7 +55,7 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         token = read_token(token_file)
         if relays is None:
-            services = _run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
+            services = run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
             relays = ",".join(one["address"] for one in services if one["kind"] == "relay")
             if not relays:
                 advice = f"Start one with {Relay.starts}, or say where it is with {Relay.flags}."
@@ -86,7 +74,7 @@ def checkpoint() -> None:
 @_linked
 def list_all(link: Link) -> None:
     """Show the checkpoints of a job."""
-    answer = _run(link.relay.get(*link.path()))
+    answer = run(link.relay.get(*link.path()))
     if link.as_json:
         print(json.dumps(answer, indent=2))
         return
@@ -100,7 +88,7 @@ def list_all(link: Link) -> None:
 @click.argument("checkpoint")
 def show(link: Link, checkpoint: str) -> None:
     """Show all about one checkpoint."""
-    answer = _run(link.relay.get(*link.path(checkpoint)))
+    answer = run(link.relay.get(*link.path(checkpoint)))
     if link.as_json:
         print(json.dumps(answer, indent=2))
         return
@@ -115,7 +103,7 @@ def show(link: Link, checkpoint: str) -> None:
 @click.argument("checkpoint")
 def verify(link: Link, checkpoint: str) -> None:
     """Fetch every chunk of a checkpoint and compare it with its digest. Exit code 1: not all of it is good."""
-    found = _run(_verify(link, checkpoint))
+    found = run(_verify(link, checkpoint))
     if link.as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -162,7 +150,7 @@ async def _verify(link: Link, checkpoint: str) -> dict[str, Any]:
 @click.argument("checkpoint")
 def rm(link: Link, checkpoint: str) -> None:
     """Delete a checkpoint from every tier of the relay. Needs the admin token."""
-    _run(link.relay.delete(*link.path(checkpoint)))
+    run(link.relay.delete(*link.path(checkpoint)))
     print(
         json.dumps({"job": link.job, "id": checkpoint, "removed": True}) if link.as_json else f"{checkpoint}: removed"
     )

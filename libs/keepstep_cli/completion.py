@@ -55,17 +55,15 @@ def refused_names(context: click.Context, _parameter: click.Parameter, incomplet
 
 
 def _names(context: click.Context, incomplete: str, names: Callable[[Any], Iterable[str]], *path: str) -> list[str]:
-    import asyncio
-
     from keepstep_cli.options import TLS_FILES
-    from keepstep_cli.rest import Lighthouse, read_token
+    from keepstep_cli.rest import Lighthouse, read_token, run
     from keepstep_mesh.tls import tls_of_client
 
     try:
         token = read_token(context.params.get("token_file"))
         tls = tls_of_client({name: context.params.get(name) for name in TLS_FILES})
         lighthouse = Lighthouse(context.params.get("addresses"), token, tls, timeout=ASK_SECONDS)
-        answer = asyncio.run(lighthouse.get(*path))
+        answer = run(lighthouse.get(*path))
     except click.ClickException:
         return []
     return sorted({name for name in names(answer) if name.startswith(incomplete)})

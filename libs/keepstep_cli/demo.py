@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from keepstep_cli.errors import Missing
+from keepstep_cli.options import Seconds
 
 NEEDED = ("torch", "numpy", "xxhash", "sklearn")
 SHORT_GROUPS, SHORT_KILLS = 2, 2
@@ -17,7 +18,7 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 @click.command(short_help="Watch a training job survive kill -9, again and again.")
 @click.option("--replicas", type=click.IntRange(2), default=3, show_default=True, help="Replica groups.")
 @click.option("--kills", type=click.IntRange(0), help="How many kills.  [default: each group and the lighthouse once]")
-@click.option("--seconds", type=click.FloatRange(1), default=180.0, show_default=True, help="Give up after this long.")
+@click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this long.")
 @click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
 @click.option(
     "--summary",
@@ -40,6 +41,8 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summa
             f"the demo trains a network and needs {', '.join(missing)}: "
             "pip install -e '.[train]' scikit-learn in keepstep's folder"
         )
+    if not summary.absolute().parent.is_dir():
+        raise click.UsageError(f"--summary {summary}: there is no folder {summary.parent}")
     from keepstep_cli.demo_run import run_demo
 
     if short:

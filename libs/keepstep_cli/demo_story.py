@@ -59,7 +59,7 @@ class Story:
     def __init__(self, groups: Sequence[str], victims: Sequence[str], settle: float) -> None:
         self.groups = {name: GroupFacts() for name in groups}
         self.kills: list[Kill] = []
-        self.happenings: deque[str] = deque(maxlen=500)
+        self.happenings: list[str] = []
         self.bytes_healed = 0
         self.retried = 0
         self.participants = 0

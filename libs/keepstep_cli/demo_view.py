@@ -54,10 +54,9 @@ class PlainView:
         self._next = time.monotonic() + PLAIN_INTERVAL_SECONDS
 
     def show(self, story: Story) -> None:
-        happenings = list(story.happenings)
-        for line in happenings[self._told :]:
+        for line in story.happenings[self._told :]:
             print(line)
-        self._told = len(happenings)
+        self._told = len(story.happenings)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PLAIN_INTERVAL_SECONDS
             losses = [one.loss for one in story.groups.values() if one.loss is not None]
@@ -88,7 +87,7 @@ def _picture(story: Story) -> Group:
             "" if one.loss is None else f"{one.loss:.4f}",
             str(one.restarts),
         )
-    return Group(table, *(Text(line) for line in list(story.happenings)[-12:]))
+    return Group(table, *(Text(line) for line in story.happenings[-12:]))
 
 
 def final_table(summary: dict[str, Any]) -> Table:

@@ -70,7 +70,7 @@ def parse(line: bytes) -> Record:
     """Raises ValueError that says what is wrong when this is a line of neither log."""
     try:
         plain = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(plain, dict) or not ({"id", "kind"} <= plain.keys() or {"n", "event"} <= plain.keys()):
         raise ValueError("it is JSON, but of no event log and no step log")

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from keepstep_cli import ranks
@@ -51,7 +50,6 @@ class Program:
     command: tuple[str, ...]
     environments: Callable[[int], list[dict[str, str]]]
     """One environment for each rank, given how often the group was restarted."""
-    folder: Path | None = None
 
 
 class Audience(Protocol):
@@ -143,7 +141,7 @@ class Launcher:
         name = program.spec.name
         for rank, environment in enumerate(program.environments(restart)):
             try:
-                process = ranks.RankProcess(program.command, environment, program.folder)
+                process = ranks.RankProcess(program.command, environment)
             except OSError as error:
                 self._note(name, f"rank {rank} cannot be started: {error}")
                 self._events.put_nowait(RankExited(name, rank, CANNOT_START, hopeless=error.errno in HOPELESS))
@@ -162,8 +160,11 @@ class Launcher:
         _, late = await asyncio.wait(readers, timeout=OUTPUT_GRACE_SECONDS)
         for reader in late:
             reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.wait(readers)
         process.close()
+        for reader in readers:
+            if not reader.cancelled():
+                reader.result()
         del self._processes[name][rank]
         self._events.put_nowait(RankExited(name, rank, code))
 
@@ -214,7 +215,7 @@ def stop_on_signals(launcher: Launcher) -> Iterator[None]:
             loop.remove_signal_handler(signum)
 
 
-def replica_programs(job: ranks.JobSpec, base: Mapping[str, str], folder: Path | None = None) -> list[Program]:
+def replica_programs(job: ranks.JobSpec, base: Mapping[str, str]) -> list[Program]:
     """The replica groups of ``job``: ``r0``, ``r1`` ..."""
 
     def program(group: int) -> Program:
@@ -226,6 +227,6 @@ def replica_programs(job: ranks.JobSpec, base: Mapping[str, str], folder: Path |
             ]
 
         name = ranks.group_name(job, group)
-        return Program(GroupSpec(name, job.nproc_per_replica), job.command, environments, folder)
+        return Program(GroupSpec(name, job.nproc_per_replica), job.command, environments)
 
     return [program(group) for group in range(job.replicas)]

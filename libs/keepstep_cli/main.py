@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import click
 
 from keepstep_cli import admin
@@ -18,6 +21,8 @@ from keepstep_cli.serve import lighthouse, up
 @click.version_option(package_name="keepstep", prog_name="keepstep")
 def main() -> None:
     """Keeps PyTorch training in step while its machines fail."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have what a terminal or a locale has not
 
 
 for command in (up, lighthouse, relay, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):

@@ -17,6 +17,24 @@ DEFAULT_LIGHTHOUSE = f"http://127.0.0.1:{DEFAULT_PORT}"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+class Named(click.ParamType[str]):
+    """A name, which is not empty."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if value else self.fail("it is empty", param, ctx)
+
+
 def lighthouse_option(command: Command) -> Command:
     return click.option(
         "--lighthouse",
@@ -31,6 +49,7 @@ def job_option(command: Command) -> Command:
     return click.option(
         "--job",
         envvar=["KEEPSTEP_JOB", "TORCHFT_JOB"],
+        type=Named(),
         default="default",
         show_default=True,
         shell_complete=job_names,
@@ -74,6 +93,10 @@ def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")(command)
+
+
+client_options = all_of(lighthouse_option, job_option, token_option, tls_options, json_option)
+"""Of every command that asks a lighthouse or relay."""
 
 
 def make_folder(folder: Path) -> Path:

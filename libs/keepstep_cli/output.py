@@ -44,9 +44,9 @@ async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> Non
 class PrefixedOutput:
     """Writes lines of many ranks to one stream as ``[r0/1] line``; coloured by group if it is a terminal."""
 
-    def __init__(self, stream: TextIO, *, colour: bool | None = None) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._colour = stream.isatty() if colour is None else colour
+        self._colour = stream.isatty()
 
     def write(self, group: str, rank: int | None, line: str) -> None:
         """``rank`` None: about the group as a whole. Raises BrokenPipeError when nobody reads any more."""

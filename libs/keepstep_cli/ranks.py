@@ -131,7 +131,7 @@ def rank_environment(
 class RankProcess:
     """A child in a session of its own (a terminal's Ctrl-C reaches only us) that the kernel kills when we die."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """OSError when it cannot be started. Main thread only: the kernel watches the thread that forked."""
         parent = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +144,6 @@ class RankProcess:
         self._popen = subprocess.Popen(  # noqa: S603 - running the user's command is what we are for
             list(command),
             env=dict(environment),
-            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

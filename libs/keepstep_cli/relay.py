@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import Seconds, Size
+from keepstep_cli.options import Seconds, Size, all_of
 from keepstep_cli.serve import configure_logs
-from keepstep_cli.service_options import all_of, service_options
+from keepstep_cli.service_options import service_options
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint
+    from keepstep_relay.settings import RelaySettings
 
 DEFAULT_PORT = 29520
 
@@ -56,17 +57,35 @@ def relay(**flags: Any) -> None:
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """
     try:
-        from keepstep_relay.__main__ import run_relay
-        from keepstep_relay.settings import read_settings
+        from keepstep_mesh.service import run_several
+        from keepstep_relay.__main__ import hosted_relay
     except ImportError as error:
         raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
+    settings = checked_settings(flags, "--bind")
     try:
-        run_relay(read_settings(flags), announce)
+        run_several([hosted_relay(settings, announce)])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def checked_settings(flags: dict[str, Any], bind_flag: str) -> RelaySettings:
+    """Raises ``click.UsageError`` for what makes no sense."""
+    from keepstep_mesh.errors import KeepstepError
+    from keepstep_mesh.settings import bind_address
+    from keepstep_relay.settings import read_settings
+
+    try:
+        settings = read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        bind_address(settings.bind)
+    except ValueError as error:
+        raise click.UsageError(f"{bind_flag} {settings.bind!r}: {error}") from error
+    return settings
 
 
 def announce(endpoint: Endpoint) -> None:

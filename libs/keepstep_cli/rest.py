@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import click
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from keepstep_mesh.errors import AuthError
     from keepstep_mesh.tls import TlsFiles
 
+Answer = TypeVar("Answer")
+
 TIMEOUT_SECONDS = 10.0
 SILENCE_SECONDS = 45.0
 """Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
@@ -34,6 +37,12 @@ NO_LIGHTHOUSE = (
     "what answers there is no keepstep lighthouse (torchft's speaks another language: trainers of keepstep need "
     "`keepstep up` or `keepstep lighthouse` in its place)"
 )
+
+
+def run(asking: Coroutine[Any, Any, Answer]) -> Answer:
+    import asyncio
+
+    return asyncio.run(asking)
 
 
 def read_token(token_file: Path | None) -> ClientToken:
@@ -49,6 +58,11 @@ def read_token(token_file: Path | None) -> ClientToken:
         if token_file is not None:
             told = told.replace("KEEPSTEP_TOKEN_FILE=", "--token-file ")
         raise click.UsageError(told) from error
+
+
+def _escaped(name: str) -> str:
+    """As one part of a path: ``.`` and ``..`` too are names there, not folders."""
+    return quote(name, safe="") if name.strip(".") else name.replace(".", "%2E")
 
 
 class Lighthouse:
@@ -85,7 +99,7 @@ class Lighthouse:
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
-            return await answer.json()
+            return await self._told(answer)
 
     async def read(self, *path: str, limit: int, **query: int) -> bytes:
         """The answer as bytes. ``Refused`` when there are more than ``limit``."""
@@ -101,11 +115,17 @@ class Lighthouse:
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:
-            return await answer.json()
+            return await self._told(answer)
 
     async def patch(self, *path: str, **body: Any) -> Any:
         async with self._answer("PATCH", path, self._timeout, json=body) as answer:
-            return await answer.json()
+            return await self._told(answer)
+
+    async def _told(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+        with contextlib.suppress(ValueError):
+            if isinstance(found := await answer.json(), dict):
+                return found
+        raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
 
     async def follow(self, *path: str, after: int, told: Callable[[str], None], **query: int) -> AsyncIterator[Any]:
         """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
@@ -118,8 +138,10 @@ class Lighthouse:
         while True:
             try:
                 async for event in self._follow_one(path, {**query, "after": after}):
-                    begun, gone_since, said, after = True, 0.0, "", max(after, event["id"])
-                    yield event
+                    begun, gone_since, said = True, 0.0, ""
+                    if event is not None:
+                        after = max(after, event["id"])
+                        yield event
                 why = f"the lighthouse ended the events; asking for those after {after}"
             except Unreachable as error:
                 if not begun or (gone_since and time.monotonic() - gone_since > PATIENCE_SECONDS):
@@ -136,7 +158,11 @@ class Lighthouse:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncIterator[Any]:
+        """None as soon as it is there, then the events."""
         async with self._answer("GET", path, None, params=query) as answer:
+            if answer.content_type != "text/event-stream":
+                raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
+            yield None
             async for line in answer.content:
                 if line.startswith(b"data:"):
                     yield json.loads(line[5:])
@@ -147,6 +173,7 @@ class Lighthouse:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """``timeout``: for all of it; None: until nothing is heard for ``SILENCE_SECONDS``."""
         import aiohttp
+        from yarl import URL
 
         from keepstep_mesh.errors import AuthError
         from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
@@ -166,7 +193,7 @@ class Lighthouse:
             while left:
                 address = left.pop(0)
                 asked.add(address)
-                url = "/".join((address, "v1", *(quote(part, safe="") for part in path)))
+                url = URL("/".join((address, "v1", *map(_escaped, path))), encoded=True)
                 try:
                     answer = await session.request(method, url, allow_redirects=False, **how)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:

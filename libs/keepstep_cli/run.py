@@ -19,19 +19,43 @@ ASK_FIRST_SECONDS = 5.0
 
 
 class ConsoleAudience:
-    """Prints what ranks print where they meant it to go, and what the supervisor says to standard error."""
+    """Prints what ranks print where they meant it to go, and what the supervisor says to standard error.
+
+    Raises BrokenPipeError when nobody reads any more. What a full disk does not take is lost, and the job goes on.
+    """
 
     def __init__(self) -> None:
         from keepstep_cli.output import PrefixedOutput
 
         self._out = PrefixedOutput(sys.stdout)
         self._err = PrefixedOutput(sys.stderr)
+        self._out_fails = False
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
-        (self._err if error else self._out).write(group, rank, text)
+        if error:
+            self._write_error(group, rank, text)
+            return
+        try:
+            self._out.write(group, rank, text)
+            self._out_fails = False
+        except BrokenPipeError:
+            raise
+        except OSError as reason:
+            if not self._out_fails:
+                self._out_fails = True
+                self.note("run", f"standard output takes nothing ({reason.strerror}): what ranks print is lost")
 
     def note(self, group: str, sentence: str) -> None:
-        self._err.write(group, None, sentence)
+        self._write_error(group, None, sentence)
+
+    def _write_error(self, group: str, rank: int | None, text: str) -> None:
+        """There is nowhere left to say that this cannot be written."""
+        try:
+            self._err.write(group, rank, text)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -45,7 +69,7 @@ class ConsoleAudience:
     help="Restarts of one group after which it is given up; the others go on.",
 )
 @click.option(
-    "--grace", type=click.FloatRange(0), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
+    "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
 )
 @options.lighthouse_option
 @options.job_option
@@ -113,10 +137,13 @@ def run(
     from keepstep_cli.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.ranks import JobSpec, command_line, program_problem
     from keepstep_cli.rest import Lighthouse, read_token
+    from keepstep_mesh import names
     from keepstep_mesh.tls import TlsError
 
     if (problem := program_problem(program)) is not None:
         raise click.UsageError(problem)
+    if (problem := names.problem(job, "job")) is not None:
+        raise click.UsageError(f"--job: {problem}")
     if addresses and (min_replicas or join_timeout is not None):
         raise click.UsageError(
             f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
@@ -144,7 +171,8 @@ def run(
             folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
-        names = options.make_folder(Path(forgotten) / "names")
+        told = Path(forgotten) / "names"
+        told.mkdir()
         spec = JobSpec(
             command=command_line(program, arguments),
             replicas=replicas,
@@ -157,10 +185,10 @@ def run(
             tls=tls,
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
-            names=names,
+            names=told,
         )
         programs += replica_programs(spec, os.environ)
-        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, names)
+        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, told)
 
         async def launch() -> int:
             launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, bans)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from dataclasses import replace
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep_cli.errors import Missing
-from keepstep_cli.options import DEFAULT_PORT, Seconds, make_folder
-from keepstep_cli.service_options import FILE, all_of, service_options
+from keepstep_cli.options import DEFAULT_PORT, Seconds, all_of, make_folder
+from keepstep_cli.service_options import FILE, service_options
 
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint, Hosted, Service
@@ -113,8 +112,11 @@ def up(state_dir: Path, relay_bind: str | None, **flags: Any) -> None:
 
     Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay`.
     """
+    from keepstep_mesh.settings import from_environment
+
     flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
-    flags["event_log"] = flags["event_log"] or state_dir / "events.jsonl"
+    if flags["event_log"] is None and from_environment("LIGHTHOUSE_EVENT_LOG") is None:
+        flags["event_log"] = state_dir / "events.jsonl"
     shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure")
     of_relay = {name: flags[name] for name in shared} | {"bind": relay_bind, "data_dir": state_dir / "relay"}
     _serve(flags, state_dir, of_relay)
@@ -125,7 +127,7 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
     try:
         from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
-        from keepstep_mesh import service
+        from keepstep_mesh.service import run_several
     except ImportError as error:
         raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
@@ -151,8 +153,7 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
         hosted = [hosted_lighthouse(settings, started)]
         if of_relay is not None:
             hosted.append(_relay_beside(settings.bind, listens, of_relay))
-        service.raise_descriptor_limit()
-        service.run_several(hosted)
+        run_several(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     finally:
@@ -163,17 +164,16 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
 
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
-    from keepstep_cli.relay import announce
+    from keepstep_cli.relay import announce, checked_settings
     from keepstep_mesh.addresses import in_url
-    from keepstep_mesh.settings import bind_address
+    from keepstep_mesh.settings import bind_address, from_environment
     from keepstep_relay.__main__ import hosted_relay
     from keepstep_relay.app import Relay
-    from keepstep_relay.settings import read_settings
 
     host, port = bind_address(bind)
-    if flags["bind"] is None and "KEEPSTEP_RELAY_BIND" not in os.environ:
+    if flags["bind"] is None and from_environment("RELAY_BIND") is None:
         flags["bind"] = f"{in_url(host)}:{port + RELAY_PORTS_ABOVE if port else 0}"
-    settings = read_settings(flags)
+    settings = checked_settings(flags, "--relay-bind")
 
     def service() -> Service:
         return Relay(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()

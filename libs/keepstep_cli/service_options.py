@@ -7,19 +7,10 @@ from pathlib import Path
 
 import click
 
-from keepstep_cli.options import Command
+from keepstep_cli.options import Command, all_of
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 FILE_THERE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
-def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def apply(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
 
 
 def service_options(port: int) -> Callable[[Command], Command]:

@@ -38,7 +38,7 @@ def _clock(unix: float) -> str:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
 
 
 def _print(what: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 
@@ -25,6 +27,17 @@ def address_towards(peer: str) -> str:
                 continue
             return str(probe.getsockname()[0])
     raise OSError(f"no route to {peer}: give a `hostname` that peers can reach")
+
+
+def address_towards_any(peers: Iterable[str]) -> str:
+    """Address of our interface that reaches the first of ``peers`` that has one; ``outward_address`` while none has.
+
+    The name of a service that is only being started may not be known yet.
+    """
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            return address_towards(peer)
+    return outward_address()
 
 
 def reachable(url: str) -> str:

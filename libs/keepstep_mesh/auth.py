@@ -253,6 +253,9 @@ def _client_tokens(fixed: str | None, file: Path | None) -> tuple[str, ...]:
         if not found:
             raise AuthError(f"KEEPSTEP_TOKEN_FILE={file} is empty; it must hold the token")
     for token in found:
+        if not token.isprintable():
+            source = "KEEPSTEP_TOKEN" if file is None else f"KEEPSTEP_TOKEN_FILE={file}"
+            raise AuthError(f"{source} holds more than one line, or another control character; it must be a word")
         hide(token)
         hide(_for_peers(token))
     return tuple(found)

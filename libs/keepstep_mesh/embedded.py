@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Protocol
 
-from keepstep_mesh.auth import Tokens
-from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.listen_settings import ListenSettings
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address
-from keepstep_mesh.tls import TlsFiles
-
-
-class ListenSettings(Protocol):
-    """Where and for whom it listens."""
-
-    @property
-    def bind(self) -> str: ...
-    @property
-    def tokens(self) -> Tokens | FromFiles[Tokens]: ...
-    @property
-    def tls(self) -> TlsFiles: ...
-    @property
-    def insecure(self) -> bool: ...
 
 
 class Embedded(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import ssl
@@ -30,6 +31,8 @@ MAX_BODY_BYTES = 1024 * 1024
 MAX_PROBLEM_BYTES = 64 * 1024
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
+BODY_SECONDS = 10.0
+"""Longest that the JSON body of a request may take to come."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -256,8 +259,15 @@ def _explained(request: web.Request, error: web.HTTPException) -> str:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """The JSON object in the body; ``{}`` for none. ``Problem`` 400 for anything else, 413 when it is too large."""
-    raw = await request.read()
+    """The JSON object in the body; ``{}`` for none.
+
+    ``Problem`` 400 for anything else, 413 when it is too large, 408 when it does not come.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            raw = await request.read()
+    except TimeoutError:
+        raise Problem(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
     if not raw:
         return {}
     try:

@@ -129,10 +129,9 @@ async def registered(
 ) -> AsyncIterator[Registrar]:
     """Registers in the background while the context is open, then says goodbye.
 
-    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role,
-    or what tells the one of the moment. ``tls``:
-    for https; ``TlsError`` when its files cannot be used. It never fails for want of a lighthouse: it tries on, and
-    ``Registrar.trouble`` says why.
+    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role, or what
+    tells the one of the moment. ``tls``: for https; ``TlsError`` when its files cannot be used. It never fails for want
+    of a lighthouse: it tries on, and ``Registrar.trouble`` says why.
     """
     registrar = Registrar(lighthouses, registration, Identity(token, tls))
     keeper = asyncio.create_task(registrar.run(), name=f"registration of {registration.name}")

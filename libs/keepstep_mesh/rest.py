@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 MAX_NAMED = 20
 """Of those that there are, in an error."""
+MAX_DIGITS = 20
+"""Of a number in a request."""
 
 
 def those(known: list[str]) -> str:
@@ -34,7 +36,7 @@ def number(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name)
     if text is None:
         return default
-    if not text.isdecimal() or len(text) > 20:
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise bad(f"{name} must be a whole number, not {text[:40]!r}")
     return int(text)
 

@@ -1,6 +1,6 @@
 """One way to run a service: bind, be healthy, be ready, be measured, stop in good order.
 
-``serving`` runs a service inside a loop that is there (``keepstep up`` runs several); ``run`` is a whole process. The
+``serving`` runs a service inside a loop that is there; ``run_several`` is a whole process (``keepstep up``). The
 order of a stop: ``/readyz`` says no, the port is closed, the service ends what it holds (``lifespan``), then what is
 left of connections is cut. All of it together has one deadline.
 
@@ -32,8 +32,10 @@ from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.event_loop import new_event_loop
 from keepstep_mesh.http import MAX_BODY_BYTES, Handler, Problem, Route, application
+from keepstep_mesh.listen_settings import ListenSettings
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.settings import bind_address
 from keepstep_mesh.tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -342,28 +344,7 @@ async def until_signal() -> signal.Signals:
             loop.remove_signal_handler(one)
 
 
-def run(
-    service: Callable[[], Service],
-    host: str,
-    port: int,
-    *,
-    tokens: Tokens | FromFiles[Tokens] | None = None,
-    tls: TlsFiles | None = None,
-    insecure: bool = False,
-    uvloop: bool = True,
-    stop_seconds: float = STOP_SECONDS,
-    started: Callable[[Endpoint], None] | None = None,
-) -> None:
-    """A whole process: runs the service until SIGTERM or SIGINT, then stops it in good order.
-
-    SIGHUP has the files of tokens and certificates read again; where there are none it ends the process, as ever.
-    ``service`` is called on the loop. ``uvloop``: use it where it is installed. ``started`` is told where it listens.
-    """
-    hosted = Hosted(service, host, port, tokens, tls, insecure, started or (lambda _: None))
-    run_several([hosted], uvloop=uvloop, stop_seconds=stop_seconds)
-
-
-def raise_descriptor_limit() -> None:
+def _raise_descriptor_limit() -> None:
     """A connection is a descriptor, and the usual soft limit is a thousand."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -371,38 +352,38 @@ def raise_descriptor_limit() -> None:
 
 @dataclass(frozen=True)
 class Hosted:
-    """A service of a process, and what ``run`` says of it."""
+    """A service of a process. ``service`` is called on the loop, ``started`` is told where it listens."""
 
     service: Callable[[], Service]
-    host: str
-    port: int
-    tokens: Tokens | FromFiles[Tokens] | None = None
-    tls: TlsFiles | None = None
-    insecure: bool = False
-    started: Callable[[Endpoint], None] = lambda _: None
+    settings: ListenSettings
+    started: Callable[[Endpoint], None]
 
 
-def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True, stop_seconds: float = STOP_SECONDS) -> None:
-    """As ``run``, for several services on one loop. Each starts when the one before listens; the last stops first."""
+def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
+    """A whole process: runs the services on one loop until SIGTERM or SIGINT, then stops them in good order.
+
+    Each starts when the one before listens; the last stops first. SIGHUP has the files of tokens and certificates read
+    again; where there are none it ends the process, as ever. ``uvloop``: use it where it is installed.
+    """
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             for one in hosted:
-                reread = asyncio.Event()
-                if one.tls or (isinstance(one.tokens, FromFiles) and one.tokens.files):
+                settings, reread = one.settings, asyncio.Event()
+                host, port = bind_address(settings.bind)
+                if settings.tls or (isinstance(settings.tokens, FromFiles) and settings.tokens.files):
                     rereads.append(reread)
                     loop.add_signal_handler(signal.SIGHUP, reread_all)
                 at = await stack.enter_async_context(
                     serving(
                         one.service(),
-                        one.host,
-                        one.port,
-                        tokens=one.tokens,
-                        tls=one.tls,
-                        insecure=one.insecure,
+                        host,
+                        port,
+                        tokens=settings.tokens,
+                        tls=settings.tls,
+                        insecure=settings.insecure,
                         reread=reread,
-                        stop_seconds=stop_seconds,
                     )
                 )
                 one.started(at)
@@ -415,5 +396,6 @@ def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True, stop_seconds: 
         for every in rereads:
             every.set()
 
+    _raise_descriptor_limit()
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         runner.run(main())

@@ -53,6 +53,9 @@ class Settings:
         except ValueError as error:
             raise ValueError(f"{source}={text!r}: {error}") from error
 
+    def path(self, name: str) -> Path | None:
+        return self.get(name, lambda text: Path(text), None)  # noqa: PLW0108 - mypy
+
 
 def read_file(path: Path) -> dict[str, Any]:
     """A TOML file of settings. ``ValueError`` says what is wrong with it."""

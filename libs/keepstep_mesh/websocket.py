@@ -131,8 +131,6 @@ class Link(asyncio.Protocol):
     def send(self, message: bytes) -> None:
         """Sends one binary message. Does nothing once the connection is closing: ``on_lost`` tells."""
         self._send_frame(_BINARY, message)
-        if self._paused and self._transport.get_write_buffer_size() > self._unsent_bytes:
-            self.abort(f"the peer does not read: more than {self._unsent_bytes} bytes wait for it")
 
     def ping(self) -> None:
         """Asks for a sign of life; it shows as ``last_received``."""
@@ -167,6 +165,8 @@ class Link(asyncio.Protocol):
         # Masks protect proxies from scripts in browsers (RFC 6455 10.3). There is no script here: the key is zero,
         # and masking with it changes nothing.
         self._transport.write(head + _NO_MASK + payload if masked else head + payload)
+        if self._paused and self._transport.get_write_buffer_size() > self._unsent_bytes:
+            self.abort(f"the peer does not read: more than {self._unsent_bytes} bytes wait for it")
 
     # ---- in: what asyncio calls
 

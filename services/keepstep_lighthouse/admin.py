@@ -40,7 +40,7 @@ from keepstep_mesh.auth import Access
 from keepstep_mesh.http import CALLER, Problem, Route, read_json
 from keepstep_mesh.messages import Detail
 from keepstep_mesh.openapi import Shape
-from keepstep_mesh.rest import MAX_NAMED, bad, checked, json_answer, number, read_body, those
+from keepstep_mesh.rest import MAX_DIGITS, MAX_NAMED, bad, checked, json_answer, number, read_body, those
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -360,7 +360,7 @@ class _Admin:
         if self._followers >= MAX_FOLLOWERS:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_FOLLOWERS} follow already")
         if known := request.headers.get("Last-Event-ID", ""):
-            after = int(known) if known.isdecimal() else after
+            after = int(known) if known.isdecimal() and len(known) <= MAX_DIGITS else after
         stream = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
         events = self._lighthouse.events
         self._followers += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http import HTTPStatus
@@ -25,15 +24,14 @@ from keepstep_lighthouse.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store import open_store
 from keepstep_lighthouse.term import Term
+from keepstep_mesh import names
 from keepstep_mesh.addresses import reachable
 from keepstep_mesh.auth import Access
 from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Identity, Problem, Route
-from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.service import Service
 
 MAX_SESSIONS = 20_000
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 """Every lighthouse answers these itself."""
 
@@ -77,7 +75,7 @@ class Lighthouse(Keeper, Embedded):
             if self.store.exclusive:
                 await self.begin_term()
             else:
-                self._identity = Identity(self._token_for_leader, self.settings.peer_tls)
+                self._identity = Identity(self.settings.own_token, self.settings.peer_tls)
                 self._asker = Identity(None, self.settings.peer_tls)
             keep = self.keep_term if self.store.exclusive else self._listen_and_stand_by
             keeper = asyncio.create_task(keep(), name="keepstep lighthouse term")
@@ -93,10 +91,6 @@ class Lighthouse(Keeper, Embedded):
         await self._listening.wait()
         address = self.settings.advertise or reachable(self.address)
         await self.stand_by(address, LeaderLink(self._identity))
-
-    def _token_for_leader(self) -> str | None:
-        tokens = self.settings.tokens
-        return (tokens.value if isinstance(tokens, FromFiles) else tokens).for_services()
 
     def leading(self) -> Term:
         """The term. Raises ``Problem`` 503 while there is none."""
@@ -126,11 +120,8 @@ class Lighthouse(Keeper, Embedded):
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["job"]
-        if JOB_NAME.fullmatch(name) is None:
-            raise Problem(
-                HTTPStatus.BAD_REQUEST,
-                f"{name!r} is no name of a job: up to 128 letters, digits, '.', '_' and '-', a letter or digit first",
-            )
+        if (problem := names.problem(name, "job")) is not None:
+            raise Problem(HTTPStatus.BAD_REQUEST, problem)
         await self.election_over()
         if self.leader_elsewhere() is None:
             self.leading()

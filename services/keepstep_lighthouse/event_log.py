@@ -120,7 +120,7 @@ class FiledEventLog(EventLog):
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-events")
         self._unwritten: deque[Happened] = deque()
-        self._dropped = 0
+        self._dropped = self._dropped_said = 0
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._writing: asyncio.Task[None] | None = None
 
@@ -155,13 +155,16 @@ class FiledEventLog(EventLog):
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._unwritten:
-            batch = list(self._unwritten)
+            batch, reason = list(self._unwritten), "the disk is too slow"
             self._unwritten.clear()
             try:
                 await loop.run_in_executor(self._thread, _append, self._path, batch)
             except OSError as error:
                 self._dropped += len(batch)
-                log.error("events were not written", path=str(self._path), dropped=self._dropped, error=str(error))
+                reason = str(error)
+            if self._dropped > self._dropped_said:
+                self._dropped_said = self._dropped
+                log.error("events were not written", path=str(self._path), dropped=self._dropped, error=reason)
         self._writing = None
 
     async def close(self) -> None:
@@ -194,10 +197,18 @@ def _tail(path: Path) -> list[Happened]:
 
 
 def _append(path: Path, events: Iterable[Happened]) -> None:
+    """All of them, or, with an ``OSError``, none."""
     if path.exists() and path.stat().st_size > MAX_FILE_BYTES:
         os.replace(path, _before(path))  # noqa: PTH105
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(f"{one.json()}\n" for one in events))
+    left = "".join(f"{one.json()}\n" for one in events).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)  # the next event must not continue what a full disk cut off
+            raise
 
 
 def _before(path: Path) -> Path:

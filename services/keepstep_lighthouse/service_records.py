@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepstep_lighthouse.store import StoreError
+from keepstep_mesh import names
 from keepstep_mesh.messages import Detail, ServiceAddress
 from keepstep_mesh.settings import split_addresses
 
 PREFIX = "services/"
 KINDS = ("metrics", "relay")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MIN_TTL, MAX_TTL = 1.0, 3600.0
 MAX_ADDRESS = 256
 MAX_DETAILS_BYTES = 4096
@@ -52,12 +51,7 @@ def name_problem(kind: str, name: str) -> str | None:
     """What is wrong with a kind or a name, as a sentence."""
     if kind not in KINDS:
         return f"{kind[:40]!r} is no kind of service; there are {', '.join(KINDS)}"
-    if NAME.fullmatch(name) is None:
-        return (
-            f"{name[:200]!r} is no name of a service: up to 128 letters, digits, '.', '_' and '-', a letter or digit "
-            f"first"
-        )
-    return None
+    return names.problem(name, "service")
 
 
 def record_problem(record: ServiceRecord) -> str | None:

@@ -20,6 +20,7 @@ from keepstep_mesh.http import Handler, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.registration import Registrar, Registration, registered
 from keepstep_mesh.service import Service
+from keepstep_mesh.tls import watched_client_context
 from keepstep_relay import admin, bulk, metrics
 from keepstep_relay.checkpoints import CheckpointStore
 from keepstep_relay.chunks import ChunkStore, GoneError
@@ -81,6 +82,8 @@ class Relay(Embedded):
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
+        if self.settings.lighthouses:
+            watched_client_context(self.settings.peer_tls)  # files that cannot be used are an error now, not in a task
         async with contextlib.AsyncExitStack() as stack:
             if self.settings.data_dir is not None:
                 self.chunks.disk = await asyncio.to_thread(DiskTier, self.settings.data_dir)

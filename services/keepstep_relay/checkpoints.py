@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.errors import KeepstepError, ManifestError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import read_envelope
 from keepstep_relay.chunks import ROOM_SECONDS, ChunkStore, GoneError
 from keepstep_relay.core import Checkpoint
-from keepstep_relay.disk import DamagedError, DiskError, Record
+from keepstep_relay.disk import DamagedError, Record
 from keepstep_relay.durable import DurableError
 from keepstep_relay.events import (
     Aborted,
@@ -25,6 +25,7 @@ from keepstep_relay.events import (
     Cause,
     ChunkCame,
     CommitAsked,
+    Copied,
     Event,
     Facts,
     Forget,
@@ -42,7 +43,6 @@ from keepstep_relay.events import (
     Tick,
     Tier,
 )
-from keepstep_relay.memory import MemoryFullError
 
 DURABLE_AGAIN_SECONDS = 30.0
 """After the durable tier failed."""
@@ -64,7 +64,10 @@ class CheckpointStore:
         """Why the durable tier does not follow."""
         self._written: set[tuple[Key, int]] = set()
         """Manifests, and records as rank -1, that are on disk."""
-        self._to_copy: asyncio.Queue[Key] = asyncio.Queue()
+        self._copied: set[Key] = set()
+        """Of which there is something in the durable tier, be it all or a part."""
+        self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
+        """Of which the durable tier may have less, or more, than it should."""
         chunks.forget = self._forget
 
     @asynccontextmanager
@@ -73,7 +76,7 @@ class CheckpointStore:
         await self._recover()
         tasks = [asyncio.create_task(self._keep_times(), name="keepstep relay times")]
         if self.chunks.durable is not None:
-            tasks.append(asyncio.create_task(self._copy(), name="keepstep relay durable tier"))
+            tasks.append(asyncio.create_task(self._follow(), name="keepstep relay durable tier"))
         try:
             yield
         finally:
@@ -144,7 +147,7 @@ class CheckpointStore:
                 facts = self.core.checkpoints[key].facts
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
                 if facts.kind is Kind.DURABLE and self.chunks.durable is not None and key not in self.durable:
-                    self._to_copy.put_nowait(key)
+                    self._to_follow.put_nowait(key)
 
     async def _make_last(self, key: Key, digests: tuple[bytes, ...]) -> None:
         one = self.core.checkpoints[key]
@@ -162,14 +165,15 @@ class CheckpointStore:
         self.records[key] = record
 
     async def _write(self, key: Key, rank: int) -> None:
-        disk = self.chunks.disk
-        if disk is None or (key, rank) in self._written or key not in self.records:
+        disk, one = self.chunks.disk, self.core.checkpoints.get(key)
+        if disk is None or (key, rank) in self._written or one is None:
             return
         if rank < 0:
             await self.chunks.in_thread(disk.begin, key, self.records[key])
         else:
             await self.chunks.in_thread(disk.put_manifest, key, rank, self.manifests[key, rank])
-        self._written.add((key, rank))
+        if self.core.checkpoints.get(key) is one:  # else what was written is about to be deleted
+            self._written.add((key, rank))
 
     # ---- ends
 
@@ -194,6 +198,7 @@ class CheckpointStore:
 
     def _forgotten(self, decision: Forget) -> None:
         key = decision.key
+        self.durable.discard(key)
         log.info("checkpoint dropped", job=key.job, checkpoint=key.id, reason=decision.reason)
         record = self.records.pop(key)
         for rank in range(record.facts.ranks):
@@ -207,9 +212,11 @@ class CheckpointStore:
                 return  # it began anew, over what was there
             if self.chunks.disk is not None:
                 await self.chunks.in_thread(self.chunks.disk.forget, key)
-            if self.chunks.durable is not None and key in self.durable:
-                self.durable.discard(key)
-                await self.chunks.in_thread(self.chunks.durable.forget, key)
+        try:
+            await self._forget_copy(key)
+        except DurableError:
+            self._to_follow.put_nowait(key)
+            raise
 
     async def _keep_times(self) -> None:
         while True:
@@ -244,7 +251,7 @@ class CheckpointStore:
             await self._restore(await self.chunks.in_thread(lambda: list(durable.load())), on_disk=False)
             for key, one in self.core.checkpoints.items():
                 if one.committed_at is not None and one.facts.kind is Kind.DURABLE and key not in self.durable:
-                    self._to_copy.put_nowait(key)
+                    self._to_follow.put_nowait(key)
         for one in self.core.checkpoints.values():
             lacking = sum(one.lacking.values())
             log.info("found again", job=one.key.job, checkpoint=one.key.id, state=one.state.value, lacking=lacking)
@@ -278,36 +285,56 @@ class CheckpointStore:
     # ---- the durable tier
 
     def _is_durable(self, one: Checkpoint) -> None:
+        self._copied.add(one.key)
         self.durable.add(one.key)
-        for digest, _ in one.chunks():
-            self._step(ChunkCame(digest, Tier.DURABLE))
+        self._step(Copied(one.key))
 
-    async def _copy(self) -> None:
-        """Copies what was committed, one after the other; tries again for ever, and says why."""
+    async def _follow(self) -> None:
+        """Copies what was committed and deletes what was dropped, one after the other; tries for ever, and says why."""
         while True:
-            key = await self._to_copy.get()
-            while key in self.core.checkpoints:
+            key = await self._to_follow.get()
+            while True:
+                one = self.core.checkpoints.get(key)
                 try:
-                    await self._copy_one(key, self.records[key])
+                    if one is None and key in self._copied:
+                        await self._forget_copy(key)
+                    elif one is not None and one.committed_at is not None and key not in self.durable:
+                        await self._copy_one(key, self.records[key])
+                    else:
+                        break
                     self.trouble = None
-                    break
-                except (DurableError, DiskError, MemoryFullError, GoneError, TimeoutError) as error:
-                    self.trouble = f"the durable tier lacks {key}: {error}"
-                    log.error("not in the durable tier yet", job=key.job, checkpoint=key.id, reason=str(error))
-                    await asyncio.sleep(DURABLE_AGAIN_SECONDS)
+                except (KeepstepError, GoneError, TimeoutError) as error:
+                    if self.core.checkpoints.get(key) is one:
+                        self.trouble = f"the durable tier has not followed {key}: {error}"
+                        log.error("durable tier is behind", job=key.job, checkpoint=key.id, reason=str(error))
+                        await asyncio.sleep(DURABLE_AGAIN_SECONDS)
 
     async def _copy_one(self, key: Key, record: Record) -> None:
+        """Raises ``GoneError`` when the checkpoint is dropped meanwhile, ``KeepstepError`` of the tiers."""
         durable, one = self.chunks.durable, self.core.checkpoints[key]
         if durable is None:
             return
-        for digest in dict.fromkeys(digest for digest, _ in one.chunks()):
-            async with self.chunks.reading(digest, 0.0) as data:
-                await self.chunks.in_thread(durable.write_chunk, key, digest, data)
         manifests = {rank: self.manifests[key, rank] for rank in range(one.facts.ranks)}
-        async with self.chunks.turns(key):
-            if self.core.checkpoints.get(key) is not one:
-                await self.chunks.in_thread(durable.forget, key)
-                return
+        async with self.chunks.turns((key, "durable")):
+            for digest in dict.fromkeys(digest for digest, _ in one.chunks()):
+                self._check_is(one)
+                self._copied.add(key)
+                async with self.chunks.reading(digest, 0.0) as data:
+                    await self.chunks.in_thread(durable.write_chunk, key, digest, data)
+            self._check_is(one)
+            self._copied.add(key)
             await self.chunks.in_thread(durable.commit, key, record, manifests)
+            self._check_is(one)
             self._is_durable(one)
         log.info("in the durable tier", job=key.job, checkpoint=key.id, url=durable.url)
+
+    def _check_is(self, one: Checkpoint) -> None:
+        if self.core.checkpoints.get(one.key) is not one:
+            raise GoneError(f"{one.key} was dropped while it was copied")
+
+    async def _forget_copy(self, key: Key) -> None:
+        """Deletes what the durable tier has of a checkpoint that is no more. Raises ``DurableError``."""
+        async with self.chunks.turns((key, "durable")):
+            if self.chunks.durable is not None and key in self._copied and key not in self.core.checkpoints:
+                await self.chunks.in_thread(self.chunks.durable.forget, key)
+                self._copied.discard(key)

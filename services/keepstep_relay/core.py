@@ -11,8 +11,9 @@ The rules that this file keeps:
   that comes is a sign of life of every rank whose table has it.
 * Dropped without being asked are only committed checkpoints beyond the count or age of their kind, never the newest
   of a job and kind, never one that was read from within ``reading_seconds``, never for want of room.
-* Memory is taken back from chunks that another tier has and that nobody reads now: first from those that no open
-  upload or transfer needs, the longest unused first.
+* A chunk is in the durable tier while one of its checkpoints is copied there, and goes from it with the last of them.
+* Memory is taken back from chunks that nobody reads now and that all their checkpoints have in another tier: first
+  from those that no open upload or transfer needs, the longest unused first.
 
 Duties of the shell: feed events in their order; send ``Tick`` when ``deadline()`` has passed; carry out decisions in
 their order, before anybody is answered; say ``ChunkCame`` for nothing that was not verified.
@@ -35,6 +36,7 @@ from keepstep_relay.events import (
     ChunkLost,
     ChunkTaken,
     CommitAsked,
+    Copied,
     Decision,
     Drop,
     Event,
@@ -107,6 +109,8 @@ class Checkpoint:
     arrived: bool = False
     sealing: bool = False
     committed_at: float | None = None
+    copied: bool = False
+    """All of it is in the durable tier."""
     read_until: float = -NEVER
     came_bytes: int = 0
     """Of chunks that its tables waited for."""
@@ -185,6 +189,8 @@ class RelayCore:
                 return self._came(digest, tier, now)
             case ChunkLost(digest, tier):
                 return self._lost(digest, tier, now)
+            case Copied(key):
+                return self._copied(key, now)
             case RankReported(key, rank, error):
                 return self._report(key, rank, error, now)
             case CommitAsked(key):
@@ -194,9 +200,9 @@ class RelayCore:
             case SealFailed(key):
                 return self._seal_failed(key, now)
             case Aborted(key, reason):
-                return self._abort(key, reason)
+                return self._abort(key, reason, now)
             case Removed(key, reason):
-                return self._end(self.checkpoint(key), reason, None)
+                return self._end(self.checkpoint(key), reason, None, now)
             case ReadFrom(key):
                 self.checkpoint(key).read_until = now + self.limits.reading_seconds
                 return []
@@ -374,6 +380,14 @@ class RelayCore:
             self._alive(one, rank, now)
         return [Wake((digest,))]
 
+    def _copied(self, key: Key, now: float) -> list[Decision]:
+        one = self.checkpoint(key)
+        one.copied = True
+        decisions: list[Decision] = []
+        for digest in {digest for digest, _ in one.chunks()}:
+            decisions += self._came(digest, Tier.DURABLE, now)
+        return decisions
+
     def _lost(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
         chunk = self.chunks.get(digest)
         if chunk is None or tier not in chunk.tiers:
@@ -401,7 +415,7 @@ class RelayCore:
     def _report(self, key: Key, rank: int, error: str | None, now: float) -> list[Decision]:
         if error is not None:
             self._rank(self._upload(key), rank)
-            return self._abort(key, f"rank {rank} failed: {error}")
+            return self._abort(key, f"rank {rank} failed: {error}", now)
         one = self.checkpoint(key)
         self._rank(one, rank)
         if one.committed_at is not None:
@@ -446,26 +460,29 @@ class RelayCore:
 
     # ---- ends
 
-    def _abort(self, key: Key, reason: str) -> list[Decision]:
+    def _abort(self, key: Key, reason: str, now: float) -> list[Decision]:
         one = self._upload(key)
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{key} is being committed")
-        return self._end(one, reason, State.ABORTED)
+        return self._end(one, reason, State.ABORTED, now)
 
-    def _end(self, one: Checkpoint, reason: str, state: State | None) -> list[Decision]:
+    def _end(self, one: Checkpoint, reason: str, state: State | None, now: float) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed")
         del self.checkpoints[one.key]
         self.ended[one.key] = Ended(reason, state)
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
-        digests = []
         for rank, table in one.tables.items():
             for digest in set(table.digests):
-                chunk = self.chunks[digest]
-                chunk.users.discard((one.key, rank))
-                if not chunk.users:
-                    digests.append(digest)
+                self.chunks[digest].users.discard((one.key, rank))
+        digests = []
+        for digest in dict.fromkeys(digest for digest, _ in one.chunks()):
+            chunk = self.chunks[digest]
+            if one.copied and not any(self.checkpoints[key].copied for key, _ in chunk.users):
+                self._lost(digest, Tier.DURABLE, now)  # with the copy that it was in
+            if not chunk.users:
+                digests.append(digest)
         dropped = self._dropped(digests)
         return [Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
 
@@ -486,7 +503,7 @@ class RelayCore:
         decisions: list[Decision] = []
         for due in list(retirements(self.checkpoints.values(), self.limits)):
             if due.at <= now:
-                decisions += self._end(due.checkpoint, due.reason, None)
+                decisions += self._end(due.checkpoint, due.reason, None, now)
         return decisions
 
     def _tick(self, now: float) -> list[Decision]:
@@ -499,7 +516,7 @@ class RelayCore:
                 silent = list(islice(one.silent_since(now - self.limits.upload_seconds), MAX_NAMED + 1))
                 ranks = ", ".join(map(str, silent[:MAX_NAMED])) + (" and others" if len(silent) > MAX_NAMED else "")
                 reason = f"nothing was heard of rank {ranks} for {self.limits.upload_seconds:g} s"
-                decisions += self._end(one, reason, State.ABORTED)
+                decisions += self._end(one, reason, State.ABORTED, now)
         return decisions + self._retire(now)
 
     # ---- readers
@@ -542,7 +559,7 @@ class RelayCore:
                 if size <= 0:
                     break
                 chunk = self.chunks[digest]
-                if chunk.readers or len(chunk.tiers) == 1 or (spare_busy and self._busy(chunk, now)):
+                if chunk.readers or not self._elsewhere(chunk) or (spare_busy and self._busy(chunk, now)):
                     continue
                 chosen.append(digest)
                 size -= chunk.length
@@ -550,6 +567,12 @@ class RelayCore:
                 if digest in self.memory:
                     self._lost(digest, Tier.MEMORY, now)
         return [Evict(tuple(chosen))] if chosen else []
+
+    def _elsewhere(self, chunk: Chunk) -> bool:
+        """Whether all whose chunk it is have it without the memory."""
+        if Tier.DURABLE in chunk.tiers and all(self.checkpoints[key].copied for key, _ in chunk.users):
+            return True
+        return Tier.DISK in chunk.tiers
 
     def _busy(self, chunk: Chunk, now: float) -> bool:
         """Whether an open upload or transfer needs it."""
@@ -584,6 +607,8 @@ class RelayCore:
             assert chunk.users == used.get(digest, set()), "users of a chunk miscounted"
             assert chunk.readers >= 0
             assert chunk.users or chunk.readers, "a chunk that nothing needs"
+            copied = any(self.checkpoints[key].copied for key, _ in chunk.users)
+            assert copied or Tier.DURABLE not in chunk.tiers, "in a copy that is no more"
             assert (digest in self.memory) == (Tier.MEMORY in chunk.tiers), "memory miscounted"
         for tier in Tier:
             held = sum(chunk.length for chunk in self.chunks.values() if tier in chunk.tiers)

@@ -31,7 +31,7 @@ class DurableTier:
         try:
             import fsspec  # noqa: PLC0415 - only where a durable tier is asked for
         except ImportError as error:
-            raise DurableError("--durable needs fsspec: pip install 'keepstep[durable]'") from error
+            raise DurableError("--durable needs fsspec: pip install -e '.[durable]' in keepstep's folder") from error
         try:
             files, path = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:

@@ -90,7 +90,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts are of the whole relay unless they say otherwise; times are seconds, 0: no limit."""
+    """Counts are of the whole relay unless they say otherwise; times are seconds. Of what is kept, 0: no limit."""
 
     checkpoints: int = 1000
     chunks: int = 1_000_000
@@ -142,7 +142,7 @@ class TableCame:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCame:
-    """A verified chunk is in ``tier``."""
+    """A verified chunk is in ``tier``. Of the durable tier ``Copied`` says so."""
 
     digest: bytes
     tier: Tier
@@ -154,6 +154,13 @@ class ChunkLost:
 
     digest: bytes
     tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The durable tier has all of this checkpoint, in a copy of its own that is deleted with it."""
+
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +249,7 @@ Event = (
     | TableCame
     | ChunkCame
     | ChunkLost
+    | Copied
     | RankReported
     | CommitAsked
     | Sealed

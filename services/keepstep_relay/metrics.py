@@ -73,7 +73,7 @@ class _Relay(Collector):
         )
         yield GaugeMetricFamily(
             "keepstep_relay_durable_behind",
-            "1 while the durable tier does not take what was committed",
+            "1 while the durable tier does not take what was committed, or delete what was dropped",
             float(relay.checkpoints.trouble is not None),
         )
         yield GaugeMetricFamily(

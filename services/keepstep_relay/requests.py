@@ -9,25 +9,21 @@ from http import HTTPStatus
 
 from aiohttp import hdrs, web
 
+from keepstep_mesh import names
 from keepstep_mesh.http import Problem
 from keepstep_mesh.manifest import DIGEST_BYTES
 from keepstep_mesh.rest import bad
 from keepstep_relay.events import Key
 
 RAW = "application/octet-stream"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _NUMBER = re.compile(r"\d{1,9}")
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 def name(text: str, what: str) -> str:
-    """Names become parts of paths: this is what keeps them from leading elsewhere."""
-    if NAME.fullmatch(text) is None:
-        raise bad(
-            f"{text[:80]!r} is no name of a {what}: up to 128 letters, digits, '.', '_' and '-', the first a letter or "
-            f"digit"
-        )
+    if (problem := names.problem(text, what)) is not None:
+        raise bad(problem)
     return text
 
 

@@ -10,21 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep_mesh.auth import ClientToken, Tokens, watched_tokens
-from keepstep_mesh.reloading import FromFiles
-from keepstep_mesh.settings import Settings, base_url, boolean, byte_size, duration, split_addresses, whole
-from keepstep_mesh.tls import TlsFiles, tls_of_client, tls_of_service
+from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.listen_settings import ListenSettings, read_listen_settings
+from keepstep_mesh.settings import Settings, byte_size, duration, split_addresses, whole
 from keepstep_relay.events import Limits
 
 
-@dataclass(frozen=True)
-class RelaySettings:
-    """``bind``: host:port, port 0 for any free one. ``memory``: bytes of the memory tier. ``data_dir``: of the disk
-    tier, ``durable``: URL of the durable one, None: there is none. In seconds, ``max_wait``: longest that a reader
-    waits for what is still to come; ``body_timeout``: longest that a chunk or manifest may take on its way in or out.
+@dataclass(frozen=True, kw_only=True)
+class RelaySettings(ListenSettings):
+    """``memory``: bytes of the memory tier. ``data_dir``: of the disk tier, ``durable``: URL of the durable one, None:
+    there is none. In seconds, ``max_wait``: longest that a reader waits for what is still to come; ``body_timeout``:
+    longest that a chunk or manifest may take on its way in or out.
 
-    ``lighthouses``: where it registers, as ``name``, with the address ``advertise`` (default: where it listens) and the
-    token ``token``. ``tls``: files of its certificate; without, it speaks plain HTTP; ``peer_tls``: for lighthouses.
+    ``lighthouses``: where it registers, as ``name``, with the token ``token``.
     """
 
     bind: str = "127.0.0.1:29520"
@@ -36,18 +34,11 @@ class RelaySettings:
     body_timeout: float = 60.0
     lighthouses: tuple[str, ...] = ()
     name: str | None = None
-    advertise: str | None = None
-    tokens: Tokens | FromFiles[Tokens] = field(default_factory=Tokens)
     token: ClientToken | None = None
-    tls: TlsFiles = field(default_factory=TlsFiles)
-    peer_tls: TlsFiles = field(default_factory=TlsFiles)
-    insecure: bool = False
 
     def shown_token(self) -> str | None:
-        """What it shows to lighthouses: its own token, else one of those that it takes."""
-        if self.token:
-            return self.token.latest()
-        return (self.tokens.value if isinstance(self.tokens, FromFiles) else self.tokens).for_services()
+        """What it shows to lighthouses: the token that it was given, else one of those that it takes."""
+        return self.token.latest() if self.token else self.own_token()
 
     def service_name(self, port: int) -> str:
         """``name``, else one that is the same after a restart."""
@@ -65,13 +56,14 @@ LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_chunks": ("chunks", whole),
 }
 """Flag: field of ``Limits``, how its text is read."""
+NOT_ZERO = ("upload_timeout", "body_timeout", "max_checkpoints", "max_chunks")
+MIN_MEMORY = 64 << 20
 
 
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> RelaySettings:
-    """``flags``: the fields of ``RelaySettings`` and the keys of ``LIMITS``, and ``lighthouse``, ``token_file``,
-    ``tls_cert``, ``tls_key``, ``tls_ca``.
+    """``flags``: those of ``read_listen_settings``, fields of ``RelaySettings``, ``lighthouse``, keys of ``LIMITS``.
 
     In the environment they are ``KEEPSTEP_RELAY_<NAME>``, but ``KEEPSTEP_LIGHTHOUSE``; in the file ``relay_<name>``.
     Raises ``ValueError`` that names the source of what is wrong, ``AuthError`` for tokens.
@@ -80,41 +72,29 @@ def read_settings(
     settings = Settings(flags=given, environ=environ, file=file or {})
     default = RelaySettings()
 
-    def path(name: str) -> Path | None:
-        return settings.get(f"relay_{name}", lambda text: Path(text), None)  # noqa: PLW0108 - mypy
-
-    limits = {
-        into: settings.get(f"relay_{name}", read, getattr(default.limits, into))
+    told = {
+        name: settings.get(f"relay_{name}", read, getattr(default.limits, into))
         for name, (into, read) in LIMITS.items()
     }
-    for name, value in limits.items():
-        if value < 0 or (value == 0 and name in ("upload_seconds", "checkpoints", "chunks")):
-            raise ValueError(f"{name} must be more than 0, not {value:g}")
+    body_timeout = settings.get("relay_body_timeout", duration, default.body_timeout)
+    for name, value in (*told.items(), ("body_timeout", body_timeout)):
+        if value < 0:
+            raise ValueError(f"{name} must be 0 or more, not {value:g}")
+        if value == 0 and name in NOT_ZERO:
+            raise ValueError(f"{name} must be more than 0")
     lighthouses = settings.get("lighthouse", str, "")
-    tls = tls_of_service(settings, "relay")
-    advertise = settings.get("relay_advertise", str, None)
-    if advertise is not None:
-        advertise = base_url(advertise if "://" in advertise else f"{'https' if tls else 'http'}://{advertise}")
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:
         raise ValueError(f"the memory tier needs at least {MIN_MEMORY >> 20} MiB, not {memory} bytes")
     return RelaySettings(
-        bind=settings.get("relay_bind", str, default.bind),
+        **read_listen_settings(settings, "relay", default.bind),
         memory=memory,
-        data_dir=path("data_dir"),
+        data_dir=settings.path("relay_data_dir"),
         durable=settings.get("relay_durable", str, None),
-        limits=Limits(**limits),
+        limits=Limits(**{into: told[name] for name, (into, _) in LIMITS.items()}),
         max_wait=settings.get("relay_max_wait", duration, default.max_wait),
-        body_timeout=settings.get("relay_body_timeout", duration, default.body_timeout),
+        body_timeout=body_timeout,
         lighthouses=split_addresses(lighthouses) if lighthouses else (),
         name=settings.get("relay_name", str, None),
-        advertise=advertise,
-        tokens=watched_tokens(environ, path("token_file")),
         token=ClientToken(environ),
-        tls=tls,
-        peer_tls=tls_of_client(environ=environ) or tls,
-        insecure=settings.get("relay_insecure", boolean, default=False),
     )
-
-
-MIN_MEMORY = 64 << 20

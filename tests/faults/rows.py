@@ -24,7 +24,7 @@ import namespaces
 from etcd_server import EtcdCluster
 from namespaces import Namespaces
 from tests.faults.outcome import Limit, Outcome
-from tests.training.job import DEADLINE, Group
+from tests.training.job import DEADLINE, Group, discarded
 from tests.training.mesh import Mesh, Others
 
 LEASE = 10.0
@@ -169,8 +169,7 @@ async def _leader_stopped(run: Run) -> None:
             async with run.gap(mesh, a, b):
                 assert await mesh.stop_node(leader, signal.SIGTERM) == 0, "it ended badly"
                 await mesh.restart_node(leader)
-        lost = [event for group in (a, b) for event in group.lines if event["event"] == "discarded"]
-        assert not lost, f"a hand-over cost a step: {lost[0]}"
+        assert not (lost := discarded(a, b)), f"a hand-over cost a step: {lost[0]}"
 
 
 async def _leader_frozen(run: Run) -> None:
@@ -207,17 +206,11 @@ def _leader_without(others: Others) -> Callable[[Run], Awaitable[None]]:
                 leader = await mesh.leader(followed=True)
                 async with run.gap(mesh, a, b):
                     mesh.cut(leader, others)
-                    await _succeeded(mesh, leader)
+                    await mesh.succeeded(leader)
                     await mesh.advance(a, b)
                     mesh.mend()
 
     return play
-
-
-async def _succeeded(mesh: Mesh, leader: int) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while await mesh.leader() == leader:  # noqa: ASYNC110 - nobody tells us
-            await asyncio.sleep(0.1)
 
 
 async def _lighthouses_killed(run: Run) -> None:
@@ -245,7 +238,7 @@ async def _etcd_node_killed(run: Run) -> None:
             await mesh.start("c")
             await mesh.advance(a, b, c)
             node.start()
-            await _listens(node)
+            await asyncio.to_thread(node.wait)
 
 
 async def _etcd_majority_killed(run: Run) -> None:
@@ -262,7 +255,7 @@ async def _etcd_majority_killed(run: Run) -> None:
                 await mesh.advance(a, b, steps=STEPS_AFTER)
             run.note(_first_event_after(started, a, b) - started)
             second.start()
-            await _listens(second)
+            await asyncio.to_thread(second.wait)
 
 
 # ---- groups
@@ -333,10 +326,6 @@ def _first_event_after(since: float, *groups: Group) -> float:
 async def _stands_still(*groups: Group) -> None:
     while time.time() - max(group.lines[-1]["t"] for group in groups) < HEARTBEAT_TIMEOUT:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
-
-
-async def _listens(node: object) -> None:
-    await asyncio.get_running_loop().run_in_executor(None, node.wait)  # type: ignore[attr-defined]
 
 
 P95_1_S = Limit("p95", 1.0)

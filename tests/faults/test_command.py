@@ -7,34 +7,24 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from command import killed_at_the_end
 from namespaces import FOLDER
 from tests.faults.outcome import Limit, Outcome, table
 from tests.faults.rows import ROWS, Row, Run
+from tests.training.job import Job
 
 DEADLINE = 120.0
 
 
-@asynccontextmanager
-async def faults(repository: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-u", "-m", "tests.faults", *flags),
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def faults(repository: Path, *flags: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    command = (sys.executable, "-u", "-m", "tests.faults", *flags)
+    return killed_at_the_end(*command, cwd=repository, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.training
@@ -77,6 +67,18 @@ async def test_a_row_that_fails_is_a_broken_promise_and_not_the_end() -> None:
     outcome = await Run(Row("x", "something", 1, fail), 1, proxies=True, say=said.append, keep=None).play()
     assert outcome.broken == ["AssertionError: not seen"]
     assert "and what was printed" in said[0]
+
+
+async def test_a_history_that_is_wrong_is_a_figure_of_its_row_too() -> None:
+    line = {"job": "job", "replica_id": "r0:1", "group_rank": 0, "event": "started", "step": 0, "lineage": "r0:1"}
+    job = Job()
+    with pytest.raises(AssertionError, match="gap"):
+        async with job:
+            lines = [json.dumps({**line, "n": n, "epoch": 0, "quorum_id": 0}) for n in (1, 3)]
+            (job.logs / "r0.jsonl").write_text("\n".join([*lines, ""]))
+    one = Outcome("x", "something", 1, None)
+    one.take(job.history)
+    assert one.violations == 1
 
 
 def test_a_promise_that_does_not_hold_is_told() -> None:

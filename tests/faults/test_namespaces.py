@@ -6,12 +6,13 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+from command import killed_at_the_end
 from namespaces import Host, Namespaces, why_not
 
 DEADLINE = 30.0
@@ -41,20 +42,9 @@ def network() -> Iterator[Namespaces]:
         yield network
 
 
-@asynccontextmanager
-async def on(host: Host, script: str, address: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(*host.command, sys.executable, "-u", "-c", script, address),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def on(host: Host, script: str, address: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    command = (*host.command, sys.executable, "-u", "-c", script, address)
+    return killed_at_the_end(*command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 async def until_it_listens(host: Host) -> None:

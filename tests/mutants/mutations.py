@@ -181,7 +181,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/election.py",
         "            if now >= self.until:\n",
         "            if now >= self.until + 1000:\n",
-        Trace("a_leader_that_is_cut_off_closes_its_sessions"),
+        Trace("the_store_is_away_for_longer_than_a_lease"),
     ),
     Mutation(
         "a follower takes over without ever having reached the leader",
@@ -303,7 +303,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/bans.py",
         "    if replica_id in record.evicted:\n",
         "    if not replica_id:\n",
-        Seeds(2, 0, 500),
+        Trace("an_eviction_outlives_the_leader"),
     ),
     Mutation(
         "members are not told that one of them is lost",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from mutants.mutations import MUTATIONS, Check, Mutation, Seeds, Test, Trace  # 
 COPIED = ("libs", "services", "tests", "pyproject.toml")
 LONGEST = 240.0
 """Seconds of one check; a mutant that makes it hang is caught."""
-CAUGHT, PASSED = 1, 0
+CAUGHT, PASSED, BROKEN = 1, 0, 2
+"""Exit codes of a check, as pytest has them. Broken: it could not be run, as when what was changed is no Python."""
 TRACE_SEEDS = 5
 
 
@@ -105,7 +107,11 @@ def main() -> int:
     parser.add_argument("--check", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.check:
-        return simulate(eval(arguments.check))
+        try:
+            return simulate(eval(arguments.check))
+        except Exception:  # noqa: BLE001 - Python's own exit code for it is that of a mistake that was caught
+            traceback.print_exc()
+            return BROKEN
     chosen = [one for one in MUTATIONS if arguments.only in one.name]
     if lost := [one for one in chosen if not found_once(one)]:
         print("\n".join(f"{one.name}: its place in {one.file} is not there once" for one in lost))

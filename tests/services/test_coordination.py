@@ -140,6 +140,13 @@ def test_the_lighthouse_and_its_client_take_their_certificates_from_the_environm
         lighthouse.shutdown()
 
 
+def test_a_port_that_is_none_is_refused_and_leaves_no_thread():
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="not an address to listen on"):
+        ManagerServer("a", "http://127.0.0.1:9", "127.0.0.1", "[::]:http", "", 1, LIMIT, LIMIT, 0)
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize("restart", ["0", "3"])
 def test_groups_of_two_ranks_plan_heal_and_commit_through_their_managers(monkeypatch, restart):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)

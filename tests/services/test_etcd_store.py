@@ -79,7 +79,7 @@ class Counter:
                 value = await self._read()
             except WriteFailedError:
                 self.failed.set()
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # etcd does not tell when it is back
             self.acknowledged = value
             self.advanced.set()
 

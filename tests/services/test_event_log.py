@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from keepstep_lighthouse import event_log
 from keepstep_lighthouse.event_log import EventLog, FiledEventLog
 from keepstep_lighthouse.store import StoreError
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def fill(events: EventLog, count: int, job: str = "job") -> list[int]:
@@ -162,6 +164,44 @@ async def test_a_disk_that_takes_nothing_costs_events_of_the_file_only(tmp_path:
     assert ids(events) == made
 
 
+FILLER = """
+import asyncio, os, resource, sys
+from pathlib import Path
+from keepstep_lighthouse.event_log import FiledEventLog
+
+async def main(path: Path) -> None:
+    events = await FiledEventLog.open(path)
+    events.begin_epoch(1)
+    for number in range(6):
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        full = path.stat().st_size + 20 if number in (2, 3) else most
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full, most))
+        events.add("job", "joined", f"r{number}", {}, 1.5)
+        await events._writing
+    await events.close()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_what_a_full_disk_lost_shows_as_a_gap_and_the_next_line_is_whole(tmp_path: Path) -> None:
+    """The limit on file sizes is what the kernel offers everywhere to make a real write fail."""
+    path = tmp_path / "events.jsonl"
+    subprocess.run([sys.executable, "-c", FILLER, path], check=True, timeout=DEADLINE)
+    assert [json.loads(line)["replica_id"] for line in path.read_text().splitlines()] == ["", "r0", "r1", "r4", "r5"]
+    assert check_files([path]).counts == {"gap": 1}
+
+
 async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="give another --event-log"):
         await FiledEventLog.open(tmp_path)
+
+
+async def test_events_that_a_slow_disk_leaves_out_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_UNWRITTEN", 5)
+    events = await FiledEventLog.open(tmp_path / "events.jsonl")
+    fill(events, 8)
+    await events.close()
+    assert "the disk is too slow" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -123,6 +125,18 @@ async def test_a_rank_that_does_not_ask_is_named_at_the_deadline(pair):
     assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
 
 
+async def test_a_request_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    idle = len(pair.server._tasks._running)
+    for request in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pair.clients[0].ask(ask(request=request)), 0.05)
+    newest = asyncio.create_task(pair.clients[0].ask(ask(request=4)))
+    await eventually(lambda: 1 in pair.server._asks and pair.server._asks[1][0].request == 4)
+    await pair.server.ask(ask())
+    assert (await newest).request == 4
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
 async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
     (answer, _) = await pair.ask()
     for first, second in ((True, True), (True, False)):
@@ -134,8 +148,12 @@ async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
 
 async def test_a_vote_that_nobody_completes_times_out(pair):
     (answer, _) = await pair.ask()
-    with pytest.raises(TimeoutError):
-        await pair.server.vote(RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True), 0.1)
+    vote = RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of this group to vote"):
+        await pair.server.vote(vote, 0.1)
+    (answer, _) = await pair.ask(commit_failures=1)
+    with pytest.raises(TimeoutError, match=r"rank 0 at http://.* gave no answer within 0.1 s"):
+        await pair.clients[0].vote(replace(vote, attempt=answer.attempt), 0.1)
 
 
 async def test_a_vote_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
@@ -168,6 +186,18 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
     assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
     assert any("rank 1 of 2 died" in reason for reason in pair.failed)
     await other.close()
+
+
+async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
+    monkeypatch.setattr("keepstep.group.RANK_BEAT", 0.05)
+    for where in ("group", "group_server", "rank_client"):
+        monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", 0.5)
+    group = Group(lighthouse, 2)
+    await group.start()
+    time.sleep(1)  # noqa: ASYNC251  as a container that is paused
+    assert all(not isinstance(answer, Exception) for answer in await group.ask())
+    assert not group.failed
+    await group.close()
 
 
 async def test_a_request_that_cannot_be_sent_is_an_error_for_every_rank(pair):
@@ -278,6 +308,13 @@ async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nob
         assert refused.reason
     assert not pair.failed
     assert all(not isinstance(answer, Exception) for answer in await pair.ask())
+
+
+async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplog):
+    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks"):
+        pass
+    await pair.server.close()
+    assert not [record for record in caplog.records if record.name == "aiohttp.server"]
 
 
 async def test_a_token_is_asked_for_on_every_route(lighthouse):

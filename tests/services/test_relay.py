@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import aiohttp
@@ -11,7 +10,8 @@ import pytest
 
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, Client, client, relay, relay_process, state
+from lighthouse_driver import eventually
+from relay_driver import DEADLINE, Client, client, get, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 NOWHERE = "0" * 32
@@ -103,7 +103,7 @@ async def test_a_reader_that_began_before_the_writer_gets_all_bytes() -> None:
         )
         pack = readers.create_task(worker.pack(wait=60))
         chunk = readers.create_task(_chunk_of(worker, 2))
-        await _waiting(one, 3)
+        await eventually(lambda: one.chunks.bells.count == 3)
         await worker.begin()
         await worker.manifest(ONE)
         assert await manifest == ONE.manifest
@@ -116,12 +116,6 @@ async def test_a_reader_that_began_before_the_writer_gets_all_bytes() -> None:
 async def _chunk_of(worker: Client, number: int) -> bytes:
     await worker.call("GET", f"{worker.checkpoints}/c1/manifest?wait=60")
     return await worker.chunk(ONE.digests[number], wait=60)
-
-
-async def _waiting(one, count: int) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while one.chunks.bells.count < count:  # noqa: ASYNC110 - nothing tells it
-            await asyncio.sleep(0.01)
 
 
 async def test_who_waits_is_told_when_it_does_not_come() -> None:
@@ -144,7 +138,7 @@ async def test_who_waits_is_told_when_the_upload_ends() -> None:
         async with asyncio.TaskGroup() as readers:
             readers.create_task(worker.chunk(ONE.digests[0], 410, wait=60))
             readers.create_task(worker.pack(status=410, wait=60))
-            await _waiting(one, 2)
+            await eventually(lambda: one.chunks.bells.count == 2)
             await worker.call("POST", f"{worker.checkpoints}/c1/abort", 204, json={"reason": "gave up"})
         assert "gave up" in (await worker.show(status=410))["detail"]
         assert one.chunks.bells.count == 0
@@ -162,18 +156,13 @@ async def test_a_pack_that_cannot_be_completed_breaks_off_and_says_nothing_wrong
 async def test_a_slow_reader_does_not_slow_a_fast_one() -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.store(ONE)
-        host, port = one.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        path = f"{worker.checkpoints}/c1/packs/0"
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        await reader.readuntil(b"\r\n\r\n")
-        assert one.traffic.downloads == 1, "it has begun, and takes nothing more"
-        for _ in range(5):
-            assert await worker.pack() == ONE.pack
-        assert one.traffic.downloads == 1
-        assert await reader.readexactly(len(ONE.pack)) == ONE.pack
-        writer.close()
-        await writer.wait_closed()
+        async with raw(one.address, get(f"{worker.checkpoints}/c1/packs/0")) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            assert one.traffic.downloads == 1, "it has begun, and takes nothing more"
+            for _ in range(5):
+                assert await worker.pack() == ONE.pack
+            assert one.traffic.downloads == 1
+            assert await reader.readexactly(len(ONE.pack)) == ONE.pack
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
@@ -181,16 +170,8 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.store(big)
         one.settings = replace(one.settings, body_timeout=0.2)
-        host, port = one.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(f"GET {worker.checkpoints}/c1/packs/0 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        async with asyncio.timeout(DEADLINE):
-            while not one.traffic.cut_off:  # noqa: ASYNC110 - nothing tells it
-                await asyncio.sleep(0.01)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        del reader
+        async with raw(one.address, get(f"{worker.checkpoints}/c1/packs/0")):
+            await eventually(lambda: one.traffic.cut_off == 1)
 
 
 # ---- ranges
@@ -354,13 +335,9 @@ async def test_200_heals_leave_nothing_behind(tmp_path) -> None:
 async def test_memory_of_a_chunk_is_used_again_but_never_while_it_is_being_sent() -> None:
     async with relay_process() as (_, address), client(address) as worker:
         await worker.store(ONE)
-        host, port = address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(f"GET /v1/chunks/{ONE.digests[0]} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        await reader.readuntil(b"\r\n\r\n")
-        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
-        await worker.store(TWO, "c2")
-        assert await reader.readexactly(CHUNK_BYTES) == ONE.chunks[0]
-        assert await worker.pack("c2") == TWO.pack
-        writer.close()
-        await writer.wait_closed()
+        async with raw(address, get(f"/v1/chunks/{ONE.digests[0]}")) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+            await worker.store(TWO, "c2")
+            assert await reader.readexactly(CHUNK_BYTES) == ONE.chunks[0]
+            assert await worker.pack("c2") == TWO.pack

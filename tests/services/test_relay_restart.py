@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.manifest import CHUNK_BYTES
 from keepstep_relay.disk import DiskTier
 from keepstep_relay.events import Limits
-from relay_driver import DEADLINE, Client, client, relay, relay_process, state
+from relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -70,13 +69,9 @@ async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_p
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.upload(ONE, chunks=[0])
         await on_disk(worker, 1)
-        host, port = address.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
         head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
-        writer.write(head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2])
-        await writer.drain()
-        await killed(process)
-        writer.close()
+        async with raw(address, head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2]):
+            await killed(process)
     async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:
         assert [await worker.has(digest) for digest in ONE.digests] == [True, False, False]
         assert not list((tmp_path / "partial").iterdir())
@@ -145,6 +140,31 @@ async def test_an_age_goes_on_over_a_restart(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, put_manifest = threading.Event(), threading.Event(), DiskTier.put_manifest
+
+    def slow(disk: DiskTier, *arguments: Any) -> None:
+        writing.set()
+        go_on.wait(DEADLINE)
+        put_manifest(disk, *arguments)
+
+    monkeypatch.setattr(DiskTier, "put_manifest", slow)
+    async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
+        await worker.begin()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.manifest(ONE, status=410))
+            await asyncio.to_thread(writing.wait, DEADLINE)
+            tasks.create_task(worker.call("POST", f"{worker.checkpoints}/c1/abort", 204, json={"reason": "asked"}))
+            async with asyncio.timeout(DEADLINE):
+                while await worker.list():  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.01)
+            go_on.set()
+        await worker.store(ONE)
+        assert await worker.pack() == ONE.pack
+
+
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path):
         with pytest.raises(KeepstepError, match="in use by another relay"):
@@ -152,12 +172,6 @@ async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 # ---- a disk that rots
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def file_of(folder: Path, digest: str) -> Path:
@@ -210,18 +224,7 @@ async def test_a_damaged_checkpoint_on_disk_is_left_alone_and_the_others_are_the
 # ---- full
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
 async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_still_served(small_disk: Path) -> None:
     async with relay(data_dir=small_disk) as one, client(one.address) as worker:
         await worker.store(ONE)
@@ -272,57 +275,3 @@ async def test_memory_that_is_full_spills_to_disk(tmp_path: Path) -> None:
             == one.core.tier_bytes[next(tier for tier in one.core.tier_bytes if tier.value == "memory")]
         )
         one.core.validate()
-
-
-# ---- the durable tier
-
-
-async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
-    (tmp_path / "bucket").write_text("a file in the way")
-    async with relay(durable=f"file://{tmp_path}/bucket/below") as one, client(one.address) as worker:
-        await worker.begin(kind="durable")
-        await worker.manifest(TWO)
-        for chunk in TWO.chunks:
-            await worker.put(chunk)
-        assert "bucket" in (await worker.commit(status=503))["detail"]
-        assert (await worker.show())["checkpoint"]["state"] == "uploading"
-        assert await worker.pack() == TWO.pack
-
-
-async def test_a_durable_checkpoint_is_found_again_after_everything_local_was_lost(tmp_path: Path) -> None:
-    local, url = tmp_path / "local", f"file://{tmp_path}/bucket"
-    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
-        await worker.begin(kind="durable")
-        await worker.manifest(ONE)
-        for chunk in ONE.chunks:
-            await worker.put(chunk)
-        await worker.commit()
-        await worker.store(TWO, "live", 2)
-        async with asyncio.timeout(DEADLINE):
-            while not (await worker.show())["checkpoint"]["durable"]:  # noqa: ASYNC110 - nothing tells it
-                await asyncio.sleep(0.01)
-    shutil.rmtree(local)
-    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
-        assert await worker.list() == ["c1"], "live ones are not copied"
-        assert await worker.pack() == ONE.pack
-        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
-    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
-
-
-async def test_a_copy_that_was_not_completed_is_no_checkpoint_and_a_damaged_chunk_is_not_served(tmp_path: Path) -> None:
-    url, bucket = f"file://{tmp_path}/bucket", tmp_path / "bucket" / "job"
-    for number, one_state in enumerate((ONE, TWO), 1):
-        async with relay(durable=url) as one, client(one.address) as worker:
-            await worker.begin(f"c{number}", number, kind="durable")
-            await worker.manifest(one_state, f"c{number}")
-            for chunk in one_state.chunks:
-                await worker.put(chunk)
-            await worker.commit(f"c{number}")
-            assert (bucket / f"c{number}" / "record").exists(), "without a disk a commit waits for the durable tier"
-    (bucket / "c1" / "record").unlink()
-    flip(bucket / "c2" / "chunks" / TWO.digests[1])
-    async with relay(durable=url, memory=SMALL) as one, client(one.address) as worker:
-        assert await worker.list() == ["c2"]
-        assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0]
-        await worker.chunk(TWO.digests[1], 410)
-        assert one.chunks.damaged["durable"] == 1

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
+from keepstep_mesh import http as mesh_http
 from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.errors import AuthError, ProtocolError
 from keepstep_mesh.http import PROBLEM_JSON, ROLE, Problem, Route, client_session, raise_for_problem, read_json
@@ -60,6 +61,18 @@ async def running(**changes) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]
         client_session(token) as http,
     ):
         yield endpoint.url, http
+
+
+async def test_a_json_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_http, "BODY_SECONDS", 0.1)
+    async with serving(Service("test", routes()), "127.0.0.1", 0) as endpoint:
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"a"')
+        async with asyncio.timeout(DEADLINE):
+            assert b" 408 " in await reader.readline()
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_port_zero_is_any_free_one_and_it_is_told() -> None:
@@ -270,7 +283,8 @@ PROGRAM = """
 import sys
 from contextlib import asynccontextmanager
 from keepstep_mesh import logging
-from keepstep_mesh.service import Service, run
+from keepstep_mesh.listen_settings import ListenSettings
+from keepstep_mesh.service import Hosted, Service, run_several
 
 @asynccontextmanager
 async def lifespan():
@@ -278,8 +292,8 @@ async def lifespan():
     print("ended", flush=True)
 
 logging.configure(as_json=True)
-run(lambda: Service("test", [], lifespan), "127.0.0.1", 0, uvloop=sys.argv[1] == "uvloop",
-    started=lambda at: print(at.url, flush=True))
+one = Hosted(lambda: Service("test", [], lifespan), ListenSettings(), lambda at: print(at.url, flush=True))
+run_several([one], uvloop=sys.argv[1] == "uvloop")
 """
 
 

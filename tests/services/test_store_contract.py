@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -347,19 +347,9 @@ def test_a_disk_that_takes_no_more_is_a_clear_error_and_the_store_goes_on_when_i
     assert str(tmp_path) in done.stdout
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-async def test_a_full_disk_is_named(tiny_disk: Path):
-    store = await open_store(f"sqlite://{tiny_disk}/x.db")
+@pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
+async def test_a_full_disk_is_named(small_disk: Path):
+    store = await open_store(f"sqlite://{small_disk}/x.db")
     with pytest.raises(StoreError, match="the disk is full"):
         await store.put("large", bytes(4_000_000))
     assert await store.get("large") is None

@@ -225,6 +225,16 @@ async def test_a_peer_that_does_not_read_is_cut_off_and_bounds_memory() -> None:
         assert "does not read" in await peer.lost()
 
 
+async def test_a_peer_that_asks_on_and_does_not_read_the_answers_is_cut_off() -> None:
+    async with echo_server() as (url, peers), raw(url) as (_, writer):
+        peer, pings = await peers.get(), frame(0x89, bytes(125)) * 1000
+        async with asyncio.timeout(DEADLINE):
+            while not peer.link.closed.done() and not writer.is_closing():
+                writer.write(pings)
+                await asyncio.sleep(0)
+        assert "does not read" in await peer.lost()
+
+
 async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
         peer = Peer()
@@ -293,7 +303,7 @@ async def test_a_frozen_connection_delivers_when_it_thaws() -> None:
         await peer.link.connect(http, proxy.url)
         proxy.freeze()
         peer.link.send(b"later")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # nothing tells that nothing comes
         assert peer.frames.empty()
         proxy.thaw()
         assert await peer.next() == b"later"

@@ -1,7 +1,7 @@
 """Faults by hand, in the order that broke a draft of the rules of failing over. Each must pass.
 
 A trace yields seconds to wait, or what to wait for. ``A`` is the leader when it begins, ``B`` the one that stands by.
-``make mutants`` proves that they bite: each catches the mistake that it is named after.
+``make mutants`` shows of most of them which mistake they catch.
 """
 
 from __future__ import annotations

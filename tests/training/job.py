@@ -146,6 +146,11 @@ class Group:
         return [one.exit_code if one.exit_code is not None else -1 for one in self.ranks]
 
 
+def discarded(*groups: Group) -> list[dict[str, Any]]:
+    """What they said of steps that they did not commit."""
+    return [event for group in groups for event in group.lines if event["event"] == "discarded"]
+
+
 class Job:
     """Use as an async context manager. ``policy``: flags of the lighthouse.
 
@@ -178,7 +183,7 @@ class Job:
             await group.gone()
         await self.stop_lighthouse(signal.SIGTERM)
         try:
-            self.history = self.check_history()
+            self.check_history()
         except Exception as history:
             if error is None:
                 raise
@@ -186,14 +191,13 @@ class Job:
         finally:
             self._directory.cleanup()
 
-    def check_history(self) -> Report:
+    def check_history(self) -> None:
         """Fails on a violation, and on a history in which there is nothing to check."""
-        report = check_files([self.logs])
+        report = self.history = check_files([self.logs])
         told = "\n".join(summary_lines(report) + violation_lines(report))
         assert report.fine, f"{told}\n{self.report()}"
         assert report.event_logs, told
         assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
-        return report
 
     def host_of(self, _group: str) -> Host:
         """Where its processes run."""
@@ -236,6 +240,11 @@ class Job:
             }
             group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text), self.host_of(name)))
         return group
+
+    def assert_all_live(self) -> None:
+        """No process of any group has ended."""
+        codes = [one.exit_code for group in self.groups.values() for one in group.ranks]
+        assert set(codes) == {None}, f"{codes}\n{self.report()}"
 
     async def order(self, method: str, path: str, **body: Any) -> Any:
         """Asks the lighthouse's REST below /v1/jobs/default."""

@@ -124,10 +124,23 @@ class Mesh(Job):
         async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
             while True:
                 for number, address in enumerate(self.addresses):
-                    metrics = await _metrics(http, address)
+                    metrics = await _get(http, f"{address}/metrics")
                     if all(f"\n{one}\n" in metrics for one in wanted):
                         return number
+                await asyncio.sleep(0.02)  # nobody tells
+
+    async def not_ready(self, number: int, why: str) -> None:
+        """Returns when lighthouse ``number`` gives this as the reason why it is not ready."""
+        async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
+            while why not in await _get(http, f"{self.addresses[number]}/readyz"):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
+
+    async def succeeded(self, leader: int) -> int:
+        """The lighthouse that leads when ``leader`` does not any more."""
+        async with asyncio.timeout(DEADLINE):
+            while (found := await self.leader()) == leader:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
+        return found
 
     # ---- the network
 
@@ -176,9 +189,10 @@ class Mesh(Job):
             yield from several
 
 
-async def _metrics(http: aiohttp.ClientSession, address: str) -> str:
+async def _get(http: aiohttp.ClientSession, url: str) -> str:
+    """Nothing from who does not answer."""
     try:
-        async with http.get(f"{address}/metrics", timeout=aiohttp.ClientTimeout(1)) as answer:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(1)) as answer:
             return await answer.text()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return ""

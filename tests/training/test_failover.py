@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from etcd_server import EtcdCluster
 
-from .job import Group
+from .job import Group, discarded
 from .mesh import LEASE, Mesh
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
@@ -26,10 +27,6 @@ async def two_groups(mesh: Mesh) -> tuple[Group, Group]:
     return a, b
 
 
-def nobody_left(*groups: Group) -> None:
-    assert [one.exit_code for group in groups for one in group.ranks] == [None] * len(groups)
-
-
 async def test_the_leader_is_killed_again_and_again(etcd: EtcdCluster):
     async with Mesh(etcd, min_replicas=2) as mesh:
         a, b = await two_groups(mesh)
@@ -39,8 +36,8 @@ async def test_the_leader_is_killed_again_and_again(etcd: EtcdCluster):
             assert await mesh.leader() != leader
             await mesh.advance(a, b)
             await mesh.restart_node(leader)
-        nobody_left(a, b)
-        assert not [event for group in (a, b) for event in group.lines if event["event"] == "discarded"]
+        mesh.assert_all_live()
+        assert not discarded(a, b)
         assert mesh.assert_identical() >= 20
 
 
@@ -50,8 +47,8 @@ async def test_a_leader_that_is_told_to_stop_hands_over(etcd: EtcdCluster):
         assert await mesh.stop_node(0, signal.SIGTERM) == 0
         assert await mesh.leader() == 1
         await mesh.advance(a, b)
-        nobody_left(a, b)
-        assert not [event for group in (a, b) for event in group.lines if event["event"] == "discarded"]
+        mesh.assert_all_live()
+        assert not discarded(a, b)
 
 
 async def test_a_group_dies_together_with_the_leader(etcd: EtcdCluster):
@@ -62,8 +59,8 @@ async def test_a_group_dies_together_with_the_leader(etcd: EtcdCluster):
         await mesh.advance(a)
         await mesh.start("b")
         await mesh.advance(a, b)
-        nobody_left(a, b)
-        mesh.assert_identical()
+        mesh.assert_all_live()
+        assert mesh.assert_identical() >= 10
 
 
 async def test_a_frozen_leader_is_succeeded_and_changes_nothing_when_it_goes_on(etcd: EtcdCluster):
@@ -75,7 +72,7 @@ async def test_a_frozen_leader_is_succeeded_and_changes_nothing_when_it_goes_on(
         await mesh.signal_node(0, signal.SIGCONT)
         await mesh.advance(a, b, steps=30)
         assert await mesh.leader() == 1
-        nobody_left(a, b)
+        mesh.assert_all_live()
         assert mesh.assert_identical() >= 20
 
 
@@ -88,7 +85,7 @@ async def test_both_lighthouses_are_killed_and_started_again(etcd: EtcdCluster):
         for number in (1, 0):
             await mesh.restart_node(number)
         await mesh.advance(a, b)
-        nobody_left(a, b)
+        mesh.assert_all_live()
         assert mesh.assert_identical() >= 10
 
 
@@ -101,11 +98,14 @@ async def test_an_etcd_of_three_loses_one_node_and_then_two(etcd: EtcdCluster, t
             await mesh.advance(a)
             await mesh.start("b")
             await mesh.advance(a, b)
+            leader = await mesh.leader()
             own.nodes[1].kill()
             await mesh.advance(a, b)  # until the lease ends
-            await asyncio.sleep(1.5 * LEASE)  # nobody can lead now
+            await mesh.not_ready(leader, "the store does not")
+            await asyncio.sleep(1.5 * LEASE)  # the lease is over for a third of it, whatever the machine does
+            assert time.time() - max(group.lines[-1]["t"] for group in (a, b)) > LEASE / 4, "they stand still"
             for node in own.nodes[:2]:
                 node.start()
             await mesh.advance(a, b)
-            nobody_left(a, b)
-            mesh.assert_identical()
+            mesh.assert_all_live()
+            assert mesh.assert_identical() >= 20

@@ -9,7 +9,7 @@ import pytest
 
 from keepstep_cli.check_history import check_files, violation_lines
 
-from .job import Job
+from .job import Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -64,7 +64,7 @@ async def test_a_trainer_whose_main_thread_holds_the_gil_for_3_seconds_is_not_gi
         await job.advance(a, b)
         batches = [e["batches"] for e in a.lines if e["event"] == "committed" and e["step"] > min(b.committed())]
         assert {later - earlier for earlier, later in pairwise(batches)} == {2}, "b took part in every step"
-        assert not [e for e in (*a.lines, *b.lines) if e["event"] == "discarded"]
+        assert not discarded(a, b)
 
 
 async def test_a_group_that_is_late_takes_over_the_weights_of_the_others():
@@ -142,7 +142,7 @@ async def test_the_lighthouse_dies_and_comes_back_and_no_trainer_exits():
             await job.stop_lighthouse()
             await job.start_lighthouse()
             await job.advance(a, b)
-        assert [g.ranks[0].exit_code for g in (a, b)] == [None, None]
+        job.assert_all_live()
         assert job.assert_identical() >= 10
 
 
@@ -164,13 +164,13 @@ async def test_a_store_restored_from_a_backup_does_not_stop_the_job():
         store.write_bytes(backup)
         await job.start_lighthouse()
         await job.advance(a, b)
-        assert [g.ranks[0].exit_code for g in (a, b)] == [None, None]
+        job.assert_all_live()
         assert job.assert_identical() >= 10
         # the lighthouse counted anew until it was told better; in what the groups did there is nothing wrong
         (job.logs / "events.jsonl").rename(job.directory / "events")
         report = check_files([job.logs])
         assert report.fine, violation_lines(report)
-        job.check_history = lambda: report
+        job.check_history = lambda: None
 
 
 async def test_a_second_process_of_the_same_name_waits_for_the_first():
@@ -185,18 +185,6 @@ async def test_a_second_process_of_the_same_name_waits_for_the_first():
         a.kill()
         await job.advance(b, twin)
         assert job.assert_identical() >= 10
-
-
-async def test_sigterm_finishes_the_step_leaves_and_exits_0():
-    async with Job() as job:
-        a, b = [await job.start(name) for name in ("a", "b")]
-        await job.advance(a, b)
-        b.kill(number=signal.SIGTERM)
-        assert await b.exit_codes() == [0]
-        before = len([e for e in a.lines if e["event"] == "discarded"])
-        await job.advance(a)
-        assert len([e for e in a.lines if e["event"] == "discarded"]) == before, "leaving costs nobody a step"
-        assert any(e["event"] == "left" and e["reason"] == "SIGTERM" for e in b.lines)
 
 
 async def test_a_job_of_fixed_length_ends_by_itself():

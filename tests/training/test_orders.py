@@ -9,21 +9,16 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from . import trainer
-from .job import DEADLINE, Group, Job
+from .job import DEADLINE, Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
 PATIENT = ("--reconnect-grace", "30", "--join-timeout", "30", "--heartbeat-timeout", "30")
 """Who had to wait for a group would wait for so long."""
-
-
-def discarded(*groups: Group) -> list[dict[str, Any]]:
-    return [event for group in groups for event in group.lines if event["event"] == "discarded"]
 
 
 async def tell_to_leave(job: Job, group: Group, how: str) -> None:

@@ -118,6 +118,13 @@ def test_a_damaged_line_is_a_violation(logs: Path) -> None:
     assert "unreadable" in said.output
 
 
+def test_names_that_no_encoding_has_are_printed_all_the_same(tmp_path: Path) -> None:
+    begun = {"id": (1 << 32) + 1, "epoch": 1, "job": "", "kind": "term", "replica_id": ""}
+    lines = [{**begun, "detail": {"owner": "\ud800"}}, {**begun, "id": begun["id"] + 1, "detail": {"owner": "b"}}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "epoch 1 is used by \\ud800 and by b" in check(tmp_path).output
+
+
 def test_other_files_of_a_folder_are_left_alone(logs: Path) -> None:
     (logs / "other.jsonl").write_text('{"loss": 0.5}\n')
     (logs / "train.log").write_text("step 1\n")

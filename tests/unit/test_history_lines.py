@@ -47,6 +47,7 @@ def test_a_line_that_a_kill_cut_off_is_none() -> None:
     ("line", "why"),
     [
         (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "no event log and no step log"),
         (b'{"event": "committed"}', "no event log and no step log"),
         (b'{"n": 1, "event": "danced"}', "no event 'danced'"),

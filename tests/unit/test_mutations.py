@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mutants import mutations
 from mutants.mutations import MUTATIONS, Mutation, Trace
-from mutants.run import found_once
+from mutants.run import ROOT, found_once
 from simulation.traces import TRACES
 
 
@@ -17,5 +18,7 @@ def test_a_mistake_can_be_made_in_one_place_and_no_other(mutation: Mutation) -> 
 
 def test_every_check_of_a_mistake_is_there() -> None:
     assert {one.check.name for one in MUTATIONS if isinstance(one.check, Trace)} <= set(TRACES)
+    for path, _, test in (one.check.id.partition("::") for one in MUTATIONS if isinstance(one.check, mutations.Test)):
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"{path}::{test}"
     names = [one.name for one in MUTATIONS]
     assert len(names) == len(set(names))

@@ -22,7 +22,7 @@ from keepstep.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
-from keepstep.process_group.works import CompletedWork
+from keepstep.process_group.works import CompletedWork, JointWork
 
 VALUE = torch.tensor([1.0, 2.0, 3.0])
 
@@ -240,3 +240,19 @@ def test_errors_surface_through_torchs_functional_collectives(world) -> None:
     with pytest.raises(RuntimeError, match="injected"):
         dist.all_reduce(VALUE.clone(), group=group)
     group.unregister()
+
+
+def test_of_several_works_each_is_waited_for_although_the_first_fails():
+    class Slow(CompletedWork):
+        over = False
+
+        def wait(self, timeout=timedelta(0)):
+            self.over = True
+            return super().wait(timeout)
+
+    failing = FakeProcessGroupWrapper(ProcessGroupDummy())
+    failing.report_future_error(TimeoutError("a peer is stuck"))
+    slow = Slow([])
+    with pytest.raises(TimeoutError, match="a peer is stuck"):
+        JointWork([failing.allreduce([torch.ones(1)]), slow], []).wait()
+    assert slow.over

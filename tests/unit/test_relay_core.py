@@ -15,6 +15,7 @@ from keepstep_relay.events import (
     ChunkLost,
     ChunkTaken,
     CommitAsked,
+    Copied,
     Drop,
     Event,
     Evict,
@@ -222,6 +223,17 @@ def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
     assert not relay.core.to_come(A), "nobody is uploading it"
     relay(ChunkCame(A, MEMORY))
     assert relay.core.checkpoints[C1].complete
+
+
+def test_a_copy_of_another_checkpoint_is_no_place_to_leave_a_chunk_to():
+    relay = Driver(reading_seconds=0)
+    relay.stored(C1, A, kind=Kind.DURABLE)
+    relay.stored(C2, A, step=2)
+    relay(Copied(C1))
+    assert relay(RoomWanted(1), at=1) == [], "the copy goes with its checkpoint"
+    relay(Removed(C1, "x"))
+    assert relay.core.chunks[A].tiers == {MEMORY}
+    assert relay(RoomWanted(1), at=2) == []
 
 
 def test_a_committed_checkpoint_does_not_change():

@@ -16,6 +16,7 @@ from keepstep_relay.events import (
     ChunkLost,
     ChunkTaken,
     CommitAsked,
+    Copied,
     Decision,
     Drop,
     Event,
@@ -46,6 +47,7 @@ WHOLE = st.sampled_from([bytes([letter]) * 16 for letter in b"abc"])
 SHORT = st.sampled_from([bytes([letter]) * 16 for letter in b"uv"])
 DIGESTS = WHOLE | SHORT
 TIERS = st.sampled_from(list(Tier))
+UPLOADED = st.sampled_from([Tier.MEMORY, Tier.DISK])
 RANKS = st.integers(0, 2)
 
 
@@ -59,6 +61,8 @@ class Onlooker(RuleBasedStateMachine):
         )
         self.now = 0.0
         self.tiers: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        self.copies: dict[Key, set[bytes]] = {}
+        """In the durable tier, by checkpoint."""
         self.taken: list[bytes] = []
         self.sealing: dict[Key, tuple[bytes, ...]] = {}
         self.committed: set[Key] = set()
@@ -82,12 +86,17 @@ class Onlooker(RuleBasedStateMachine):
                         assert digest not in self.taken, "evicted under a reader"
                         self.tiers[Tier.MEMORY].remove(digest)
                         assert any(digest in tier for tier in self.tiers.values()), "evicted from its last tier"
+                        users = {key for key, _ in self.core.chunks[digest].users}
+                        assert digest in self.tiers[Tier.DISK] or users <= set(self.copies), (
+                            "only another's copy has it"
+                        )
                 case Seal(key, digests):
                     assert all(any(digest in tier for tier in self.tiers.values()) for digest in digests)
                     self.sealing[key] = digests
                 case Forget(key):
                     assert asked or deadline <= self.now or isinstance(event, Sealed), "nothing was due"
                     self.committed.discard(key)
+                    self.tiers[Tier.DURABLE] -= self.copies.pop(key, set()) - set().union(*self.copies.values())
         return decisions
 
     @rule(key=KEYS, step=st.integers(0, 3), ranks=st.integers(1, 2))
@@ -102,13 +111,18 @@ class Onlooker(RuleBasedStateMachine):
     def root(self, key: Key, rank: int, root: bytes) -> None:
         self.step(RootSaid(key, rank, "p", root * 32))
 
-    @rule(digest=DIGESTS, tier=TIERS)
+    @rule(digest=DIGESTS, tier=UPLOADED)
     def chunk(self, digest: bytes, tier: Tier) -> None:
         self.tiers[tier].add(digest)
         self.step(ChunkCame(digest, tier))
 
     @rule(
-        key=KEYS, step=st.integers(0, 3), whole=st.lists(WHOLE, max_size=3), last=SHORT, tier=TIERS, done=st.booleans()
+        key=KEYS,
+        step=st.integers(0, 3),
+        whole=st.lists(WHOLE, max_size=3),
+        last=SHORT,
+        tier=UPLOADED,
+        done=st.booleans(),
     )
     def upload(self, key: Key, step: int, whole: list[bytes], last: bytes, tier: Tier, done: bool) -> None:
         self.begins(key, step, 1)
@@ -125,6 +139,14 @@ class Onlooker(RuleBasedStateMachine):
         if digest in self.tiers[tier] and digest not in self.taken:
             self.tiers[tier].discard(digest)
             self.step(ChunkLost(digest, tier))
+
+    @rule(key=KEYS)
+    def copied(self, key: Key) -> None:
+        one = self.core.checkpoints.get(key)
+        if one is not None and one.complete:
+            self.copies[key] = {digest for digest, _ in one.chunks()}
+            self.tiers[Tier.DURABLE] |= self.copies[key]
+            self.step(Copied(key))
 
     @rule(key=KEYS, rank=RANKS, error=st.sampled_from([None, None, "x"]))
     def report(self, key: Key, rank: int, error: str | None) -> None:

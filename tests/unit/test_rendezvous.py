@@ -70,7 +70,7 @@ async def call(function, *args):
 async def begun(awaitable: Awaitable[object]) -> asyncio.Task[object]:
     """A task that is given time to get to where it waits."""
     task = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # a thread that waits tells nobody; too short, the test sees less and passes
     assert not task.done()
     return task
 
@@ -99,7 +99,7 @@ async def test_a_wait_is_for_all_keys(make) -> None:
     waiting = await begun(call(one.wait, ["a", "b", "c"]))
     for key in ("c", "a"):
         await call(other.set, key, b"x")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # as in ``begun``
     assert not waiting.done()
     await call(other.set, "b", b"x")
     await waiting

@@ -50,6 +50,14 @@ def test_lines_say_who_wrote_them_and_are_numbered(path: Path) -> None:
     ]
 
 
+def test_a_file_that_cannot_be_written_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_LOG_ENV, str(tmp_path / "nowhere" / "steps.jsonl"))
+    with pytest.raises(ValueError, match=r"KEEPSTEP_STEP_LOG=.*steps\.jsonl cannot be written: No such file"):
+        StepLog("job", "a:1", 0)
+
+
 def test_a_quorum_is_written_when_it_is_another_or_its_group_was_built(path: Path) -> None:
     log = StepLog("job", "a:1", 0)
     first = plan_of(1, "a:1", "b:1")

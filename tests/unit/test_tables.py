@@ -45,3 +45,8 @@ def test_replicas_fit_80_columns_each_on_a_line_of_its_own(
     assert [row[0] for row in rows] == ["train_ddp_0:9a7c6573", "r1:9a7c6573", "r2:9a7c6573"]
     assert rows[0][1:] == ["training", "yes", "123456", "8", "13", "ms", "ago", "1.5", "s", "43%"]
     assert lines[-2:] == ["r1:9a7c6573 waits: another has the same name", "r2:9a7c6573: left: SIGTERM"]
+
+
+def test_a_reason_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show_event({"id": 1, "time": 0, "kind": "drain", "replica_id": "r0:1", "detail": {"reason": "[b] :bug:"}})
+    assert capsys.readouterr().out.endswith("  r0:1  reason=[b] :bug:\n")

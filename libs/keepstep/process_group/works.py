@@ -41,7 +41,16 @@ class JointWork(Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait(timeout) for work in self._works])  # noqa: C419  each is waited for
+        """Returns, or raises the first error, when all are over."""
+        succeeded, first = True, None
+        for work in self._works:
+            try:
+                succeeded &= work.wait(timeout)
+            except Exception as error:  # noqa: BLE001  raised below
+                first = first or error
+        if first is not None:
+            raise first
+        return succeeded
 
     def get_future(self) -> Future[Any]:
         def tensors(works: Future[list[Future[Any]]]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -143,6 +144,31 @@ def test_no_sync_accumulates_and_the_last_pass_averages_all(lighthouse):
         ddp(torch.ones(1, 1)).sum().backward()
         assert m.should_commit()
         assert model.weight.grad.item() == 2.0
+
+
+def test_a_backward_pass_that_raised_does_not_keep_the_next_from_averaging(lighthouse):
+    class OutOfMemory(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx, _gradient):
+            raise MemoryError
+
+    model = nn.Linear(1, 1, bias=False)
+    with manager(lighthouse, "a") as m:
+        pure = PureDistributedDataParallel(m, model)
+        m.start_quorum()
+        x = OutOfMemory.apply(torch.ones(1, 1, requires_grad=True))
+        with pytest.raises(MemoryError):
+            pure(x).sum().backward()
+        assert m.should_commit()
+        m.start_quorum()
+        with unittest.mock.patch.object(m, "allreduce", wraps=m.allreduce) as averaged:
+            pure(torch.ones(1, 1)).sum().backward()
+        averaged.assert_called_once()
+        assert m.should_commit()
 
 
 FIRST_WRAP_OF_A_PROCESS = """

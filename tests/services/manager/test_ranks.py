@@ -129,6 +129,21 @@ def test_a_rank_that_goes_between_two_steps_ends_nobody(lighthouse, ended):
     assert ended.empty()
 
 
+def test_a_rank_whose_step_fails_for_another_rank_is_told_so(lighthouse):
+    place = place_to_meet()
+
+    def rank(number: int) -> tuple[bool, str]:
+        with manager(lighthouse, "g", rank=number, **place) as m:
+            m.start_quorum()
+            m.wait_quorum()
+            if number == 1:
+                m.report_error(RuntimeError("out of memory"))
+            return m.should_commit(), str(m.errored())
+
+    both = together(lambda: rank(0), lambda: rank(1))
+    assert both == [(False, "another rank of this group voted no"), (False, "out of memory")]
+
+
 class Flaky(HTTPTransport[dict[str, Any]]):
     """Its first heal fails, before it has touched any state."""
 

@@ -59,10 +59,31 @@ def test_an_evicted_rank_says_so_before_it_ends(capsys):
     assert capsys.readouterr().err == "keepstep: this group was evicted: bad GPU; its ranks end (exit 77)\n"
 
 
-def test_a_bad_duration_in_the_environment_is_named(monkeypatch, lighthouse):
-    monkeypatch.setenv("KEEPSTEP_TIMEOUT_SEC", "soon")
-    with pytest.raises(ValueError, match=r"KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"):
-        Manager(ProcessGroupGloo(), lighthouse_addr=lighthouse)
+@pytest.mark.parametrize(
+    ("variables", "arguments", "message"),
+    [
+        ({"KEEPSTEP_TIMEOUT_SEC": "soon"}, {}, "KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"),
+        ({"TORCHFT_TIMEOUT_SEC": "inf"}, {}, "TORCHFT_TIMEOUT_SEC='inf' must be a positive number of seconds"),
+        ({"TORCHFT_MANAGER_PORT": "http"}, {}, "TORCHFT_MANAGER_PORT='http' must be a whole number"),
+        ({"KEEPSTEP_MANAGER_PORT": "70000"}, {}, r"port=70000 \(KEEPSTEP_MANAGER_PORT\): there are 1 to 65535"),
+        ({"KEEPSTEP_QUORUM_RETRIES": "-1"}, {}, "quorum_retries=-1 must be at least 0"),
+        ({}, {"quorum_retries": -1}, "quorum_retries=-1 must be at least 0"),
+        ({}, {"quorum_timeout": timedelta(seconds=-1)}, r"quorum_timeout=-1 day, 23:59:59 must be positive"),
+        ({"MASTER_PORT": "tcp://10.0.0.1:1"}, {"world_size": 2}, r"MASTER_PORT='tcp://10.0.0.1:1' must be a whole"),
+        ({"WORLD_SIZE": "two"}, {}, "WORLD_SIZE='two' must be a whole number; torchrun"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_named(monkeypatch, lighthouse, variables, arguments, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        Manager(ProcessGroupGloo(), lighthouse_addr=lighthouse, **arguments)
+
+
+def test_a_lighthouse_whose_name_is_not_known_yet_is_looked_for_until_the_connect_timeout():
+    limit = timedelta(seconds=0.5)
+    with pytest.raises(TimeoutError, match=r"there is no host nobody\.invalid"):
+        Manager(ProcessGroupGloo(), lighthouse_addr="http://nobody.invalid:1", connect_timeout=limit)
 
 
 def test_a_lighthouse_and_a_port_that_are_given_are_not_those_of_the_environment(lighthouse, monkeypatch):

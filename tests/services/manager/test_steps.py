@@ -231,6 +231,6 @@ def test_a_rank_that_gives_its_step_up_makes_its_group_vote_no_at_once(lighthous
 def test_a_constructor_that_fails_leaves_nothing_running(lighthouse, monkeypatch):
     monkeypatch.setenv("KEEPSTEP_STEP_LOG", "/proc/nowhere/steps.jsonl")
     before = threading.enumerate()
-    with pytest.raises(OSError, match="nowhere"), manager(lighthouse, "a"):
+    with pytest.raises(ValueError, match="nowhere"), manager(lighthouse, "a"):
         pass
     assert [thread for thread in threading.enumerate() if thread not in before] == []

@@ -35,6 +35,13 @@ async def test_a_query_that_will_not_do_is_a_problem(query: str) -> None:
         assert query.partition("=")[0] in problem["detail"]
 
 
+async def test_a_number_that_no_event_can_have_is_passed_over() -> None:
+    async with scene(1) as (_, rest, _members):
+        headers = {"Last-Event-ID": "9" * 5000}
+        async with rest.http.get(f"{rest.address}{JOB}/events?follow=1", headers=headers) as stream:
+            assert (await next_event(stream))["kind"] == "joined"
+
+
 async def next_event(stream: aiohttp.ClientResponse) -> dict[str, Any]:
     async with asyncio.timeout(DEADLINE):
         async for line in stream.content:

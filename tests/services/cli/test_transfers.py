@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.services.cli.scene import keepstep
 
 from command import environment, process
 from keepstep_cli.ranks import free_port
@@ -32,18 +33,14 @@ THREE = state(1, 20 * MIB)
 """Three chunks: 8, 8 and 4 MiB."""
 
 
-async def keepstep(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output, errors."""
-    async with process("transfers", "--job", "job", *arguments) as started, asyncio.timeout(DEADLINE):
-        out, error = await started.communicate()
-    assert started.returncode is not None
-    return started.returncode, out.decode(), error.decode()
+async def transfers(*arguments: str) -> str:
+    said = await keepstep("transfers", "--job", "job", *arguments)
+    assert said.code == 0, said.err
+    return said.out
 
 
 async def as_json(*arguments: str) -> Any:
-    code, out, error = await keepstep(*arguments, "--json")
-    assert code == 0, error
-    return json.loads(out)
+    return json.loads(await transfers(*arguments, "--json"))
 
 
 @asynccontextmanager
@@ -86,16 +83,14 @@ async def test_a_heal_is_shown_with_bytes_rate_and_time_left() -> None:
             "bytes_per_second": 12.5 * MIB,
             "seconds_left": 4.0,
         }
-        code, out, error = await keepstep(*at)
-        assert code == 0, error
+        out = await transfers(*at)
         assert re.search(r" b:1 +7 +a:1 +relay +50% of 100\.0 MiB +12\.5 MiB/s +4 s ", out), out
 
 
 async def test_a_heal_of_which_little_is_known_yet_is_shown_as_it_is() -> None:
     async with groups() as (at, (_, b)):
         await heals(b, at, Healing(0, 0, 0.0, 7))
-        code, out, error = await keepstep(*at)
-        assert code == 0, error
+        out = await transfers(*at)
         assert re.search(r" b:1 +7 +- +- +0 B +0 B/s +- ", out), out
 
 
@@ -112,8 +107,7 @@ async def test_uploads_are_shown_of_each_relay_with_what_is_there_of_all() -> No
         assert (first["bytes_done"], first["bytes_total"]) == (12 * MIB, len(THREE.pack))
         assert (second["relay"], second["id"], second["state"]) == ("west", "s8", "begun")
         assert (second["bytes_total"], second["seconds_left"]) == (0, None)
-        code, out, error = await keepstep(*at)
-        assert code == 0, error
+        out = await transfers(*at)
         assert re.search(r" east +s7 +7 +uploading +60% of 20\.0 MiB ", out), out
         assert re.search(r" west +s8 +8 +begun +0 B +0 B/s +- ", out), out
 
@@ -130,10 +124,9 @@ async def test_the_rate_of_an_upload_is_that_of_the_last_seconds() -> None:
 
 async def test_when_nothing_moves_it_is_said() -> None:
     async with groups() as (at, _):
-        code, out, _ = await keepstep(*at)
-        assert (code, out) == (0, "nothing moves: no heal in job job, no relay is registered\n")
+        assert await transfers(*at) == "nothing moves: no heal in job job, no relay is registered\n"
         async with registered(at, "east"):
-            assert (await keepstep(*at))[1] == "nothing moves: no heal in job job, no upload to east\n"
+            assert await transfers(*at) == "nothing moves: no heal in job job, no upload to east\n"
 
 
 async def test_a_relay_that_does_not_answer_is_named_and_the_rest_is_shown() -> None:
@@ -144,14 +137,14 @@ async def test_a_relay_that_does_not_answer_is_named_and_the_rest_is_shown() -> 
         assert [one["replica_id"] for one in found["heals"]] == ["b:1"]
         (east,) = found["relays"]
         assert east["trouble"].startswith(f"{address}: ")
-        assert f"relay east: {address}: " in (await keepstep(*at))[1]
+        assert f"relay east: {address}: " in await transfers(*at)
 
 
 async def test_a_job_that_is_not_there_is_no_job_in_which_nothing_moves() -> None:
     async with lighthouse() as one:
-        code, _, error = await keepstep("--lighthouse", one.address)
-        assert code == 4
-        assert "there is no job 'job'" in error
+        said = await keepstep("transfers", "--job", "job", "--lighthouse", one.address)
+        assert said.code == 4
+        assert "there is no job 'job'" in said.err
 
 
 async def test_follow_looks_again_until_it_is_interrupted() -> None:

@@ -8,18 +8,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.services.cli import scene
+
+import keepstep_relay.__main__
 from command import process
 from relay_driver import DEADLINE, client, relay_process, state
 
 ONE, TWO = state(1, 9 << 20), state(2, 5000)
 
 
-async def keepstep(*arguments: str, **variables: str) -> tuple[int, str]:
+async def keepstep(*arguments: str) -> tuple[int, str]:
     """(exit code, all that it says)."""
-    async with process(*arguments, **variables) as started, asyncio.timeout(DEADLINE):
-        out, error = await started.communicate()
-    assert started.returncode is not None
-    return started.returncode, (out + error).decode()
+    said = await scene.keepstep(*arguments)
+    return said.code, said.out + said.err
 
 
 async def as_json(*arguments: str) -> Any:
@@ -108,3 +110,25 @@ async def test_without_a_relay_it_is_said_what_to_do(tmp_path: Path) -> None:
     code, text = await keepstep("relay", "--bind", "127.0.0.1:0", "--durable", "nowhere://x")
     assert code == 1
     assert "--durable nowhere://x" in text
+
+
+def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_TLS_CA", "/nowhere/ca.pem")
+    assert keepstep_relay.__main__.main(["--bind=127.0.0.1:0", "--lighthouse=https://127.0.0.1:1"]) == 1
+    assert "the CA file /nowhere/ca.pem cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--keep-live=-1", "keep_live must be 0 or more, not -1"),
+        ("--upload-timeout=0", "upload_timeout must be more than 0"),
+        ("--body-timeout=0", "body_timeout must be more than 0"),
+        ("--bind=nowhere", "bind 'nowhere': not an address to listen on"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keepstep_relay.__main__.main([flag]) == 1
+    assert words in capsys.readouterr().err

@@ -246,6 +246,18 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         assert not [line for line in process.stderr if not line.startswith("[run] ")]
 
 
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_full_disk_under_its_output_loses_lines_and_not_the_job(tmp_path: Path, full: str) -> None:
+    (tmp_path / "script.py").write_text(f'import sys\nfor _ in range(999):\n    print("y" * 999, file=sys.{full})\n')
+    command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "1", "--lighthouse", "x:1", "script.py"]
+    with Path("/dev/full").open("w") as disk:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
+        done = subprocess.run(command, cwd=tmp_path, **streams, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0
+    if full == "stdout":
+        assert done.stderr.count("standard output takes nothing (No space left on device)") == 1
+
+
 def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None:
     done = keepstep(tmp_path, "run", "--replicas", "1", "--", "nothing.py")
     assert done.returncode == 2

@@ -1,0 +1,55 @@
+"""What every service can be told: where it listens, who may ask it, and what it shows to others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepstep_mesh.auth import Tokens, watched_tokens
+from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.settings import Settings, base_url, bind_address, boolean
+from keepstep_mesh.tls import TlsFiles, tls_of_client, tls_of_service
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenSettings:
+    """``bind``: host:port, port 0 for any free one. ``tls``: files of its certificate; without, it speaks plain HTTP.
+
+    ``insecure``: listen beyond this machine without a token. ``advertise``: where others reach it, None: where it
+    listens. ``peer_tls``: certificates for its connections to lighthouses.
+    """
+
+    bind: str = "127.0.0.1:0"
+    tokens: Tokens | FromFiles[Tokens] = field(default_factory=Tokens)
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    insecure: bool = False
+    advertise: str | None = None
+    peer_tls: TlsFiles = field(default_factory=TlsFiles)
+
+    def own_token(self) -> str | None:
+        """The one of those it takes that it shows to other services."""
+        return (self.tokens.value if isinstance(self.tokens, FromFiles) else self.tokens).for_services()
+
+
+def read_listen_settings(settings: Settings, service: str, bind: str) -> dict[str, Any]:
+    """The fields of ``ListenSettings``; those of files from ``<service>_token_file``, ``_tls_cert``, ``_key``, ``_ca``.
+
+    ``bind``: unless said otherwise. Raises ``ValueError`` that names what is wrong, ``AuthError`` for tokens.
+    """
+    bind = settings.get(f"{service}_bind", str, bind)
+    try:
+        bind_address(bind)
+    except ValueError as error:
+        raise ValueError(f"bind {bind!r}: {error}") from error
+    tls = tls_of_service(settings, service)
+    advertise = settings.get(f"{service}_advertise", str, None)
+    if advertise is not None:
+        advertise = base_url(advertise if "://" in advertise else f"{'https' if tls else 'http'}://{advertise}")
+    return {
+        "bind": bind,
+        "tokens": watched_tokens(settings.environ, settings.path(f"{service}_token_file")),
+        "tls": tls,
+        "insecure": settings.get(f"{service}_insecure", boolean, default=False),
+        "advertise": advertise,
+        "peer_tls": tls_of_client(environ=settings.environ) or tls,
+    }

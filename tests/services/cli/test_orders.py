@@ -1,0 +1,111 @@
+"""`keepstep drain`, `evict`, `readmit`, `policy`: what an operator orders."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from aiohttp import web
+from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
+
+from keepstep_mesh.auth import Access, Tokens
+from keepstep_mesh.http import Route
+from keepstep_mesh.messages import Drain, Evicted
+from keepstep_mesh.service import Service, serving
+
+
+async def test_drain_asks_the_group_to_leave() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("drain", "r1", "--reason", "new cable", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"drain.*r1", said.out)
+        push = await job.groups[1].push_of(Drain)
+        assert isinstance(push, Drain)
+        assert "new cable" in push.reason
+
+
+async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("evict", "r1", "--ban", "10m", "--reason", "sick", "--json", *job.at)
+        assert said.code == 0, said.err
+        assert json.loads(said.out)["kind"] == "evicted"
+        assert (await keepstep("evict", "r7", "--ban", "1m", *job.at)).out.startswith(
+            "no group r7 is there now; r7 is "
+        )
+        push = await job.groups[1].push_of(Evicted)
+        assert isinstance(push, Evicted)
+        assert push.ban_seconds > 0
+        assert re.search(r"r1 until \d\d:\d\d:\d\d", (await keepstep("status", *job.at)).out)
+        said = await keepstep("readmit", "r1", *job.at)
+        assert said.code == 0, said.err
+        assert said.out.startswith("r1, r1:1 may come back\n")
+        assert (await keepstep("readmit", "r1", *job.at)).out.startswith("nothing to do: nothing stands against r1\n")
+        bans = json.loads((await keepstep("status", "--json", *job.at)).out)["jobs"][0]["bans"]
+        assert [ban["target"] for ban in bans] == ["r7"]
+
+
+async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("policy", *job.at)
+        assert said.code == 0, said.err
+        assert re.search(r"min replicas +2 ", said.out)
+        assert re.search(r"takeover grace +the heartbeat timeout", said.out)
+        flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
+        flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
+        changed = await keepstep("policy", "default", *flags, *job.at)
+        assert changed.code == 0, changed.err
+        assert re.search(r"join timeout +500 ms", changed.out)
+        assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
+        again = await keepstep("policy", "--max-replicas", "4", *job.at)
+        assert again.code == 0
+        assert again.out.splitlines()[-1] == "nothing to do: it was so before"
+        assert (await keepstep("policy", "default", "--job", "other", *job.at)).code == 2
+        assert json.loads((await keepstep("policy", *job.at, "--json")).out) == {
+            "min_replicas": 1,
+            "max_replicas": 4,
+            "join_timeout": 0.5,
+            "heal_timeout": 120.0,
+            "heartbeat_timeout": 7.0,
+            "reconnect_grace": 1.0,
+            "takeover_grace": 3.0,
+            "initial_replicas": 0,
+        }
+        answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
+        assert answer["policy"]["takeover_grace"] is None
+        assert answer["event"]["kind"] == "policy"
+        refused = await keepstep("policy", "--min-replicas", "5", *job.at)
+        assert refused.code == 4
+        assert "max_replicas 4 is less than min_replicas 5" in refused.err
+        assert (await keepstep("policy", "night", *job.at)).code == 4
+
+
+async def test_orders_need_the_admin_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{ADMIN}\n")
+    async with running("r0", tokens=Tokens(worker=WORKER, admin=ADMIN)) as job:
+        for variables in ({}, {"KEEPSTEP_TOKEN": "wrong"}, {"KEEPSTEP_TOKEN": WORKER}):
+            said = await keepstep("drain", "r0", *job.at, **variables)
+            assert said.code == 4, said
+            assert "--token-file or KEEPSTEP_TOKEN" in said.err
+        assert (await keepstep("replicas", *job.at, KEEPSTEP_TOKEN=WORKER)).code == 0
+        assert (await keepstep("replicas", *job.at, KEEPSTEP_TOKEN_FILE=str(tmp_path / "token"))).code == 0
+        flag = await keepstep("drain", "r0", *job.at, "--token-file", str(tmp_path / "token"), KEEPSTEP_TOKEN="wrong")
+        assert flag.code == 0, flag.err
+
+
+async def test_an_order_follows_to_the_lighthouse_that_leads_and_takes_its_token_along() -> None:
+    tokens = Tokens(worker=WORKER, admin=ADMIN)
+    async with running("r0", tokens=tokens) as job:
+        places = [job.lighthouse.address]
+
+        async def elsewhere(request: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"Location": f"{places[-1]}{request.path}"})
+
+        route = Route("POST", "/v1/{all:.*}", elsewhere, Access.ADMIN)
+        async with serving(Service("follower", [route]), "127.0.0.1", 0, tokens=tokens) as follower:
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 0, said.err
+            places.append(follower.url)
+            said = await keepstep("drain", "r0", "--lighthouse", follower.url, KEEPSTEP_TOKEN=ADMIN)
+            assert said.code == 3
+            assert f"{follower.url}: does not lead; {follower.url} does" in said.err
