@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,18 +75,12 @@ def relay(**flags: Any) -> None:
 def checked_settings(flags: dict[str, Any], bind_flag: str) -> RelaySettings:
     """Raises ``click.UsageError`` for what makes no sense."""
     from keepstep_mesh.errors import KeepstepError
-    from keepstep_mesh.settings import bind_address
     from keepstep_relay.settings import read_settings
 
     try:
-        settings = read_settings(flags)
+        return read_settings(flags)
     except (KeepstepError, ValueError) as error:
-        raise click.UsageError(str(error)) from error
-    try:
-        bind_address(settings.bind)
-    except ValueError as error:
-        raise click.UsageError(f"{bind_flag} {settings.bind!r}: {error}") from error
-    return settings
+        raise click.UsageError(re.sub(r"^bind\b", bind_flag, str(error))) from error
 
 
 def announce(endpoint: Endpoint) -> None:
