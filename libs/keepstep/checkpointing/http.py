@@ -32,8 +32,6 @@ class HTTPTransport(CheckpointTransport[T]):
         token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
     """
 
-    via = "direct"
-
     def __init__(
         self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | ClientToken | None = None
     ) -> None:
@@ -54,6 +52,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._shut_down = False
+
+    @property
+    def via(self) -> str:
+        return "direct"
 
     def metadata(self) -> str:
         """``http://host:port``"""

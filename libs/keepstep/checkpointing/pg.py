@@ -47,8 +47,6 @@ class PGTransport(CheckpointTransport[T]):
         state_dict: gives the state to receive into when the caller names none; None: into new memory.
     """
 
-    via = "process group"
-
     def __init__(
         self, pg: ProcessGroup, timeout: timedelta, device: torch.device, state_dict: Callable[[], T] | None = None
     ) -> None:
@@ -59,6 +57,10 @@ class PGTransport(CheckpointTransport[T]):
         self._device = device
         self._state_dict = state_dict
         self._staging = StagingArea(lambda _: None)
+
+    @property
+    def via(self) -> str:
+        return "process group"
 
     def metadata(self) -> str:
         """Nothing that a joiner needs: it finds the source by its rank."""

@@ -16,8 +16,10 @@ Progress = Callable[[int, int], None]
 class CheckpointTransport(ABC, Generic[T]):
     """Rank i of the healthy group sends, rank i of the healing group receives."""
 
-    via = ""
-    """How states travel, for people: ``direct``, ``relay`` ... It may change, also in the middle of a receive."""
+    @property
+    def via(self) -> str:
+        """How the state of the last ``recv_checkpoint``, or of the one in progress, came: ``direct``, ``relay`` ..."""
+        return ""
 
     @abstractmethod
     def metadata(self) -> str:
