@@ -16,11 +16,6 @@ Progress = Callable[[int, int], None]
 class CheckpointTransport(ABC, Generic[T]):
     """Rank i of the healthy group sends, rank i of the healing group receives."""
 
-    @property
-    def via(self) -> str:
-        """How the state of the last ``recv_checkpoint``, or of the one in progress, came: ``direct``, ``relay`` ..."""
-        return ""
-
     @abstractmethod
     def metadata(self) -> str:
         """What another group passes to ``recv_checkpoint`` to fetch from this one."""
@@ -65,3 +60,8 @@ class CheckpointTransport(ABC, Generic[T]):
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends all transfers and frees threads, ports and buffers. ``wait``: return when they are freed."""
+
+    @property
+    def via(self) -> str:
+        """How the state of the last ``recv_checkpoint``, or of the one in progress, came: ``direct``, ``relay`` ..."""
+        return ""
