@@ -32,7 +32,7 @@ from keepstep_lighthouse.events import (
     VerifyOrdered,
 )
 from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import HeldAnswer, Lineage, MemberInfo, QuorumRequest, StateRoot, ToWorker
+from keepstep_mesh.messages import Healing, HeldAnswer, Lineage, MemberInfo, QuorumRequest, StateRoot, ToWorker
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0
@@ -139,7 +139,10 @@ class Driver:
         return self.feed(Heard(self.session_of[replica_id]))
 
     def heals(self, replica_id: str, done: int = 1, total: int = 100, rate: float = 1.0) -> list[Decision]:
-        return self.feed(HealProgress(self.session_of[replica_id], done, total, rate))
+        return self.reports(replica_id, Healing(done, total, rate))
+
+    def reports(self, replica_id: str, told: Healing) -> list[Decision]:
+        return self.feed(HealProgress(self.session_of[replica_id], told))
 
     def leaves(self, replica_id: str, reason: str = "told to") -> list[Decision]:
         return self.feed(LeftOnPurpose(self.session_of[replica_id], reason))

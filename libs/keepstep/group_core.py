@@ -4,6 +4,7 @@
   largest, ``shrink_only`` and leaving are any.
 * A heal that reached some ranks only leaves a state that is whole nowhere: the group is torn, and all its ranks heal
   again. So is one of which any rank is torn.
+* The heal of a group is that of all its ranks: their bytes and rates are added, it has ended when all have.
 * A vote is keyed by (epoch, quorum_id, step, attempt). Only votes of one key are counted together; one that comes for
   an older key than the barrier has seen is dropped.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.lineage import TORN, is_torn
-from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote, StateRoot
+from keepstep_mesh.messages import MAX_HEAL_ERROR, Healing, Lineage, RankAsk, RankDecision, RankVote, StateRoot
 
 
 class DisagreeError(KeepstepError):
@@ -85,6 +86,26 @@ def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:
         return known[0]
     digest = hashlib.blake2b("\n".join(root.digest for root in known).encode(), digest_size=32).hexdigest()
     return StateRoot(known[0].step, known[0].lineage, digest)
+
+
+def merge_healing(of_ranks: Mapping[int, Healing], world_size: int) -> Healing:
+    """The heal of the group out of those of its ranks. It has ended when all have; its bytes are known when all are."""
+    said = list(of_ranks.values())
+    ended = len(said) == world_size and all(one.ended for one in said)
+    total_known = len(said) == world_size and all(one.bytes_total or one.ended for one in said)
+    done, seconds = sum(one.bytes_done for one in said), max(one.seconds for one in said)
+    errors = [f"rank {rank}: {one.error}" for rank, one in sorted(of_ranks.items()) if one.error]
+    return Healing(
+        bytes_done=done,
+        bytes_total=sum(one.bytes_total for one in said) if total_known else 0,
+        bytes_per_second=done / max(seconds, 1e-6) if ended else sum(o.bytes_per_second for o in said if not o.ended),
+        step=said[0].step,
+        source=said[0].source,
+        via=", ".join(sorted({one.via for one in said if one.via})),
+        seconds=seconds,
+        ended=ended,
+        error="; ".join(errors)[:MAX_HEAL_ERROR] if ended else "",
+    )
 
 
 Key = tuple[int, int, int, int]

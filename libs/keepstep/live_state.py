@@ -7,18 +7,14 @@ taking happen where the training thread stands between two passes.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from keepstep.checkpointing.serialization import state_root
-from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.errors import KeepstepError
-
-PROGRESS_INTERVAL = 0.25
-"""Seconds between two reports of a heal's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +70,9 @@ class LiveState:
         metadata: str,
         step: int,
         timeout: timedelta,
-        report: Callable[[int, int, float], None],
-    ) -> int:
-        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit.
-
-        Args:
-            report: told (bytes done, bytes in all or 0, bytes a second) a few times a second.
-
-        Returns:
-            Bytes received.
-        """
-        started = time.monotonic()
-        reported, received = 0.0, 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal reported, received
-            now = time.monotonic()
-            received = max(received, done)
-            if now - reported >= PROGRESS_INTERVAL:
-                reported = now
-                report(done, total, done / max(now - started, 1e-6))
-
+        progress: Progress,
+    ) -> None:
+        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
         extra: dict[str, Any] = {}
         known = inspect.signature(transport.recv_checkpoint).parameters
         if "into" in known:
@@ -110,4 +88,3 @@ class LiveState:
         for key, value in state["user"].items():
             self._parts[key].load(value)
         self._load_manager(state["manager"])
-        return received

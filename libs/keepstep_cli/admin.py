@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -175,6 +176,27 @@ def _to_stderr(sentence: str) -> None:
     print(f"keepstep: {sentence}", file=sys.stderr, flush=True)
 
 
+@click.command(short_help="Show the heals and uploads under way.")
+@_linked
+@click.option("--follow", "-f", is_flag=True, help="Look again every second, until Ctrl-C.")
+def transfers(link: Link, *, follow: bool) -> None:
+    """Show what moves: the heals of a job, and its uploads to the relays that the lighthouse knows.
+
+    With --json --follow, one line of JSON for each look.
+    """
+    from keepstep_cli.transfers import follow_transfers, look, show_transfers
+
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
+        return
+    found = run(look(link.lighthouse, link.job))
+    if link.as_json:
+        _show_json(found)
+    else:
+        show_transfers(found)
+
+
 def _reason_option(verb: str) -> Callable[[Any], Any]:
     return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
 
@@ -313,4 +335,4 @@ def policy(link: Link, name: str | None, **limits: Any) -> None:
         tables.show_event(answer["event"])
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, policy, verify_replicas, evict, drain, readmit)
+COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit)

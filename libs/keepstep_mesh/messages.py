@@ -20,6 +20,9 @@ OLDEST_PROTOCOL_VERSION = 1
 MAX_DATA_BYTES = 64 * 1024
 """Limit of ``MemberInfo.data``, packed."""
 
+MAX_HEAL_ERROR = 1000
+"""Characters of ``Healing.error`` that are told."""
+
 Lineage = int | str
 """Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
 
@@ -131,12 +134,32 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """A healing group at work. ``bytes_total`` 0: not known yet. The next request ends it."""
+    """A heal at work: of one rank within its group, of the whole group to the lighthouse. The next request ends it."""
 
     kind: ClassVar[str] = "healing"
     bytes_done: int
     bytes_total: int
+    """0: not known yet."""
     bytes_per_second: float
+    """Over the last seconds; once it has ended, on average."""
+    step: int = 0
+    """Whose state is taken over."""
+    source: str = ""
+    """replica_id that it comes from; empty: not known."""
+    via: str = ""
+    """``CheckpointTransport.via``."""
+    seconds: float = 0.0
+    """Since it began."""
+    ended: bool = False
+    error: str = ""
+    """Why it failed; empty, once it has ended: it did not."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate; None: not known."""
+        if not self.bytes_total or self.bytes_per_second < 1:
+            return None
+        return max(0, self.bytes_total - self.bytes_done) / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)

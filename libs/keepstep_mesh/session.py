@@ -291,9 +291,9 @@ class LighthouseSession:
         """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
         self._core.finished_step()
 
-    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
+    def healing(self, progress: Healing) -> None:
         """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
-        self._send(Healing(bytes_done, bytes_total, bytes_per_second))
+        self._send(progress)
 
     # ---- the connection
 

@@ -35,7 +35,7 @@ from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.service_records import ServiceRecord
 from keepstep_lighthouse.store import StoreError
 from keepstep_lighthouse.term import TermOverError
-from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
+from keepstep_lighthouse.views import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import CALLER, Problem, Route, read_json
@@ -96,6 +96,13 @@ class QuorumStatus(QuorumView):
 class ReplicasView:
     job: str
     replicas: tuple[ReplicaView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersView:
+    job: str
+    heals: tuple[HealView, ...]
+    """Under way, sorted by replica_id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,7 @@ SHAPES = {
     "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
     "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
+    "GET /v1/jobs/{job}/transfers": Shape(TransfersView),
     "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(OrderAnswer, status=202, body=DrainBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
@@ -196,6 +204,7 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("POST", f"{job}/verify", here.verify, Access.ADMIN, "compare the weights of all groups at the next step"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
         Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
+        Route("GET", f"{job}/transfers", here.transfers, Access.READ, "the heals under way: bytes, rate, time left"),
         Route("POST", f"{one}/evict", here.evict, Access.ADMIN, "end a group; ban_seconds keeps its name out"),
         Route("POST", f"{one}/drain", here.drain, Access.ADMIN, "ask a group to finish its step and leave"),
         Route("POST", f"{one}/readmit", here.readmit, Access.ADMIN, "lift bans and evictions"),
@@ -243,6 +252,10 @@ class _Admin:
         # Of several incarnations the one that counts: here before gone, a member before one that waits, the newest.
         best = min(matching, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
         return json_answer(best)
+
+    async def transfers(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        return json_answer(TransfersView(job.name, job.core.heals(time.monotonic())))
 
     # ---- orders
 

@@ -75,7 +75,16 @@ from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, 
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
 from keepstep_lighthouse.verification import Comparison, Verification
-from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, older, replica_view
+from keepstep_lighthouse.views import (
+    HealView,
+    QuorumView,
+    ReplicaView,
+    absent_view,
+    gone_view,
+    heal_view,
+    older,
+    replica_view,
+)
 from keepstep_mesh.lineage import is_torn
 from keepstep_mesh.messages import (
     Data,
@@ -83,6 +92,7 @@ from keepstep_mesh.messages import (
     Drain,
     Evicted,
     Goodbye,
+    Healing,
     HeldAnswer,
     MemberLost,
     QuorumRequest,
@@ -147,9 +157,9 @@ class JobCore:
             case Closed(session):
                 if (group := self._groups.by_session.get(session)) is not None:
                     self._closed(group, now)
-            case HealProgress(session):
+            case HealProgress(session, told):
                 if (group := self._by_session(session, now)) is not None:
-                    self._groups.progress(group, event)
+                    self._heals(group, told, now)
             case Cancelled(session, number):
                 if (group := self._by_session(session, now)) is not None:
                     self._cancelled(group, number)
@@ -290,6 +300,7 @@ class JobCore:
             self._out.append(replace(answer, to=((session, request.request),)))
             group.answered_session = session
             return
+        self._end_heal(group, "its step was not committed" if request.commit_failures else "")
         if not self._fits_layout(group, request):
             return
         if group.answered_at is not None:
@@ -327,6 +338,34 @@ class JobCore:
     def _member_sessions(self, which: Callable[[Group], bool]) -> tuple[int, ...]:
         known = (self._groups.by_id.get(replica_id) for replica_id in self.record.members)
         return tuple([g.session for g in known if g is not None and g.session is not None and which(g)])
+
+    # ---- heals
+
+    def _heals(self, group: Group, told: Healing, now: float) -> None:
+        before = group.healing
+        self._groups.progress(group, told, now)
+        if group.healing is not told:
+            return
+        if before is None:
+            self._log("heal_began", group.replica_id, step=told.step, source=told.source)
+        if told.ended:
+            self._log_end_of_heal(group, told, told.error)
+
+    def _end_heal(self, group: Group, error: str) -> None:
+        """The group heals no longer, and may not have said so."""
+        if group.heal is not None:
+            self._log_end_of_heal(group, group.heal, error)
+
+    def _log_end_of_heal(self, group: Group, told: Healing, error: str) -> None:
+        facts: dict[str, Data] = {"step": told.step, "source": told.source, "via": told.via, "bytes": told.bytes_done}
+        facts["seconds"] = round(told.seconds, 3)
+        facts["bytes_per_second"] = round(told.bytes_done / told.seconds) if told.seconds > 0 else 0
+        if error:
+            self._log("heal_failed", group.replica_id, **facts, reason=error)
+        else:
+            self._log("healed", group.replica_id, **facts)
+
+    # ---- what keeps a group out
 
     def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
         """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
@@ -394,6 +433,7 @@ class JobCore:
                 self._lose(group, "its connection ended and most of its quorum report it broken", now)
 
     def _forget(self, group: Group, reason: str, now: float) -> None:
+        self._end_heal(group, reason)
         self._gone.append((now, gone_view(group, self._groups, self.record, now, reason)))
         self._groups.remove(group)
         self._takeover.is_gone(group)
@@ -675,6 +715,11 @@ class JobCore:
                 seen.add(view.replica_id)
                 gone.append(older(view, now - went))
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
+
+    def heals(self, now: float) -> tuple[HealView, ...]:
+        """Those under way, sorted by replica_id."""
+        healing = ((group, group.heal) for _, group in sorted(self._groups.healing.items()))
+        return tuple(heal_view(group, told, now) for group, told in healing if told is not None)
 
     # ---- invariants
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep_mesh.messages import Data, HeldAnswer, Member, QuorumRequest, ToWorker
+from keepstep_mesh.messages import Data, Healing, HeldAnswer, Member, QuorumRequest, ToWorker
 
 # ---- events
 
@@ -53,9 +53,7 @@ class Cancelled:
 @dataclass(frozen=True, slots=True)
 class HealProgress:
     session: int
-    bytes_done: int
-    bytes_total: int
-    bytes_per_second: float
+    told: Healing
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ ACCESS = {
     ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
     ("GET", "/v1/jobs/{job}/events"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/transfers"): "worker service admin",
     ("GET", "/v1/jobs/{job}/session"): "worker admin",
     ("GET", "/v1/lighthouses/session"): "service admin",
     ("POST", "/v1/jobs/{job}/verify"): "admin",
