@@ -204,7 +204,7 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
 def show_comparison(comparison: dict[str, Any]) -> None:
     """``comparison``: the detail of a ``replicas_verified`` or ``replicas_differ`` event."""
     roots = comparison["roots"]
-    table = table("replica", "root", "", fold={"replica"})
+    table = table_of("replica", "root", "", fold={"replica"})
     rows = [(one, root) for root, groups in roots.items() for one in groups]
     for replica_id, root in sorted([*rows, *((one, "-") for one in comparison["missing"])]):
         said = "differs" if replica_id in comparison.get("diverged", ()) else ""
