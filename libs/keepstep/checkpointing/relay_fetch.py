@@ -103,6 +103,8 @@ class RelayFetch(Fetch):
         self._connections: defaultdict[str, set[Connection]] = defaultdict(set)
         """Those of each kind of lane, also some that are closed already."""
         self._peers: set[str] = set()
+        self.brought: set[str] = set()
+        """Who brought a chunk: ``RELAY``, ``SOURCE``, names of peers."""
         self._told_enough = False
         self._source_lost = ""
 
@@ -302,6 +304,7 @@ class RelayFetch(Fetch):
                 else:
                     with self._changed:
                         self._swarm.came(chunk, time.monotonic())
+                        self.brought.add(lane.of)
                         self._failures[to.address] = 0
                         self._changed.notify_all()
         finally:

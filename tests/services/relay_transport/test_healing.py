@@ -23,6 +23,7 @@ async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_mani
             groups.stage()
             await groups.heal(url=source.url)
             assert source.passed < MIB
+            assert groups.joiners[0].via == "relay"
             await groups.uploaded(url)
             assert await received_mib(url) == pytest.approx(64, abs=0.1)
             assert await sent_mib(url) == pytest.approx(64, abs=0.1)
@@ -81,6 +82,7 @@ async def test_without_a_relay_the_source_sends_all_of_it():
         groups.stage()
         await groups.heal(url=source.url)
         assert source.passed > 32 * MIB
+        assert groups.joiners[0].via == "direct"
 
 
 async def test_a_fast_joiner_does_not_wait_for_a_slow_one():

@@ -26,6 +26,7 @@ async def test_a_relay_killed_before_the_upload_begins():
             kill()
             groups.stage()
             await groups.heal()
+            assert {one.via for one in groups.joiners} == {"direct"}
 
 
 async def test_a_relay_killed_in_the_middle_of_the_upload():
