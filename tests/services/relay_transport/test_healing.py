@@ -40,8 +40,9 @@ async def test_three_sources_upload_each_chunk_about_once():
 
 @pytest.mark.parametrize("joiners", [2, 6])
 async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners):
+    """The upload takes long enough for all of them to be there from its beginning."""
     async with relay() as url:
-        with Groups([url], joiners=joiners, mib=96) as groups, sent_by(groups) as source:
+        with Groups([url], joiners=joiners, mib=96, uplink=64 * MIB) as groups, sent_by(groups) as source:
             groups.stage()
             await groups.heal(url=source.url)
             assert await sent_mib(url) <= (1 + joiners) / 2 * 96
