@@ -41,7 +41,7 @@ simulate: $(STAMP) ## one lighthouse, then several with a store, against all fau
 mutants: $(STAMP) ## planted mistakes, each of which a stored test has to catch
 	@$(BIN)/python tests/mutants/run.py
 
-faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (15 minutes): make faults FAULTS=--list
+faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)
 
 bench: $(STAMP) ## side by side with torchft, table and JSON

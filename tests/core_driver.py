@@ -29,9 +29,10 @@ from keepstep_lighthouse.events import (
     ReadmitOrdered,
     Tell,
     Tick,
+    VerifyOrdered,
 )
 from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import HeldAnswer, Lineage, MemberInfo, QuorumRequest, ToWorker
+from keepstep_mesh.messages import Healing, HeldAnswer, Lineage, MemberInfo, QuorumRequest, StateRoot, ToWorker
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0
@@ -107,10 +108,11 @@ class Driver:
         request: int | None = None,
         timeout: float = 600.0,
         info: MemberInfo | None = None,
+        root: StateRoot | None = None,
     ) -> list[Decision]:
         number = self.requests.get(replica_id, 0) + 1 if request is None else request
         self.requests[replica_id] = max(number, self.requests.get(replica_id, 0))
-        wanted = QuorumRequest(number, step, lineage, shrink, failures, int(timeout * 1000), info)
+        wanted = QuorumRequest(number, step, lineage, shrink, failures, int(timeout * 1000), info, root)
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
     def all_ask(
@@ -137,7 +139,10 @@ class Driver:
         return self.feed(Heard(self.session_of[replica_id]))
 
     def heals(self, replica_id: str, done: int = 1, total: int = 100, rate: float = 1.0) -> list[Decision]:
-        return self.feed(HealProgress(self.session_of[replica_id], done, total, rate))
+        return self.reports(replica_id, Healing(done, total, rate))
+
+    def reports(self, replica_id: str, told: Healing) -> list[Decision]:
+        return self.feed(HealProgress(self.session_of[replica_id], told))
 
     def leaves(self, replica_id: str, reason: str = "told to") -> list[Decision]:
         return self.feed(LeftOnPurpose(self.session_of[replica_id], reason))
@@ -161,6 +166,9 @@ class Driver:
 
     def sets_policy(self, policy: Policy) -> list[Decision]:
         return self.feed(PolicyOrdered(policy, "ann"))
+
+    def wants_comparison(self) -> list[Decision]:
+        return self.feed(VerifyOrdered("ann"))
 
     # ---- time
 

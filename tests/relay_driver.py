@@ -63,6 +63,13 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
 
 
+async def metric(address: str, name: str) -> float:
+    """One without labels; ``name`` without ``keepstep_relay_``."""
+    async with client(address) as one:
+        lines = (await one.call("GET", "/metrics")).decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"keepstep_relay_{name} "))
+
+
 @dataclass(frozen=True)
 class State:
     """Bytes of one rank, and the manifest that says so."""

@@ -7,9 +7,11 @@ What a step does is decided by ``quorum_plan``; the waits are here, and each has
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -25,6 +27,7 @@ from keepstep.group import Leaving, RankLink
 from keepstep.group_core import DisagreeError
 from keepstep.group_link import LinkSettings
 from keepstep.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.live_state import LiveState
 from keepstep.managed_work import ManagedWork
 from keepstep.mesh_thread import SLACK, MeshThread
@@ -33,9 +36,9 @@ from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.lineage import is_torn
+from keepstep_mesh.lineage import is_diverged, is_torn
 from keepstep_mesh.logging import Logger
-from keepstep_mesh.messages import RankAsk, RankVote
+from keepstep_mesh.messages import Healing, RankAsk, RankVote, StateRoot
 
 TORN_FOR_GOOD = (
     "a broken heal, or optimizer step, left this group's state half written and this step does not mend it: no healthy "
@@ -63,6 +66,8 @@ class StepContext:
     fatal: BaseException | None = None
     """Why there is no further step here."""
     layout: list[str] = field(default_factory=list)
+    root: StateRoot | None = None
+    """What the lighthouse wants to compare, until it has it."""
 
     def end_for(self, error: BaseException) -> NoReturn:
         self.fatal = error
@@ -81,6 +86,12 @@ class StepContext:
         """The state is of no step any more: this group heals from another, and nobody from it."""
         self.standing.tear()
         self.steps.write("torn", 0, 0, lineage=self.standing.lineage)
+
+    def diverge(self) -> None:
+        """This group's weights were found to be others than the cohort's: nobody heals from it until it has healed."""
+        self.log.error("weights differ from those of the other groups", step=self.standing.step)
+        self.standing.diverge()
+        self.steps.write("diverged", self.standing.step, 0, lineage=self.standing.lineage)
 
 
 class Attempt:
@@ -129,11 +140,12 @@ class Attempt:
         context = self._context
         answer = await context.link.ask(ask)
         self.answered = plan = make_plan(answer.quorum, context.link.replica_id, context.last_plan)
-        context.last_plan = plan
+        context.last_plan, context.root = plan, None
         self._number = answer.attempt
         context.transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and self.allow_heal:
-            context.link.healing(0, 0, 0.0)
+            source = "" if plan.source is None else plan.members[plan.source].replica_id
+            context.link.healing(Healing(0, 0, 0.0, plan.max_step, source))
         try:
             built = await context.reconfigurer.follow(plan)
             context.steps.quorum(context.standing.step, plan, built=built)
@@ -166,6 +178,8 @@ class Attempt:
             except SessionClosed:
                 context.raise_fatal()
                 raise
+            if self.plan.diverged and not is_diverged(context.standing.lineage):
+                context.diverge()
         torn = self._context.standing.torn or is_torn(self.plan.lineage)  # so is a group of which one rank is
         if torn and not (self.plan.heal and self.allow_heal):
             self._context.end_for(KeepstepError(TORN_FOR_GOOD))
@@ -260,7 +274,8 @@ class Attempt:
         if plan.source is not None and not self._heal_tried:
             self._heal_tried = True
             try:
-                self._heal(plan, plan.source)
+                with self._measured(plan, plan.source) as meter:
+                    self._heal(plan, plan.source, meter)
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
                 self.report(error)
@@ -291,7 +306,36 @@ class Attempt:
             except Exception as untold:  # noqa: BLE001  the joiner waits for its own deadline, then
                 context.log.warning("a joiner was not told", reason=f"{type(untold).__name__}: {untold}")
 
-    def _heal(self, plan: QuorumPlan, source: int) -> None:
+    @contextlib.contextmanager
+    def _measured(self, plan: QuorumPlan, source: int) -> Iterator[HealMeter]:
+        """Around a heal: tells the lighthouse, and of a long one the log, how far it is and how it ended."""
+        context = self._context
+        meter = HealMeter(plan.max_step, plan.members[source].replica_id, time.monotonic())
+        telling, error = context.mesh.spawn(self._tell(meter)), ""
+        try:
+            yield meter
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            if not telling.cancel():
+                context.log.error("the progress of a heal was not told", exc_info=telling.exception())
+            last = meter.last_report(self._via, error, time.monotonic())
+            context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
+
+    async def _tell(self, meter: HealMeter) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            told = meter.report(self._via, time.monotonic())
+            self._context.link.healing(told)
+            if (event := meter.line(told)) is not None:
+                self._context.log.info(event, **log_fields(told))
+
+    @property
+    def _via(self) -> str:
+        return getattr(self._context.transport, "via", "")
+
+    def _heal(self, plan: QuorumPlan, source: int, meter: HealMeter) -> None:
         """Takes over the state of ``source`` as it was at ``max_step``."""
         context, standing = self._context, self._context.standing
         started, seconds = time.monotonic(), context.timeout.total_seconds()
@@ -299,13 +343,8 @@ class Attempt:
         asked = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
         metadata = context.mesh.call(asked, seconds + SLACK)
 
-        def progress(done: int, total: int, rate: float) -> None:
-            context.mesh.loop.call_soon_threadsafe(context.link.healing, done, total, rate)
-
         try:
-            received = context.state.receive(
-                context.transport, source, metadata, plan.max_step, context.timeout, progress
-            )
+            context.state.receive(context.transport, source, metadata, plan.max_step, context.timeout, meter.moved)
             if standing.step != plan.max_step:
                 raise KeepstepError(f"{member.replica_id} sent step {standing.step} instead of step {plan.max_step}")
         except BaseException as error:
@@ -313,8 +352,9 @@ class Attempt:
                 context.tear()
             raise
         standing.lineage = plan.lineage
-        took = time.monotonic() - started
-        context.log.info("healed", step=standing.step, source=member.replica_id, bytes=received, seconds=round(took, 3))
+        took, received = time.monotonic() - started, meter.bytes_done
+        facts = {"source": member.replica_id, "via": self._via, "bytes": received, "seconds": round(took, 3)}
+        context.log.info("healed", step=standing.step, **facts)
         context.steps.write(
             *("healed", standing.step, plan.quorum_id),
             epoch=plan.epoch,
@@ -323,6 +363,20 @@ class Attempt:
             bytes=received,
             source=member.replica_id,
         )
+
+    def _take_root(self, plan: QuorumPlan) -> None:
+        """The root digest of the reference state, where this group holds it and the lighthouse wants to compare it."""
+        if not plan.verify or plan.heal:
+            return
+        context = self._context
+        try:
+            digest = context.state.root().hex()  # by every rank, whatever went wrong: FSDP's state_dict is collective
+        except Exception as error:  # noqa: BLE001  whatever it is, the step is as good as before
+            reason = f"{type(error).__name__}: {error}"
+            context.log.error("this group cannot be compared with others", step=plan.max_step, reason=reason)
+            return
+        if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
+            context.root = StateRoot(plan.max_step, plan.lineage, digest)
 
     # ---- the end
 
@@ -340,6 +394,7 @@ class Attempt:
         if plan is not None:
             self._finish_works()
             self._exchange_state(plan)
+            self._take_root(plan)
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)
         return committed

@@ -10,7 +10,7 @@ from typing import Protocol
 from keepstep.group_core import DisagreeError
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.messages import RankAsk, RankDenied, RankQuorum, RankVote, ServiceAddress
+from keepstep_mesh.messages import Healing, RankAsk, RankDenied, RankQuorum, RankVote, ServiceAddress
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
@@ -52,7 +52,8 @@ class RankLink(Protocol):
     def finished_step(self) -> None:
         """The step of the last answer was committed or has failed. From any thread."""
 
-    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None: ...
+    def healing(self, progress: Healing) -> None:
+        """How far this rank's heal is; the lighthouse is told of all ranks together."""
 
     def wish_to_leave(self, reason: str) -> None:
         """The group will leave at its next step; a request that nobody answers is given up for it."""

@@ -4,6 +4,7 @@
   largest, ``shrink_only`` and leaving are any.
 * A heal that reached some ranks only leaves a state that is whole nowhere: the group is torn, and all its ranks heal
   again. So is one of which any rank is torn.
+* The heal of a group is that of all its ranks: their bytes and rates are added, it has ended when all have.
 * A vote is keyed by (epoch, quorum_id, step, attempt). Only votes of one key are counted together; one that comes for
   an older key than the barrier has seen is dropped.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.lineage import TORN, is_torn
-from keepstep_mesh.messages import Lineage, RankAsk, RankDecision, RankVote
+from keepstep_mesh.messages import MAX_HEAL_ERROR, Healing, Lineage, RankAsk, RankDecision, RankVote, StateRoot
 
 
 class DisagreeError(KeepstepError):
@@ -36,6 +37,7 @@ class GroupAsk:
     leaving: str
     layout: str
     handles: tuple[str, ...]
+    root: StateRoot | None
 
 
 def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
@@ -71,6 +73,38 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         leaving=next((ask.leaving for ask in asks.values() if ask.leaving), ""),
         layout=layout,
         handles=handles if any(handles) else (),
+        root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
+    )
+
+
+def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:
+    """That of the group, when all ranks have one of the same state."""
+    known = [root for root in roots if root is not None]
+    if len(known) < len(roots) or len({(root.step, root.lineage) for root in known}) > 1:
+        return None
+    if len(known) == 1:
+        return known[0]
+    digest = hashlib.blake2b("\n".join(root.digest for root in known).encode(), digest_size=32).hexdigest()
+    return StateRoot(known[0].step, known[0].lineage, digest)
+
+
+def merge_healing(of_ranks: Mapping[int, Healing], world_size: int) -> Healing:
+    """The heal of the group out of those of its ranks. It has ended when all have; its bytes are known when all are."""
+    said = list(of_ranks.values())
+    ended = len(said) == world_size and all(one.ended for one in said)
+    total_known = len(said) == world_size and all(one.bytes_total or one.ended for one in said)
+    done, seconds = sum(one.bytes_done for one in said), max(one.seconds for one in said)
+    errors = [f"rank {rank}: {one.error}" for rank, one in sorted(of_ranks.items()) if one.error]
+    return Healing(
+        bytes_done=done,
+        bytes_total=sum(one.bytes_total for one in said) if total_known else 0,
+        bytes_per_second=done / max(seconds, 1e-6) if ended else sum(o.bytes_per_second for o in said if not o.ended),
+        step=said[0].step,
+        source=said[0].source,
+        via=", ".join(sorted({one.via for one in said if one.via})),
+        seconds=seconds,
+        ended=ended,
+        error="; ".join(errors)[:MAX_HEAL_ERROR] if ended else "",
     )
 
 

@@ -16,16 +16,16 @@ from http import HTTPStatus
 from aiohttp import WSMsgType, web
 
 from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, Leaving, denial, denied, rank_beats
-from keepstep.group_core import CommitBarrier, merge_asks
+from keepstep.group_core import CommitBarrier, merge_asks, merge_healing
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
+from keepstep.quorum_plan import make_plan
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.http import Problem
-from keepstep_mesh.lineage import reference_state
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -110,6 +110,8 @@ class GroupServer:
         self._attempt = 0
         self._healed = False
         """Whether the last quorum told the group to heal."""
+        self._heals: dict[int, Healing] = {}
+        """What each rank last said of its heal, since the last request."""
         self._failed = ""
         self._leaving = False
         self._requesting = False
@@ -190,8 +192,12 @@ class GroupServer:
     def finished_step(self) -> None:
         self._session.finished_step()
 
-    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
-        self._session.healing(bytes_done, bytes_total, bytes_per_second)
+    def healing(self, progress: Healing) -> None:
+        self._rank_heals(0, progress)
+
+    def _rank_heals(self, rank: int, progress: Healing) -> None:
+        self._heals[rank] = progress
+        self._session.healing(merge_healing(self._heals, self._settings.world_size))
 
     def wish_to_leave(self, reason: str) -> None:
         asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, reason)
@@ -283,6 +289,7 @@ class GroupServer:
             await self._leave_anyway(merged.leaving, min(merged.timeout, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
         self._attempt += 1
+        self._heals = {}
         info = MemberInfo(
             address=self.address,
             store_address=self._settings.store_address or self.address,
@@ -303,6 +310,7 @@ class GroupServer:
                         commit_failures=merged.commit_failures,
                         info=self._info,
                         timeout=merged.timeout,
+                        root=merged.root,
                     )
                 break
             except TimeoutError as error:
@@ -315,7 +323,7 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
-        self._healed = not quorum.uniform and reference_state(quorum.listed) != (merged.step, merged.lineage)
+        self._healed = not quorum.uniform and make_plan(quorum, self.replica_id).heal
         return RankQuorum(asks[0].request, self._attempt, quorum)
 
     # ---- votes
@@ -399,7 +407,7 @@ class GroupServer:
                 case RankVote():
                     self._tasks.start(self._answer_vote(peer, message))
                 case Healing():
-                    self.healing(message.bytes_done, message.bytes_total, message.bytes_per_second)
+                    self._rank_heals(peer.rank, message)
                 case Leave():
                     peer.said_goodbye = True
                     self._gone.add(peer.rank)

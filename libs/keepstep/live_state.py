@@ -7,17 +7,14 @@ taking happen where the training thread stands between two passes.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.checkpointing.serialization import state_root
+from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.errors import KeepstepError
-
-PROGRESS_INTERVAL = 0.25
-"""Seconds between two reports of a heal's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,17 @@ class LiveState:
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
     ) -> None:
         """Snapshots the state for those who heal from this group; returns when the copy is made."""
-        if not self.readable:
-            raise KeepstepError("another group has to heal from this one, but disallow_state_dict_read() is in force")
+        self._check_readable("another group has to heal from this one")
         transport.send_checkpoint(destinations, step, self._save(), timeout)
+
+    def root(self) -> bytes:
+        """The root digest of what would be staged now, without a copy of it."""
+        self._check_readable("the lighthouse compares the states of all groups")
+        return state_root(self._save())
+
+    def _check_readable(self, occasion: str) -> None:
+        if not self.readable:
+            raise KeepstepError(f"{occasion}, but disallow_state_dict_read() is in force")
 
     def _save(self) -> dict[str, Any]:
         return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}
@@ -65,27 +70,9 @@ class LiveState:
         metadata: str,
         step: int,
         timeout: timedelta,
-        report: Callable[[int, int, float], None],
-    ) -> int:
-        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit.
-
-        Args:
-            report: told (bytes done, bytes in all or 0, bytes a second) a few times a second.
-
-        Returns:
-            Bytes received.
-        """
-        started = time.monotonic()
-        reported, received = 0.0, 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal reported, received
-            now = time.monotonic()
-            received = max(received, done)
-            if now - reported >= PROGRESS_INTERVAL:
-                reported = now
-                report(done, total, done / max(now - started, 1e-6))
-
+        progress: Progress,
+    ) -> None:
+        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
         extra: dict[str, Any] = {}
         known = inspect.signature(transport.recv_checkpoint).parameters
         if "into" in known:
@@ -101,4 +88,3 @@ class LiveState:
         for key, value in state["user"].items():
             self._parts[key].load(value)
         self._load_manager(state["manager"])
-        return received

@@ -370,6 +370,7 @@ class Manager:
             leaving=self._leaving,
             layout=self._layout_digest,
             checkpoint=context.transport.metadata(),
+            root=context.root,
         )
         self._attempt = Attempt(
             context,

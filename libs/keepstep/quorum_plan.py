@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from keepstep_mesh.lineage import reference_state
+from keepstep_mesh.lineage import is_diverged, reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
 
 
@@ -45,6 +45,8 @@ class QuorumPlan:
     destinations: tuple[int, ...]
     """replica_ranks that heal from this group."""
     joiners: int
+    verify: bool = False
+    """Whoever is in the cohort says the root digest of its state with the next request."""
 
     @property
     def replica_world_size(self) -> int:
@@ -69,6 +71,11 @@ class QuorumPlan:
         if len(self.cohort) == len(self.members):
             return ()
         return tuple(rank for rank in range(len(self.members)) if rank not in self.cohort)
+
+    @property
+    def diverged(self) -> bool:
+        """Its weights were found to differ from those of the cohort."""
+        return self.heal and is_diverged(self.members[self.replica_rank].lineage)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -110,6 +117,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
             max_step=quorum.step,
             lineage=quorum.lineage,
             joiners=quorum.joiners,
+            verify=quorum.verify,
         )
     ids = [member.replica_id for member in members]
     if replica_id not in ids:
@@ -133,4 +141,5 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
         source=sources.get(replica_rank),
         destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
         joiners=quorum.joiners,
+        verify=quorum.verify,
     )

@@ -226,8 +226,8 @@ class RankClient:
     def finished_step(self) -> None:
         """Rank 0 tells the lighthouse."""
 
-    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
-        self._tasks.start(self._tell(Healing(bytes_done, bytes_total, bytes_per_second)))
+    def healing(self, progress: Healing) -> None:
+        self._tasks.start(self._tell(progress))
 
     async def _tell(self, message: codec.Message) -> None:
         with contextlib.suppress(SessionClosed):  # the reader sees the same end and reports it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep_mesh.lineage import TORN, is_torn
+from keepstep_mesh.lineage import DIVERGED, TORN, is_torn
 from keepstep_mesh.messages import Lineage
 
 
@@ -39,6 +39,10 @@ class Standing:
     def tear(self) -> None:
         """The state is of no step any more."""
         self.step, self.lineage = 0, f"{TORN}{self._replica_id}"
+
+    def diverge(self) -> None:
+        """The weights are whole, and were found to differ from those of the other groups."""
+        self.lineage = f"{DIVERGED}{self._replica_id}"
 
     @property
     def torn(self) -> bool:

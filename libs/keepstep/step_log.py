@@ -3,7 +3,8 @@
 Each line: ``t`` (Unix seconds), ``job``, ``replica_id``, ``group_rank``, ``n`` (1, 2, 3 ... of this process, so that a
 missing line shows), ``event``, ``step`` (committed steps after the event), ``quorum_id``, and what the event adds:
 
-* ``started``, ``loaded`` (the user's checkpoint), ``torn`` (its state is of no step now): ``lineage`` that it holds
+* ``started``, ``loaded`` (the user's checkpoint), ``torn`` (its state is of no step now), ``diverged`` (its weights
+  were found to differ from the others'): ``lineage`` that it holds
 * ``quorum`` (this group is in it, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
 * ``healed``: ``epoch``, ``lineage`` taken over, ``source``, ``seconds``, ``bytes``
 * ``committed``: ``epoch``, ``participants``, ``lineage`` of the state that it started from, ``behind`` (it took part

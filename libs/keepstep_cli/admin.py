@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -19,6 +20,9 @@ from keepstep_cli.rest import Lighthouse, read_token, run
 
 if TYPE_CHECKING:
     from keepstep_mesh.tls import TlsFiles
+
+COMPARED = ("replicas_verified", "replicas_differ")
+"""Kinds of events that answer an order to compare the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,27 @@ def _to_stderr(sentence: str) -> None:
     print(f"keepstep: {sentence}", file=sys.stderr, flush=True)
 
 
+@click.command(short_help="Show the heals and uploads under way.")
+@_linked
+@click.option("--follow", "-f", is_flag=True, help="Look again every second, until Ctrl-C.")
+def transfers(link: Link, *, follow: bool) -> None:
+    """Show what moves: the heals of a job, and its uploads to the relays that the lighthouse knows.
+
+    With --json --follow, one line of JSON for each look.
+    """
+    from keepstep_cli.transfers import follow_transfers, look, show_transfers
+
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
+        return
+    found = run(look(link.lighthouse, link.job))
+    if link.as_json:
+        _show_json(found)
+    else:
+        show_transfers(found)
+
+
 def _reason_option(verb: str) -> Callable[[Any], Any]:
     return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
 
@@ -215,6 +240,52 @@ def readmit(link: Link, replica: str) -> None:
     _ordered(link, link.order(replica, "readmit"))
 
 
+@click.command("verify-replicas", short_help="Compare the weights of all replica groups.")
+@_linked
+@click.option(
+    "--wait",
+    type=Seconds(),
+    default=60.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long to wait for the step in which they are compared.",
+)
+def verify_replicas(link: Link, *, wait: float) -> None:
+    """Compare the weights of all replica groups, by root digests that they take in the middle of their next step.
+
+    Exits with 0 when they are equal, with 1 when they differ or were not compared in time.
+    """
+    order = run(link.lighthouse.post("jobs", link.job, "verify"))
+    event = run(_comparison(link, order, wait))
+    if link.as_json:
+        _show_json(event)
+    else:
+        from keepstep_cli import tables
+
+        tables.show_comparison(event["detail"])
+    if event["kind"] != "replicas_verified":
+        raise SystemExit(1)
+
+
+async def _comparison(link: Link, order: Any, wait: float) -> Any:
+    """The event that answers ``order``. ClickException after ``wait`` seconds."""
+    import asyncio
+
+    path = ("jobs", link.job, "events")
+    try:
+        async with asyncio.timeout(wait):
+            async for event in link.lighthouse.follow(*path, after=order["id"], told=_to_stderr, follow=1):
+                if event["kind"] in COMPARED and event["detail"]["order"] >= order["detail"]["order"]:
+                    return event
+    except TimeoutError:
+        pass
+    raise click.ClickException(
+        f"the groups of job {link.job!r} were not compared within {wait:g} s: it takes two that train at one step, "
+        f"with a keepstep that can say its root digest. `keepstep quorum --explain` says what the next step waits for. "
+        f"A change of leader forgets the order: give it again"
+    )
+
+
 class SecondsOrNone(Seconds):
     """Seconds, or ``none``: no time of its own."""
 
@@ -237,6 +308,12 @@ class SecondsOrNone(Seconds):
     type=SecondsOrNone(),
     help="After a restart nobody is judged dead for so long; none: the heartbeat timeout.",
 )
+@click.option("--verify-every", type=click.IntRange(0), metavar="STEPS", help="Compare the weights so often; 0: never.")
+@click.option(
+    "--on-divergence",
+    type=click.Choice(["heal", "drain", "report"]),
+    help="What becomes of a group whose weights are not those of most.",
+)
 def policy(link: Link, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
     if name and _is_flag("job") and name != link.job:
@@ -258,4 +335,4 @@ def policy(link: Link, name: str | None, **limits: Any) -> None:
         tables.show_event(answer["event"])
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, policy, evict, drain, readmit)
+COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit)

@@ -96,7 +96,7 @@ def _event(plain: dict[str, Any]) -> EventRecord:
     )
 
 
-HELD = {"started", "loaded", "torn", "healed", "committed"}
+HELD = {"started", "loaded", "torn", "diverged", "healed", "committed"}
 """Step-log events that say a lineage."""
 ANSWERED = {"quorum", "healed", "committed", "discarded"}
 """Step-log events under the answer of a lighthouse."""

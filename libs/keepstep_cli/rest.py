@@ -93,6 +93,10 @@ class Lighthouse:
         self._tls = tls
         self._timeout = timeout
 
+    def relay(self, address: str, timeout: float) -> Relay:
+        """One that it knows, asked with the same token and certificate."""
+        return Relay(address, self._token, self._tls, timeout)
+
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
             return await self._told(answer)

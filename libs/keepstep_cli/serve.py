@@ -28,6 +28,8 @@ NAMES = (
     "heartbeat_timeout",
     "reconnect_grace",
     "takeover_grace",
+    "verify_every",
+    "on_divergence",
 )
 SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
 """A setting as the lighthouse calls it in what it says of it."""
@@ -61,6 +63,17 @@ _policy_options = all_of(
         "--takeover-grace",
         type=Seconds(),
         help="After a restart nobody is judged dead for so long.  [default: the heartbeat timeout]",
+    ),
+    click.option(
+        "--verify-every",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        help="Compare the weights of all groups at each step that this divides; 0: never.  [default: 0]",
+    ),
+    click.option(
+        "--on-divergence",
+        type=click.Choice(["heal", "drain", "report"]),
+        help="What becomes of a group whose weights are not those of most.  [default: heal]",
     ),
     # As torchft_lighthouse spells them; a lighthouse that does not poll has no use for the last one.
     click.option("--join_timeout_ms", type=float, hidden=True),

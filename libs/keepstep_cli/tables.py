@@ -24,6 +24,8 @@ STYLES = {
     "gone": "dim",
 }
 INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
+ROOT_CHARACTERS = 16
+"""Of a root digest that are shown."""
 WIDE = 1000
 """Columns where there is no terminal: a line for a program is never broken."""
 
@@ -37,12 +39,15 @@ def _clock(unix: float) -> str:
     return datetime.fromtimestamp(unix).astimezone().strftime("%H:%M:%S")
 
 
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
+
+
 def _print(what: object) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False, emoji=False)
-    console.print(what)
+    console().print(what)
 
 
-def _table(*columns: str, fold: Collection[str]) -> Table:
+def table_of(*columns: str, fold: Collection[str]) -> Table:
     """Only the columns of ``fold`` may be broken where the terminal is narrow."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
@@ -73,7 +78,7 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
         flag = f"--lighthouse {lighthouse} " if lighthouse else ""
         _print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
         return
-    table = _table("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned", fold={"banned"})
+    table = table_of("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned", fold={"banned"})
     for job in jobs:
         counts = (job[name] for name in ("quorum_id", "members", "asking", "healthy", "joiners"))
         banned = ", ".join(f"{short(ban['target'])} until {_clock(ban['until'])}" for ban in job["bans"])
@@ -82,7 +87,7 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
 
 
 def show_replicas(replicas: list[dict[str, Any]]) -> None:
-    table = _table("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", fold={"state"})
+    table = table_of("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", fold={"state"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
         state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
@@ -106,7 +111,7 @@ def show_replicas(replicas: list[dict[str, Any]]) -> None:
 
 
 def show_facts(facts: dict[str, Any]) -> None:
-    table = _table("fact", "value", fold={"value"})
+    table = table_of("fact", "value", fold={"value"})
     for name, value in facts.items():
         if name == "reason":
             text = value["sentence"] if value else "-"
@@ -118,7 +123,7 @@ def show_facts(facts: dict[str, Any]) -> None:
     _print(table)
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -130,7 +135,7 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
     if not checkpoints:
         _print("no checkpoints of this job")
         return
-    table = _table(
+    table = table_of(
         "checkpoint", "step", "kind", "state", "ranks", "size", "chunks", "lacking", "where", "begun", fold={"where"}
     )
     for one in checkpoints:
@@ -141,7 +146,7 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
             one["kind"],
             one["state"],
             str(one["ranks"]),
-            _bytes(one["bytes"]),
+            bytes_text(one["bytes"]),
             str(one["chunks"]),
             str(one["lacking"]),
             ", ".join(tier for tier, some in tiers.items() if some),
@@ -151,15 +156,15 @@ def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def show_ranks(ranks: list[dict[str, Any]]) -> None:
-    table = _table("rank", "root", "producers", "size", "chunks", "lacking", "reported", fold={"producers"})
+    table = table_of("rank", "root", "producers", "size", "chunks", "lacking", "reported", fold={"producers"})
     for one in ranks:
         others = [name for name, root in one["roots"].items() if root != one["root"]]
         producers = f"{len(one['roots'])}" + (f", another state: {', '.join(others)}" if others else "")
         table.add_row(
             str(one["rank"]),
-            (one["root"] or "-")[:16],
+            (one["root"] or "-")[:ROOT_CHARACTERS],
             escape(producers),
-            _bytes(one["bytes"]),
+            bytes_text(one["bytes"]),
             str(one["chunks"]),
             str(one["lacking"]),
             "yes" if one["reported"] else "no",
@@ -168,9 +173,9 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def show_policy(policy: dict[str, Any]) -> None:
-    table = _table("limit", "value", fold={"value"})
+    table = table_of("limit", "value", fold={"value"})
     for name, value in policy.items():
-        number = str(value) if name.endswith("replicas") else _seconds(value)
+        number = _seconds(value) if name.endswith(("_timeout", "_grace")) else str(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
     _print(table)
 
@@ -183,7 +188,7 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         )
     )
     asking = set(quorum["asking"])
-    table = _table("member", "asks for the next", fold={"member"})
+    table = table_of("member", "asks for the next", fold={"member"})
     for member in quorum["members"]:
         table.add_row(escape(short(member)), "yes" if member in asking else "no")
     for joiner in sorted(asking - set(quorum["members"])):
@@ -194,6 +199,25 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
         _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+
+
+def show_comparison(comparison: dict[str, Any]) -> None:
+    """``comparison``: the detail of a ``replicas_verified`` or ``replicas_differ`` event."""
+    roots = comparison["roots"]
+    table = table_of("replica", "root", "", fold={"replica"})
+    rows = [(one, root) for root, groups in roots.items() for one in groups]
+    for replica_id, root in sorted([*rows, *((one, "-") for one in comparison["missing"])]):
+        said = "differs" if replica_id in comparison.get("diverged", ()) else ""
+        table.add_row(escape(short(replica_id)), escape(root[:ROOT_CHARACTERS]), said)
+    _print(table)
+    at = f"step {comparison['step']}, {comparison['groups']} groups: "
+    if len(roots) == 1:
+        _print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
+    elif comparison["diverged"]:
+        done = {"heal": "healed", "drain": "healed and drained", "report": "nothing is done"}[comparison["action"]]
+        _print(escape(short(f"{at}not as most are: {', '.join(comparison['diverged'])}; {done}")))
+    else:
+        _print(f"{at}{len(roots)} roots, none of them that of most, so nobody can tell who is right; nothing is done")
 
 
 def show_event(event: dict[str, Any]) -> None:

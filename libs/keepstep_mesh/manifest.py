@@ -78,6 +78,21 @@ def chunk_digest(data: Any) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def chunk_digests(pieces: Iterable[memoryview]) -> bytes:
+    """Of all chunks of a pack that comes in ``pieces`` of bytes, one digest after the other."""
+    digests, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
+    for piece in pieces:
+        rest = piece
+        while len(rest) >= room:
+            chunk.update(rest[:room])
+            digests += chunk.digest()
+            chunk.reset()
+            rest, room = rest[room:], CHUNK_BYTES
+        chunk.update(rest)
+        room -= len(rest)
+    return bytes(digests if room == CHUNK_BYTES else digests + chunk.digest())
+
+
 def root_digest(content_bytes: bytes, chunk_digests: bytes) -> bytes:
     root = hashlib.blake2b(digest_size=32)
     root.update(len(content_bytes).to_bytes(8, "little"))

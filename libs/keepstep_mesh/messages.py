@@ -20,6 +20,9 @@ OLDEST_PROTOCOL_VERSION = 1
 MAX_DATA_BYTES = 64 * 1024
 """Limit of ``MemberInfo.data``, packed."""
 
+MAX_HEAL_ERROR = 1000
+"""Characters of ``Healing.error`` that are told."""
+
 Lineage = int | str
 """Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
 
@@ -57,6 +60,16 @@ class Member:
     commit_failures: int
     shrink_only: bool
     info: MemberInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StateRoot:
+    """Root digest of the live state that a group held at (``step``, ``lineage``): equal for equal states."""
+
+    step: int
+    lineage: Lineage
+    digest: str
+    """Hexadecimal. Of a group of several ranks: over those of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,8 @@ class QuorumRequest:
     """How long from now the asker waits."""
     info: MemberInfo | None = None
     """None: as in the request before on this session."""
+    root: StateRoot | None = None
+    """When the answer before asked for it, and the group held the reference state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +134,32 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """A healing group at work. ``bytes_total`` 0: not known yet. The next request ends it."""
+    """A heal at work: of one rank within its group, of the whole group to the lighthouse. The next request ends it."""
 
     kind: ClassVar[str] = "healing"
     bytes_done: int
     bytes_total: int
+    """0: not known yet."""
     bytes_per_second: float
+    """Over the last seconds; once it has ended, on average."""
+    step: int = 0
+    """Whose state is taken over."""
+    source: str = ""
+    """replica_id that it comes from; empty: not known."""
+    via: str = ""
+    """``CheckpointTransport.via``."""
+    seconds: float = 0.0
+    """Since it began."""
+    ended: bool = False
+    error: str = ""
+    """Why it failed; empty, once it has ended: it did not."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate; None: not known."""
+        if not self.bytes_total or self.bytes_per_second < 1:
+            return None
+        return max(0, self.bytes_total - self.bytes_done) / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +251,8 @@ class QuorumAnswer:
     """Groups that are there and not in this quorum."""
     members: tuple[Member, ...] | None
     """Sorted by replica_id."""
+    verify: bool = False
+    """Who holds the reference state is to say its root digest with the next request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +347,8 @@ class Quorum:
     """True: what ``listed`` says of steps, lineages and failures is old; all stand at (step, lineage)."""
     listed: tuple[Member, ...]
     """The members, sorted by replica_id, as last sent."""
+    verify: bool = False
+    """As in the answer."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -363,6 +402,8 @@ class RankAsk:
     handle: str = ""
     checkpoint: str = ""
     """What a peer's transport needs to fetch this rank's state."""
+    root: StateRoot | None = None
+    """Of this rank's part of the state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from keepstep_mesh.messages import (
     RoundBroken,
     ServiceAddress,
     Services,
+    StateRoot,
     Timing,
     ToLighthouse,
     Welcome,
@@ -252,6 +253,7 @@ class LighthouseSession:
         commit_failures: int = 0,
         info: MemberInfo,
         timeout: float,
+        root: StateRoot | None = None,
     ) -> Quorum:
         """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
 
@@ -265,7 +267,7 @@ class LighthouseSession:
         now = self._loop.time()
         timeout_ms = max(1, round(timeout * 1000))
         request = self._core.ask(
-            step, lineage, info, timeout_ms, shrink_only=shrink_only, commit_failures=commit_failures
+            step, lineage, info, timeout_ms, shrink_only=shrink_only, commit_failures=commit_failures, root=root
         ).request
         asker: asyncio.Future[Quorum] = self._loop.create_future()
         self._asker = asker
@@ -289,9 +291,9 @@ class LighthouseSession:
         """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
         self._core.finished_step()
 
-    def healing(self, bytes_done: int, bytes_total: int, bytes_per_second: float) -> None:
+    def healing(self, progress: Healing) -> None:
         """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
-        self._send(Healing(bytes_done, bytes_total, bytes_per_second))
+        self._send(progress)
 
     # ---- the connection
 

@@ -30,6 +30,7 @@ from keepstep_mesh.messages import (
     Quorum,
     QuorumAnswer,
     QuorumRequest,
+    StateRoot,
     Welcome,
 )
 
@@ -163,6 +164,7 @@ class SessionCore:
         *,
         shrink_only: bool,
         commit_failures: int,
+        root: StateRoot | None = None,
     ) -> QuorumRequest:
         """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
         if info is not self._checked_info:
@@ -170,7 +172,7 @@ class SessionCore:
             self._checked_info = info
         self._requests += 1
         self.held = None
-        self.open = QuorumRequest(self._requests, step, lineage, shrink_only, commit_failures, timeout_ms, info)
+        self.open = QuorumRequest(self._requests, step, lineage, shrink_only, commit_failures, timeout_ms, info, root)
         return self.open
 
     def to_send(self, timeout_ms: int) -> QuorumRequest | None:
@@ -188,6 +190,7 @@ class SessionCore:
             commit_failures=request.commit_failures,
             timeout_ms=timeout_ms,
             info=None if known else request.info,
+            root=request.root,
         )
 
     def withdraw(self, request: int) -> bool:
@@ -221,6 +224,7 @@ class SessionCore:
             lineage=answer.lineage,
             uniform=uniform,
             listed=self._listed,
+            verify=answer.verify,
         )
 
     def finished_step(self) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.settings import LighthouseSettings, read_settings
+from keepstep_lighthouse.settings import LighthouseSettings, read_like, read_settings
 from keepstep_mesh import program
 from keepstep_mesh.service import Endpoint, Hosted
-from keepstep_mesh.settings import duration, whole
+from keepstep_mesh.settings import duration
 
 
 def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None]) -> Hosted:
@@ -27,9 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lease", type=duration, help="with etcd: a leader not heard of for so long is succeeded (10)")
     parser.add_argument("--event-log", type=Path, help="file that gets every event as a line of JSON")
     for one in fields(Policy):
-        read = whole if one.name.endswith("_replicas") else duration
         flag = f"--{one.name.replace('_', '-')}"
-        parser.add_argument(flag, type=read, help=f"policy of new jobs ({one.default})")
+        parser.add_argument(flag, type=read_like(one.default), help=f"policy of new jobs ({one.default})")
     return parser
 
 

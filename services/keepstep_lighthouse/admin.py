@@ -27,6 +27,7 @@ from keepstep_lighthouse.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    VerifyOrdered,
 )
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.policies import policy_problem
@@ -34,7 +35,7 @@ from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.service_records import ServiceRecord
 from keepstep_lighthouse.store import StoreError
 from keepstep_lighthouse.term import TermOverError
-from keepstep_lighthouse.views import QuorumView, ReplicaState, ReplicaView
+from keepstep_lighthouse.views import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import CALLER, Problem, Route, read_json
@@ -98,6 +99,13 @@ class ReplicasView:
 
 
 @dataclass(frozen=True, slots=True)
+class TransfersView:
+    job: str
+    heals: tuple[HealView, ...]
+    """Under way, sorted by replica_id."""
+
+
+@dataclass(frozen=True, slots=True)
 class EventsView:
     job: str
     events: tuple[Happened, ...]
@@ -145,6 +153,11 @@ class ReadmitBody:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyBody:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceBody:
     address: str
     ttl_seconds: float = 15.0
@@ -164,8 +177,10 @@ SHAPES = {
     "GET /v1/jobs/{job}": Shape(JobView),
     "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
+    "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
     "GET /v1/jobs/{job}/replicas/{replica_id}": Shape(ReplicaView),
+    "GET /v1/jobs/{job}/transfers": Shape(TransfersView),
     "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(OrderAnswer, status=202, body=DrainBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
@@ -186,8 +201,10 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
         Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
         Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
+        Route("POST", f"{job}/verify", here.verify, Access.ADMIN, "compare the weights of all groups at the next step"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
         Route("GET", one, here.replica, Access.READ, "one group, by stable name or incarnation"),
+        Route("GET", f"{job}/transfers", here.transfers, Access.READ, "the heals under way: bytes, rate, time left"),
         Route("POST", f"{one}/evict", here.evict, Access.ADMIN, "end a group; ban_seconds keeps its name out"),
         Route("POST", f"{one}/drain", here.drain, Access.ADMIN, "ask a group to finish its step and leave"),
         Route("POST", f"{one}/readmit", here.readmit, Access.ADMIN, "lift bans and evictions"),
@@ -235,6 +252,10 @@ class _Admin:
         # Of several incarnations the one that counts: here before gone, a member before one that waits, the newest.
         best = min(matching, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
         return json_answer(best)
+
+    async def transfers(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        return json_answer(TransfersView(job.name, job.core.heals(time.monotonic())))
 
     # ---- orders
 
@@ -296,6 +317,12 @@ class _Admin:
             raise bad(problem)
         made = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy")
         return json_answer(PolicyChange(job.name, policy, made), HTTPStatus.ACCEPTED)
+
+    async def verify(self, request: web.Request) -> web.Response:
+        await read_body(request, VerifyBody)
+        made = await self._carried_out(self._job(request), VerifyOrdered(_who(request)), "verify_ordered")
+        assert made is not None  # every one is carried out
+        return _done(made, "the groups are compared at the next step; replicas_verified or replicas_differ will tell")
 
     async def _carried_out(self, job: Job, order: Event | None, kind: str) -> Happened | None:
         """Carries out ``order``; the first entry of this kind that it made, None if there was nothing to do."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from keepstep_lighthouse.events import Announce, JobRecord
 from keepstep_lighthouse.groups import Group
-from keepstep_mesh.lineage import reference_state
-from keepstep_mesh.messages import Member
+from keepstep_mesh.lineage import DIVERGED, reference_state
+from keepstep_mesh.messages import Lineage, Member, QuorumRequest
 
 
 class Announcer:
@@ -23,26 +23,32 @@ class Announcer:
         self.infos_changed = False
         """Since then, of one of them."""
 
-    def announce(self, chosen: list[Group], record: JobRecord, joiners: int) -> Announce:
-        """All ``chosen`` are asking and form the quorum of ``record``."""
+    def announce(self, chosen: list[Group], record: JobRecord, joiners: int, *, verify: bool) -> Announce:
+        """All ``chosen`` are asking and form the quorum of ``record``. ``verify``: a comparison was ordered."""
         last, same = self.last, not self.infos_changed and chosen == self.chosen
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
         step, lineage = first.step, first.lineage
         uniform = not any(
-            request.step != step or request.lineage != lineage or request.commit_failures or request.shrink_only
-            for _, request in asked
+            request.step != step
+            or request.lineage != lineage
+            or request.commit_failures
+            or request.shrink_only
+            or group.diverged
+            for group, request in asked
         )
         if last is not None and last.uniform and uniform and same:
             listed, version = last.listed, last.version
         else:
             listed = tuple(
-                Member(group.replica_id, r.step, r.lineage, r.commit_failures, r.shrink_only, group.info)
+                Member(group.replica_id, r.step, _lineage(group, r), r.commit_failures, r.shrink_only, group.info)
                 for group, r in asked
             )
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
+        every = record.policy.verify_every
+        verify = verify or (every > 0 and step % every == 0)
         self.chosen, self.infos_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
@@ -54,5 +60,14 @@ class Announcer:
             joiners=joiners,
             listed=listed,
             uniform=uniform,
+            verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
         )
         return self.last
+
+
+def _lineage(group: Group, request: QuorumRequest) -> Lineage:
+    return f"{DIVERGED}{group.replica_id}" if group.diverged else request.lineage
+
+
+def _holds(member: Member, step: int, lineage: Lineage) -> bool:
+    return (member.step, member.lineage) == (step, lineage)

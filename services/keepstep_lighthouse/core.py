@@ -66,6 +66,7 @@ from keepstep_lighthouse.events import (
     Reason,
     Tell,
     Tick,
+    VerifyOrdered,
 )
 from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, name_of
 from keepstep_lighthouse.layouts import differing
@@ -73,13 +74,25 @@ from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.takeover import Takeover
-from keepstep_lighthouse.views import QuorumView, ReplicaView, absent_view, gone_view, older, replica_view
+from keepstep_lighthouse.verification import Comparison, Verification
+from keepstep_lighthouse.views import (
+    HealView,
+    QuorumView,
+    ReplicaView,
+    absent_view,
+    gone_view,
+    heal_view,
+    older,
+    replica_view,
+)
+from keepstep_mesh.lineage import is_torn
 from keepstep_mesh.messages import (
     Data,
     Denied,
     Drain,
     Evicted,
     Goodbye,
+    Healing,
     HeldAnswer,
     MemberLost,
     QuorumRequest,
@@ -116,6 +129,7 @@ class JobCore:
             self._takeover.wait(record.members, now, self._takeover_grace, fenced_until)
         self._members = frozenset(record.members)
         self._round = Round()
+        self._verification = Verification()
         self._layout = ""
         """The layout that was last found to be the job's."""
         self._awake_since = now
@@ -143,9 +157,9 @@ class JobCore:
             case Closed(session):
                 if (group := self._groups.by_session.get(session)) is not None:
                     self._closed(group, now)
-            case HealProgress(session):
+            case HealProgress(session, told):
                 if (group := self._by_session(session, now)) is not None:
-                    self._groups.progress(group, event)
+                    self._heals(group, told, now)
             case Cancelled(session, number):
                 if (group := self._by_session(session, now)) is not None:
                     self._cancelled(group, number)
@@ -172,6 +186,8 @@ class JobCore:
                     self._persist(record)
             case PolicyOrdered(policy, by):
                 self._change_policy(policy, by, now)
+            case VerifyOrdered(by):
+                self._log("verify_ordered", "", by=by, order=self._verification.order())
             case Tick():
                 self._tick(now, now_unix)
         self._settle(now, now_unix)
@@ -284,6 +300,7 @@ class JobCore:
             self._out.append(replace(answer, to=((session, request.request),)))
             group.answered_session = session
             return
+        self._end_heal(group, "its step was not committed" if request.commit_failures else "")
         if not self._fits_layout(group, request):
             return
         if group.answered_at is not None:
@@ -321,6 +338,34 @@ class JobCore:
     def _member_sessions(self, which: Callable[[Group], bool]) -> tuple[int, ...]:
         known = (self._groups.by_id.get(replica_id) for replica_id in self.record.members)
         return tuple([g.session for g in known if g is not None and g.session is not None and which(g)])
+
+    # ---- heals
+
+    def _heals(self, group: Group, told: Healing, now: float) -> None:
+        before = group.healing
+        self._groups.progress(group, told, now)
+        if group.healing is not told:
+            return
+        if before is None:
+            self._log("heal_began", group.replica_id, step=told.step, source=told.source)
+        if told.ended:
+            self._log_end_of_heal(group, told, told.error)
+
+    def _end_heal(self, group: Group, error: str) -> None:
+        """The group heals no longer, and may not have said so."""
+        if group.heal is not None:
+            self._log_end_of_heal(group, group.heal, error)
+
+    def _log_end_of_heal(self, group: Group, told: Healing, error: str) -> None:
+        facts: dict[str, Data] = {"step": told.step, "source": told.source, "via": told.via, "bytes": told.bytes_done}
+        facts["seconds"] = round(told.seconds, 3)
+        facts["bytes_per_second"] = round(told.bytes_done / told.seconds) if told.seconds > 0 else 0
+        if error:
+            self._log("heal_failed", group.replica_id, **facts, reason=error)
+        else:
+            self._log("healed", group.replica_id, **facts)
+
+    # ---- what keeps a group out
 
     def _fits_layout(self, group: Group, request: QuorumRequest) -> bool:
         """Denies a request whose parameters are not the job's: those of a healthy member, else of who came first."""
@@ -388,6 +433,7 @@ class JobCore:
                 self._lose(group, "its connection ended and most of its quorum report it broken", now)
 
     def _forget(self, group: Group, reason: str, now: float) -> None:
+        self._end_heal(group, reason)
         self._gone.append((now, gone_view(group, self._groups, self.record, now, reason)))
         self._groups.remove(group)
         self._takeover.is_gone(group)
@@ -547,11 +593,16 @@ class JobCore:
     def _announce(self, code: Code, now: float, now_unix: float) -> None:
         groups, policy, before = self._groups, self.record.policy, self.record.quorum_id
         chosen = choose(groups, len(self.record.members), policy)
+        comparison = self._verification.compare(chosen)
+        if comparison is not None and policy.on_divergence != "report":
+            self._mark_diverged(comparison)
         left_behind = self._next_quorum(chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
-        announce = self._announcer.announce(chosen, self.record, max(0, min(left_out, room)))
+        joiners, verify = max(0, min(left_out, room)), self._verification.wanted
+        announce = self._announcer.announce(chosen, self.record, joiners, verify=verify)
+        self._verification.announced(announce)
         groups.close_round(announce, chosen, now)
         self._out.append(announce)
         self._takeover.forget_answers()
@@ -566,6 +617,30 @@ class JobCore:
             self._log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
         for group in given_up:
             self._log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+        if comparison is not None:
+            self._tell_compared(comparison, policy.on_divergence)
+
+    def _mark_diverged(self, comparison: Comparison) -> None:
+        """From the quorum that is announced now they count as groups that have to heal."""
+        for replica_id in comparison.diverged:
+            group = self._groups.by_id[replica_id]
+            group.diverged = not is_torn(group.lineage)
+
+    def _tell_compared(self, comparison: Comparison, action: str) -> None:
+        roots, diverged = comparison.roots, comparison.diverged
+        facts: dict[str, Data] = {"step": comparison.step, "groups": sum(map(len, roots.values()))}
+        facts |= {"missing": comparison.missing, "order": comparison.order}
+        if len(roots) == 1:
+            if comparison.order:
+                facts["roots"] = roots  # of every K-th step the names of all groups would fill the log
+            self._log("replicas_verified", "", **facts)
+            return
+        for replica_id in diverged:
+            self._log("replica_diverged", replica_id, step=comparison.step, action=action)
+            if action == "drain":
+                self._drain(DrainOrdered(replica_id, "its weights differ from those of others", by="on_divergence"))
+        what = action if diverged else "nothing: no root is that of more than half, so nobody can tell who is right"
+        self._log("replicas_differ", "", **facts, roots=roots, diverged=diverged, action=what)
 
     def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
         """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.
@@ -641,6 +716,11 @@ class JobCore:
                 gone.append(older(view, now - went))
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
 
+    def heals(self, now: float) -> tuple[HealView, ...]:
+        """Those under way, sorted by replica_id."""
+        healing = ((group, group.heal) for _, group in sorted(self._groups.healing.items()))
+        return tuple(heal_view(group, told, now) for group, told in healing if told is not None)
+
     # ---- invariants
 
     def validate(self) -> None:
@@ -662,6 +742,7 @@ class JobCore:
             "a group asks without a session"
         )
         assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
+        assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"
         last = self._announcer.last
         if last is not None:
             assert last.listed, "an empty quorum was announced"

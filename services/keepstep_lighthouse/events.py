@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep_mesh.messages import Data, HeldAnswer, Member, QuorumRequest, ToWorker
+from keepstep_mesh.messages import Data, Healing, HeldAnswer, Member, QuorumRequest, ToWorker
 
 # ---- events
 
@@ -53,9 +53,7 @@ class Cancelled:
 @dataclass(frozen=True, slots=True)
 class HealProgress:
     session: int
-    bytes_done: int
-    bytes_total: int
-    bytes_per_second: float
+    told: Healing
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,13 @@ class PolicyOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyOrdered:
+    """Compare the root digests of the groups' states once."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline that the core named has passed. Harmless at any other time."""
 
@@ -125,6 +130,7 @@ Event = (
     | DrainOrdered
     | ReadmitOrdered
     | PolicyOrdered
+    | VerifyOrdered
     | Tick
 )
 
@@ -147,6 +153,11 @@ class Policy:
     initial_replicas: int = 0
     """Groups that the first quorum of the job waits for, up to ``join_timeout`` and half of the time that those wait
     that ask. Later ones do not."""
+    verify_every: int = 0
+    """Root digests are compared at each step that this divides; 0: only when ordered."""
+    on_divergence: str = "heal"
+    """What becomes of a group whose root is not the majority's. ``heal``: it takes over the state of another;
+    ``drain``: that too, and then it leaves; ``report``: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +209,8 @@ class Announce:
     uniform: bool
     """All members stand at (step, lineage), no commit failure and no shrink_only, so who knows ``version`` needs no
     list. A list that is not uniform is never left out."""
+    verify: bool = False
+    """Who stands at (step, lineage) is to say its root digest with the next request."""
 
     @property
     def members(self) -> tuple[Member, ...]:

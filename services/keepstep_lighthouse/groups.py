@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from keepstep_lighthouse.events import Announce, HealProgress
-from keepstep_mesh.messages import Lineage, MemberInfo, QuorumRequest
+from keepstep_lighthouse.events import Announce
+from keepstep_mesh.messages import Healing, Lineage, MemberInfo, QuorumRequest
 
 NEVER = float("inf")
 MAX_REMEMBERED_HEALS = 1000
@@ -60,7 +60,9 @@ class Group:
     answered_at: float | None = None
     step_seconds: float | None = None
     """From its last answer to its next request."""
-    healing: HealProgress | None = None
+    healing: Healing | None = None
+    """What it said last of its heal, until its next request."""
+    heal_began: float = 0.0
     failed_heals: int = 0
     """Of its name, when this heal began."""
     heal_given_up: bool = False
@@ -68,6 +70,13 @@ class Group:
     draining: str | None = None
     """The reason given with the drain."""
     kept_out: KeptOut | None = None
+    diverged: bool = False
+    """Its weights were found to differ from those of the other groups, and it has not moved on from that state."""
+
+    @property
+    def heal(self) -> Healing | None:
+        """The one that is under way."""
+        return None if self.healing is None or self.healing.ended else self.healing
 
 
 class Groups:
@@ -191,6 +200,7 @@ class Groups:
         group.request = request
         group.highest_request = max(group.highest_request, request.request)
         group.asked_at = now
+        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)
         group.step = request.step
         group.lineage = request.lineage
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))
@@ -285,16 +295,17 @@ class Groups:
 
     # ---- healing
 
-    def progress(self, group: Group, progress: HealProgress) -> None:
-        """The group reports that it heals. Ignored from a group that asks or is kept out."""
-        if group.request is not None or group.kept_out is not None:
+    def progress(self, group: Group, told: Healing, now: float) -> None:
+        """The group reports that it heals. Ignored from a group that asks or is kept out, or whose heal has ended."""
+        if group.request is not None or group.kept_out is not None or (group.healing and group.healing.ended):
             return
         if group.healing is None:
             self.healing[group.replica_id] = group
+            group.heal_began = now - told.seconds
             group.failed_heals = self.failed_heals.get(group.name, 0)
             if not group.heal_given_up:
                 self.heals_waited_for[group.failed_heals] += 1
-        group.healing = progress
+        group.healing = told
 
     def give_up_heals(self) -> list[Group]:
         """A quorum is formed without those that still heal: the limit of their next try is doubled."""

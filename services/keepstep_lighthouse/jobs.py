@@ -297,4 +297,5 @@ def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
         lineage=announce.lineage,
         joiners=announce.joiners,
         members=announce.members if listed else None,
+        verify=announce.verify,
     )

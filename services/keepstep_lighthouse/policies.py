@@ -8,6 +8,8 @@ from keepstep_lighthouse.events import Policy
 
 MAX_SECONDS = 10 * 365 * 86400.0
 MAX_REPLICAS = 100_000
+MAX_STEPS = 1_000_000_000
+ON_DIVERGENCE = ("heal", "drain", "report")
 MIN_HEARTBEAT_TIMEOUT = 0.1
 """A worker beats ten times within it, and a busy machine is late by hundredths of a second."""
 
@@ -25,6 +27,10 @@ def policy_problem(policy: Policy) -> str | None:
         )
     if not 0 <= policy.initial_replicas <= MAX_REPLICAS:
         return f"initial_replicas must be 0 or more (at most {MAX_REPLICAS}), not {policy.initial_replicas!r:.40}"
+    if not 0 <= policy.verify_every <= MAX_STEPS:
+        return f"verify_every must be 0 (never) or more steps (at most {MAX_STEPS}), not {policy.verify_every!r:.40}"
+    if policy.on_divergence not in ON_DIVERGENCE:
+        return f"on_divergence must be one of {', '.join(ON_DIVERGENCE)}, not {policy.on_divergence!r:.40}"
     for one in fields(policy):
         value = getattr(policy, one.name)
         if one.name.endswith(("_timeout", "_grace")) and value is not None and not 0 <= value <= MAX_SECONDS:

@@ -145,8 +145,8 @@ class Session:
                 shell.heard(self.number)
             case CancelRequest(request):
                 shell.handle(Cancelled(self.number, request))
-            case Healing(done, total, rate):
-                shell.handle(HealProgress(self.number, done, total, rate))
+            case Healing():
+                shell.handle(HealProgress(self.number, message))
             case Leave(reason):
                 shell.handle(LeftOnPurpose(self.number, reason))
             case Moved():

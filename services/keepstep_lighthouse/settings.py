@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ def _lease(seconds: float) -> float:
     return seconds
 
 
+def read_like(default: object) -> Callable[[Any], Any]:
+    """What reads a field of the policy that has this default."""
+    readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str}
+    return readers.get(type(default), duration)
+
+
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
@@ -55,8 +61,9 @@ def read_settings(
 
     limits: dict[str, Any] = {}
     for one in fields(Policy):
-        read: Any = whole if one.name.endswith("_replicas") else duration
-        limits[one.name] = settings.get(f"lighthouse_{one.name}", read, getattr(default.policy, one.name))
+        limits[one.name] = settings.get(
+            f"lighthouse_{one.name}", read_like(one.default), getattr(default.policy, one.name)
+        )
     policy = Policy(**limits)
     if (problem := policy_problem(policy)) is not None:
         raise ValueError(problem)

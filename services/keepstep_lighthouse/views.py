@@ -8,7 +8,7 @@ from enum import Enum
 from keepstep_lighthouse import reasons
 from keepstep_lighthouse.events import JobRecord, Reason
 from keepstep_lighthouse.groups import Group, Groups, name_of
-from keepstep_mesh.messages import Lineage
+from keepstep_mesh.messages import Healing, Lineage
 
 
 class ReplicaState(Enum):
@@ -53,6 +53,27 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
+class HealView:
+    """A heal under way."""
+
+    replica_id: str
+    step: int
+    """Whose state is taken over."""
+    source: str
+    """replica_id that it comes from; empty: not known."""
+    via: str
+    """``relay``, ``direct`` ...; empty: not known yet."""
+    bytes_done: int
+    bytes_total: int
+    """0: not known yet."""
+    bytes_per_second: float
+    """Over the last seconds."""
+    seconds_left: float | None
+    """At this rate; None: not known."""
+    began_seconds_ago: float
+
+
+@dataclass(frozen=True, slots=True)
 class QuorumView:
     quorum_id: int
     created_ms: int
@@ -83,9 +104,23 @@ def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) ->
         address=group.info.address,
         heard_seconds_ago=max(0.0, now - group.heard_at),
         step_seconds=group.step_seconds,
-        healed_bytes=group.healing.bytes_done if group.healing else 0,
-        heal_bytes=group.healing.bytes_total if group.healing else 0,
+        healed_bytes=group.heal.bytes_done if group.heal else 0,
+        heal_bytes=group.heal.bytes_total if group.heal else 0,
         reason=reasons.of_group(group, groups, record),
+    )
+
+
+def heal_view(group: Group, told: Healing, now: float) -> HealView:
+    return HealView(
+        replica_id=group.replica_id,
+        step=told.step,
+        source=told.source,
+        via=told.via,
+        bytes_done=told.bytes_done,
+        bytes_total=told.bytes_total,
+        bytes_per_second=told.bytes_per_second,
+        seconds_left=told.seconds_left,
+        began_seconds_ago=max(0.0, now - group.heal_began),
     )
 
 
@@ -112,6 +147,6 @@ def _state(group: Group) -> ReplicaState:
         return ReplicaState.KEPT_OUT
     if group.request is not None:
         return ReplicaState.ASKING
-    if group.healing is not None:
+    if group.heal is not None:
         return ReplicaState.HEALING
     return ReplicaState.TRAINING if group.member else ReplicaState.IDLE

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from keepstep_mesh.pace import Pace
 from keepstep_relay.events import (
     Aborted,
     Begun,
@@ -111,6 +112,13 @@ class Checkpoint:
     copied: bool = False
     """All of it is in the durable tier."""
     read_until: float = -NEVER
+    came_bytes: int = 0
+    """Of chunks that its tables waited for."""
+    pace: Pace = field(init=False)
+    """Of ``came_bytes``."""
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.began)
 
     @property
     def state(self) -> State:
@@ -251,6 +259,12 @@ class RelayCore:
                 count += 1
         return bytes(bitmap), count
 
+    def lacking_bytes(self, one: Checkpoint) -> int:
+        """Of all its ranks that have a table."""
+        lacking = (rank for rank, count in one.lacking.items() if count)
+        chunks = (self.chunks[digest] for rank in lacking for digest in set(one.tables[rank].digests))
+        return sum(chunk.length for chunk in chunks if not chunk.tiers)
+
     def deadline(self) -> float:
         """When something ends by itself; ``NEVER`` if nothing does."""
         ends = [NEVER]
@@ -361,6 +375,8 @@ class RelayCore:
             one = self.checkpoints[key]
             one.lacking[rank] -= 1
             one.arrived = True
+            one.came_bytes += chunk.length
+            one.pace.count(one.came_bytes, now)
             self._alive(one, rank, now)
         return [Wake((digest,))]
 

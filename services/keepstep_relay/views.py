@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from keepstep_relay.checkpoints import CheckpointStore
@@ -39,6 +40,10 @@ class CheckpointView:
     bytes: int
     chunks: int
     lacking: int
+    lacking_bytes: int
+    """Of the manifests that are here, as ``bytes``."""
+    bytes_per_second: float
+    """Of what came over the last seconds."""
     in_memory: int
     """Of its different chunks, as the next."""
     on_disk: int
@@ -110,6 +115,8 @@ def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
         bytes=sum(table.pack_bytes for table in one.tables.values()),
         chunks=sum(len(table.digests) for table in one.tables.values()),
         lacking=sum(one.lacking.values()),
+        lacking_bytes=store.core.lacking_bytes(one),
+        bytes_per_second=one.pace.rate(time.monotonic()),
         in_memory=sum(Tier.MEMORY in one for one in tiers),
         on_disk=sum(Tier.DISK in one for one in tiers),
         durable=one.key in store.durable,

@@ -1,6 +1,6 @@
 """Plays the fault runs, prints the table that stands in docs/guarantees.md, and writes .faults/results.json.
 
-make faults                                             all of them (about 15 minutes)
+make faults                                             all of them (about half an hour)
 make faults FAULTS="--only leader_frozen --times 2"     one of them, twice
 make faults FAULTS=--list                               what there is
 

@@ -8,6 +8,7 @@ be bit-identical, and ``check-history`` must find no violation in the logs of al
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import signal
 import tempfile
@@ -19,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 import namespaces
 from etcd_server import EtcdCluster
 from namespaces import Namespaces
+from relay_driver import metric, relay_process
 from tests.faults.outcome import Limit, Outcome
 from tests.training.job import DEADLINE, Group, discarded
 from tests.training.mesh import Mesh, Others
@@ -38,6 +41,11 @@ PARTED_SECONDS = 20.0
 MEMBERS_CHANGE_EVERY = 5
 """Kills of the leader; so that quorums are made under many leaders."""
 TURN_SECONDS = 300.0
+SEVERAL_CHUNKS = {"TRAINER_WIDTH": "12000"}
+"""10 MiB of state."""
+SETTLING_HEALS = 20
+"""After which a trainer needs nothing more for another heal, but for ``MAX_GROWTH_BYTES``."""
+MAX_GROWTH_BYTES = 128 << 20
 
 
 class Run:
@@ -64,8 +72,10 @@ class Run:
         return self.outcome
 
     @asynccontextmanager
-    async def mesh(self, *names: str, min_replicas: int = 1, nodes: int = 1) -> AsyncIterator[tuple[Mesh, list[Group]]]:
-        """A job of these groups that trains; ``nodes``: of etcd."""
+    async def mesh(
+        self, *names: str, min_replicas: int = 1, nodes: int = 1, **trainer: str
+    ) -> AsyncIterator[tuple[Mesh, list[Group]]]:
+        """A job of these groups that trains; ``nodes``: of etcd; ``trainer``: variables of ``trainer.py``."""
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keepstep-faults-")))
             network = stack.enter_context(Namespaces()) if self._row.parts_hosts and not self._proxies else None
@@ -78,7 +88,7 @@ class Run:
             try:
                 async with mesh:
                     try:
-                        groups = [await mesh.start(name) for name in names]
+                        groups = [await mesh.start(name, **trainer) for name in names]
                         await mesh.advance(*groups)
                         yield mesh, groups
                         self.outcome.exited = gone(mesh)
@@ -319,6 +329,70 @@ async def _groups_parted(run: Run) -> None:
             run.note(_first_event_after(mended, *groups) - mended)
 
 
+# ---- relays
+
+
+async def _relay_killed(run: Run) -> None:
+    at = random.Random(1)
+    async with run.mesh("a", "b", "c", **SEVERAL_CHUNKS) as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            async with _relay(mesh) as (relay, _):
+                victim.kill()
+                await mesh.advance(*others)
+                heals = _heals(mesh, victim)
+                async with run.gap(mesh, *others):
+                    await mesh.start(victim.name, **SEVERAL_CHUNKS)
+                    await mesh.until(lambda group=victim: group.lines[-1]["event"] == "started", "it is up")
+                    await asyncio.sleep(at.uniform(0.0, 0.3))
+                    relay.kill()
+                    await mesh.advance(*groups, steps=1)
+                assert _heals(mesh, victim) > heals, "it did not heal"
+
+
+async def _healed_through_relay(run: Run) -> None:
+    async with run.mesh("a", "b", "c", **SEVERAL_CHUNKS) as (mesh, groups), _relay(mesh) as (_, url):
+        survivor, victim = psutil.Process(groups[0].ranks[0].pid), groups[2]
+        settled: tuple[int, int, int] | None = None
+        for turn in run.turns:
+            sent = await metric(url, "sent_bytes_total")
+            async with asyncio.timeout(TURN_SECONDS):
+                victim.kill()
+                await mesh.advance(*groups[:2], steps=1)
+                since = time.time()
+                await mesh.start(victim.name, **SEVERAL_CHUNKS)
+                await mesh.advance(*groups, steps=1)
+            run.note(max(group.longest_gap(since) for group in groups[:2]))
+            assert await metric(url, "sent_bytes_total") > sent, "it did not heal through the relay"
+            if turn == SETTLING_HEALS:
+                settled = _held(survivor)
+        if settled is not None:
+            threads, descriptors, memory = _held(survivor)
+            assert threads <= settled[0], f"{threads} threads, after {SETTLING_HEALS} heals {settled[0]}"
+            assert descriptors <= settled[1], f"{descriptors} descriptors, after {SETTLING_HEALS} heals {settled[1]}"
+            assert memory <= settled[2] + MAX_GROWTH_BYTES, f"{memory} bytes, after {SETTLING_HEALS} heals {settled[2]}"
+
+
+@asynccontextmanager
+async def _relay(mesh: Mesh) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """One that the groups know."""
+    async with relay_process("--lighthouse", mesh.address) as (process, url):
+        async with asyncio.timeout(DEADLINE):
+            while not await metric(url, "registered"):  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.02)
+        yield process, url
+
+
+def _heals(mesh: Mesh, group: Group) -> int:
+    return (mesh.logs / f"{group.name}.jsonl").read_text().count('"healed"')
+
+
+def _held(process: psutil.Process) -> tuple[int, int, int]:
+    """Threads, descriptors, bytes."""
+    return process.num_threads(), process.num_fds(), process.memory_info().rss
+
+
 def _first_event_after(since: float, *groups: Group) -> float:
     return min(event["t"] for group in groups for event in group.lines if event["t"] > since)
 
@@ -382,6 +456,14 @@ ROWS = {
         Row(
             *("group_killed", "1 of 3 groups: SIGKILL", 20, _group_killed, Limit("p95", 0.5)),
             holds="it comes back equal",
+        ),
+        Row(
+            *("relay_killed", "the relay: SIGKILL while 1 of 3 groups heals", 20, _relay_killed),
+            holds="the group heals all the same",
+        ),
+        Row(
+            *("healed_through_relay", "1 of 3 groups: SIGKILL; it heals through a relay", 200, _healed_through_relay),
+            holds="a relay serves each heal; a source has no more threads, descriptors and memory than before",
         ),
         Row(
             *("group_frozen", "1 of 3 groups: SIGSTOP, and SIGCONT later", 3, _group_frozen, SILENCE),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
 MESH = "libs/keepstep_mesh"
+GROUPS = "tests/services/manager/test_verification.py"
+VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,49 @@ MUTATIONS = (
         "        if last is not None and last.uniform and uniform and same:\n",
         "        if last is not None and same:\n",
         Seeds(1, 0, 200),
+    ),
+    # ---- whether groups are equal
+    Mutation(
+        "half of the roots are taken for most of them",
+        f"{LIGHTHOUSE}/verification.py",
+        "return root if 2 * len(groups) > sum",
+        "return root if 2 * len(groups) >= sum",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "roots of different states are compared",
+        f"{LIGHTHOUSE}/verification.py",
+        "            if _state(root) == (step, lineage):\n",
+        "            if root.step <= step:\n",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "a group that did not get the answer that it diverged counts as healthy",
+        f"{LIGHTHOUSE}/groups.py",
+        "        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)\n",
+        "        group.diverged = False\n",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "the furthest state is gone on from, sound or not",
+        f"{MESH}/lineage.py",
+        "        return min(rank, 0), member.step, rank,",
+        "        return member.step, rank,",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "a group whose heal failed forgets that it diverged",
+        "libs/keepstep/attempt.py",
+        "                context.diverge()\n",
+        "                pass\n",
+        Test(f"{GROUPS}::test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy"),
+    ),
+    Mutation(
+        "what a failed step left behind is compared",
+        "libs/keepstep/attempt.py",
+        "        if self.error is None:  # else BatchNorm's",
+        "        if True:  # else BatchNorm's",
+        Test(f"{GROUPS}::test_what_a_failed_step_left_behind_is_not_compared"),
     ),
     # ---- the groups
     Mutation(

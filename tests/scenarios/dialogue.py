@@ -23,19 +23,23 @@ from pathlib import Path
 from core_driver import Driver
 from keepstep_lighthouse.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
 from keepstep_mesh.messages import (
+    Data,
     Denied,
     Drain,
     Evicted,
     Goodbye,
     HeldAnswer,
+    Lineage,
     MemberInfo,
     MemberLost,
     Refused,
     RoundBroken,
+    StateRoot,
 )
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
 IDS = r"(?P<ids>[\w:]+(?:, [\w:]+)*)"
+OPTIONS = ("holds", "has seen quorum", "lineage", "failed", "shrink only", "request", "for", "layout", "root")
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
 
@@ -70,7 +74,8 @@ class Dialogue:
                 facts = f"quorum {decision.quorum_id}, step {decision.step}, lineage {decision.lineage!r}"
                 which = "the same list" if decision.version == self.list_version else f"list {decision.version}"
                 joiners = f", {decision.joiners} more there" if decision.joiners else ""
-                lines = [f"answers {who}: {facts}, {which}{joiners}"]
+                verify = ", to be compared" if decision.verify else ""
+                lines = [f"answers {who}: {facts}, {which}{joiners}{verify}"]
                 if not decision.uniform:
                     for member in decision.members:
                         failed = f", {member.commit_failures} failed" if member.commit_failures else ""
@@ -84,6 +89,13 @@ class Dialogue:
                 return [self._say_message(", ".join(self._names(to)), message)]
             case EndSession(session):
                 return [f"ends the session of {self._names([session])[0]}"]
+            case LogEntry("replicas_verified", _, detail):
+                return [f"finds {detail['groups']} groups equal at step {detail['step']}{_missing(detail)}"]
+            case LogEntry("replicas_differ", _, detail):
+                said = "; ".join(f"{root} of {', '.join(groups)}" for root, groups in detail["roots"].items())  # type: ignore[attr-defined]
+                return [f"finds different roots at step {detail['step']}: {said}{_missing(detail)}"]
+            case LogEntry("replica_diverged", replica_id, detail):
+                return [f"finds that {replica_id} diverged: {detail['action']}"]
             case LogEntry():
                 return []
         raise TypeError(f"unknown decision {decision}")
@@ -145,12 +157,13 @@ class Dialogue:
             lambda replica_id: self.driver.asks(
                 replica_id,
                 int(match["step"]),
-                int(lineage) if lineage.isdigit() else lineage,
+                _lineage(lineage),
                 failures=int(options.get("failed", "0")),
                 shrink="shrink only" in options,
                 request=int(options["request"]) if "request" in options else None,
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
                 info=MemberInfo(f"http://{replica_id}", layout=layout) if layout is not None else None,
+                root=_root(options["root"]) if "root" in options else None,
             ),
         )
 
@@ -200,6 +213,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"ann evicts (?P<ids>[\w:]+)", _simple("evicts")),
     (r"ann bans (?P<ids>[\w:]+) for (?P<s>\d+) s", lambda d, m: d.driver.evicts(m["ids"], float(m["s"]))),
     (r"ann drains (?P<ids>[\w:]+)", _simple("drains")),
+    (r"ann wants the groups compared", lambda d, _: d.driver.wants_comparison()),
     (r"ann readmits (?P<ids>[\w:]+)", _simple("readmits")),
     (r"(?P<seconds>[\d.]+) s pass(?:, (?P<silent>[\w:, ]+) silent)?", Dialogue.passes),
     (r"the lighthouse is killed and starts anew", Dialogue.restarts),
@@ -212,7 +226,7 @@ def _options(match: re.Match[str]) -> dict[str, str]:
     """``[lineage 3, shrink only]`` as {"lineage": "3", "shrink only": ""}; the names are the ones that are used."""
     options = {}
     for option in (match["options"] or "").split(", "):
-        for name in ("holds", "has seen quorum", "lineage", "failed", "shrink only", "request", "for", "layout"):
+        for name in OPTIONS:
             if option == name or option.startswith(f"{name} "):
                 options[name] = option[len(name) + 1 :]
                 break
@@ -222,9 +236,25 @@ def _options(match: re.Match[str]) -> dict[str, str]:
     return options
 
 
-def _number(text: str) -> float | None:
+def _lineage(text: str) -> Lineage:
+    return int(text) if text.isdigit() else text
+
+
+def _root(text: str) -> StateRoot:
+    """``aa at step 2 of 1``: that digest of the state at step 2, lineage 1."""
+    digest, step, lineage = re.fullmatch(r"(\w+) at step (\d+) of (\S*)", text).groups()  # type: ignore[union-attr]
+    return StateRoot(int(step), _lineage(lineage), digest)
+
+
+def _missing(detail: dict[str, Data]) -> str:
+    return f", {', '.join(detail['missing'])} said none" if detail["missing"] else ""  # type: ignore[arg-type]
+
+
+def _number(text: str) -> float | str | None:
     if text == "none":
         return None
+    if text.isalpha():
+        return text
     return float(text) if "." in text else int(text)
 
 

@@ -19,10 +19,11 @@ from keepstep.rank_client import RankClient
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import EvictOrdered
 from keepstep_lighthouse.registry import new_record
+from keepstep_lighthouse.views import HealView
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
-from keepstep_mesh.messages import Evicted, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
+from keepstep_mesh.messages import Evicted, Healing, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
 from keepstep_mesh.session import Push
 from keepstep_mesh.session_settings import SessionSettings
 from lighthouse_driver import eventually
@@ -219,11 +220,36 @@ async def test_a_group_server_that_breaks_fails_its_group(pair, monkeypatch):
 
 
 async def test_a_rank_tells_how_far_its_heal_is_and_nobody_minds_when_the_server_is_gone(pair):
-    pair.clients[0].healing(1, 2, 3.0)
+    pair.clients[0].healing(Healing(1, 2, 3.0))
     await pair.server.close()
-    pair.clients[0].healing(2, 2, 3.0)
+    pair.clients[0].healing(Healing(2, 2, 3.0))
     await pair.clients[0].close()
     assert not pair.failed
+
+
+async def test_the_lighthouse_is_told_of_the_heals_of_all_ranks_together(pair, lighthouse):
+    await pair.ask()
+
+    async def seen(bytes_done: int) -> HealView:
+        heals = lighthouse.jobs["default"].core.heals
+        await eventually(lambda: [one.bytes_done for one in heals(0.0)] == [bytes_done])
+        return heals(0.0)[0]
+
+    pair.server.healing(Healing(30, 100, 10.0, 7, "b:1", "direct", 3.0))
+    assert (await seen(30)).bytes_total == 0, "rank 1 has not said how much it takes over"
+    pair.clients[0].healing(Healing(50, 200, 40.0, 7, "b:1", "relay", 2.0))
+    both = await seen(80)
+    assert (both.bytes_total, both.bytes_per_second, both.seconds_left) == (300, 50.0, 220 / 50.0)
+    assert (both.step, both.source, both.via) == (7, "b:1", "direct, relay")
+    pair.server.healing(Healing(100, 100, 10.0, 7, "b:1", "direct", 10.0, ended=True))
+    assert (await seen(150)).bytes_per_second == 40.0, "that of the rank that still heals"
+    pair.clients[0].healing(Healing(60, 200, 12.0, 7, "b:1", "relay", 5.0, ended=True, error="the source died"))
+    await eventually(lambda: lighthouse.jobs["default"].core.heals(0.0) == ())
+    (end,) = [one for one in lighthouse.events.newest("default", 10) if one.kind == "heal_failed"]
+    assert (end.detail["bytes"], end.detail["reason"]) == (160, "rank 1: the source died")
+    await pair.ask(request=2)
+    pair.clients[0].healing(Healing(1, 2, 3.0))
+    assert (await seen(1)).bytes_total == 0, "the heal before is forgotten"
 
 
 async def test_a_rank_that_leaves_properly_fails_nobody(pair):

@@ -211,7 +211,7 @@ def answer(body, status="200 OK", length=None):
         (answer(b"x", length="-5"), TransferError, "does not speak this protocol"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", TransferError, "does not speak this protocol"),
         (b"x" * 20000, TransferError, "no end of header"),
-        (answer(b"\xc1", "500 Oops"), TransferError, "refused .* 500 Oops"),
+        (answer(b"\xc1", "500 Oops"), TransferError, "was refused: .* 500 Oops"),
         (answer(save_state(1)[0]), ManifestError, "asked for step 1, got step 0"),
     ],
 )

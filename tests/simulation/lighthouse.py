@@ -130,8 +130,8 @@ class Lighthouse:
             case CancelRequest(request):
                 self._cancelled.add((number, request))
                 self.handle(Cancelled(number, request))
-            case Healing(done, total, rate):
-                self.handle(HealProgress(number, done, total, rate))
+            case Healing():
+                self.handle(HealProgress(number, message))
             case Leave(reason):
                 self.handle(LeftOnPurpose(number, reason))
             case Failed(reason):

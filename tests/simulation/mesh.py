@@ -53,6 +53,7 @@ class Mesh(Training):
             heal_timeout=3.0,
             heartbeat_timeout=random.choice((2.5, 5.0)),
             takeover_grace=random.choice((None, None, 0.2)),
+            verify_every=1,
         )
         super().__init__(random, [f"r{number}" for number in range(groups)], policy, careful=careful, quiet_at=quiet_at)
         self.violation: Violation | None = None

@@ -32,6 +32,7 @@ class Simulation(Training):
             initial_replicas=random.choice((0, groups)),
             join_timeout=4.0,
             heal_timeout=3.0,
+            verify_every=1,
         )
         super().__init__(random, [f"r{number}" for number in range(groups)], policy, careful=careful)
         self.store = Store(JobRecord(policy=self.policy))

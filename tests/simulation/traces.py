@@ -7,7 +7,7 @@ A trace yields seconds to wait, or what to wait for. ``A`` is the leader when it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -356,6 +356,30 @@ def the_next_leader_has_a_shorter_lease(sim: Failover) -> Script:
     sim.restart_with_lease(b, 2.0)
     yield 1.0
     yield from a_stranger_asks_the_next_leader(sim)
+
+
+def _bit_flips(lost: str) -> Callable[..., Script]:
+    def script(sim: Failover) -> Script:
+        """A bit of r1's state flips; the leader dies ``lost``. r1 is found by whoever leads then, and heals."""
+        yield from training(sim)
+        a, worker = leader(sim), group(sim, 1)
+        worker.flip_a_bit()
+        if lost == "when the roots have been asked for":
+            yield lambda: worker.root is not None
+        else:
+            yield lambda: worker.lineage == f"diverged:{worker.replica_id}"
+            worker.fail_next = True
+        sim.kill_lighthouse(a, LONG)
+        yield lambda: not worker.flipped
+        so_far = worker.commits
+        yield lambda: worker.commits > so_far + 3
+
+    script.__name__ = "a_bit_flips_and_the_leader_dies_" + lost.replace(" ", "_")
+    return script
+
+
+for one in ("when the roots have been asked for", "when it was found"):
+    trace(groups=3, policy=replace(ONE_IS_ENOUGH, verify_every=1))(_bit_flips(one))
 
 
 @trace()

@@ -2,6 +2,7 @@
 
 * Equal (step, lineage) means equal state, over all groups that ever lived; one collective is for one step.
 * Every group takes the same groups for the members of a quorum.
+* Groups whose states are compared are found equal, as long as no bit flipped.
 * What lighthouses and groups wrote down passes ``keepstep check-history``.
 * Once the faults stop, all groups soon train in one quorum, in equal states.
 """
@@ -57,6 +58,7 @@ class Training(ABC):
         self._states: dict[tuple[int, Lineage], int] = {}
         self._memberships: dict[int, tuple[str, ...]] = {}
         self.rounds = 0
+        self.flips = 0
         self._quiet_at = quiet_at
         self._quiet = self._done = False
         self._last_members: tuple[str, ...] = ()
@@ -66,6 +68,10 @@ class Training(ABC):
         self.time.run(self._quiet_at + RECOVERY_SECONDS, lambda: self._done)
         if not self._done:
             self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {self.why_not()}")
+        if not self.flips and any(
+            '"kind": "replicas_differ"' in line for log in self.logs.lines.values() for line in log
+        ):
+            self.violated("equal groups were found to differ")
         for violation in report_on(self.logs.lines).violations:
             self.violated(f"the history is wrong, {violation.rule}: {violation.what}")
 
@@ -99,7 +105,7 @@ class Training(ABC):
 
     def check_state(self, worker: Worker) -> None:
         key = (worker.step, worker.lineage)
-        if self._states.setdefault(key, worker.state) != worker.state:
+        if not worker.flipped and self._states.setdefault(key, worker.state) != worker.state:
             self.violated(f"{worker.replica_id} stands at step {key[0]}, lineage {key[1]!r}, in a state of its own")
 
     def check_plan(self, worker: Worker, plan: QuorumPlan) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.lineage import DIVERGED
 from keepstep_mesh.messages import (
     CancelRequest,
     Denied,
@@ -28,6 +29,7 @@ from keepstep_mesh.messages import (
     QuorumRequest,
     Refused,
     RoundBroken,
+    StateRoot,
     Welcome,
 )
 from keepstep_mesh.session_core import SessionCore
@@ -73,6 +75,9 @@ class Worker:
         self.step = 0
         self.lineage: Lineage = self.replica_id
         self.state = hash(self.replica_id)
+        self.flipped = False
+        """A bit of its state went wrong, and it has not healed."""
+        self.root: StateRoot | None = None
         self.failures = 0
         self.commits = 0
         self.shrink_next = False
@@ -214,6 +219,7 @@ class Worker:
             int(REQUEST_TIMEOUT * 1000),
             shrink_only=self.shrink_next,
             commit_failures=self.failures,
+            root=self.root,
         )
         self.shrink_next = False
         if self.welcomed and (sent := self.session.to_send(request.timeout_ms)) is not None:
@@ -231,6 +237,12 @@ class Worker:
             return
         self.plan = plan = make_plan(quorum, self.replica_id)
         self.sim.check_plan(self, plan)
+        self.root = None
+        if plan.verify and not plan.heal:
+            self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
+        if plan.diverged:
+            self.lineage = f"{DIVERGED}{self.replica_id}"
+            self.sim.logs.step(self, "diverged", lineage=self.lineage)
         self._attempt += 1
         self._errored, self.fail_next = self.fail_next, False
         self._backward_done, self._collective, self._result = False, None, None
@@ -272,6 +284,7 @@ class Worker:
         self._healed = self._fetched is not None and self.sim.workers[plan.members[plan.source].replica_id].alive
         if self._healed and self._fetched is not None:
             self.step, self.lineage, self.state = plan.max_step, plan.lineage, self._fetched
+            self.flipped = False
             self.sim.logs.step(self, "healed", lineage=self.lineage)
             self.sim.check_state(self)
         else:
@@ -347,6 +360,11 @@ class Worker:
         if self._collective is not None and self._result is None and not self._errored:
             self._errored = True
             self._vote()
+
+    def flip_a_bit(self) -> None:
+        self.state ^= 1
+        self.flipped = True
+        self.sim.flips += 1
 
     @property
     def contributed(self) -> bool:

@@ -10,8 +10,7 @@ import signal
 import psutil
 import pytest
 
-from keepstep_mesh.http import client_session
-from relay_driver import relay_process
+from relay_driver import metric, relay_process
 
 from .job import DEADLINE, Group, Job
 
@@ -19,12 +18,6 @@ pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
 SEVERAL_CHUNKS = {"TRAINER_WIDTH": "12000"}
 """10 MiB of state."""
-
-
-async def metric(url: str, name: str) -> float:
-    async with client_session(timeout=DEADLINE) as http, http.get(f"{url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"keepstep_relay_{name} "))
 
 
 def healed(job: Job, group: Group) -> list[int]:

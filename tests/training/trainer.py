@@ -3,7 +3,9 @@
 Each line on standard output is JSON: {"event": "started" | "committed" | "discarded" | "left", "step", "digest", "pid",
 "rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told
 to leave), TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1,
-TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_PAUSE_AT (step to wait at) until TRAINER_PAUSE_FILE exists.
+TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_FLIP_AT (step after which a bit of a weight flips), TRAINER_PAUSE_AT (step
+to wait at) until TRAINER_PAUSE_FILE exists, TRAINER_CHUNK_SECONDS (heals directly, and takes so long for each chunk),
+TRAINER_LOG=info.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
 
 
 def say(event: str, **detail: object) -> None:
@@ -56,7 +61,23 @@ def hold_the_gil(_number: int, _frame: object) -> None:
     say("held")
 
 
+class SlowReader(HTTPTransport[Any]):
+    """Takes its time for each chunk of a heal."""
+
+    def __init__(self, seconds_a_chunk: float) -> None:
+        super().__init__(timedelta(seconds=30), 0, "127.0.0.1")
+        self._seconds_a_chunk = seconds_a_chunk
+
+    def recv_checkpoint(self, *where: Any, progress: Callable[[int, int], None], **options: Any) -> Any:
+        def slowly(done: int, total: int) -> None:
+            progress(done, total)
+            time.sleep(self._seconds_a_chunk)
+
+        return super().recv_checkpoint(*where, progress=slowly, **options)
+
+
 def main() -> None:
+    logging.basicConfig(level=os.environ.get("TRAINER_LOG", "warning").upper())
     signal.signal(signal.SIGUSR1, hold_the_gil)
     torch.set_num_threads(1)
     name = os.environ["REPLICA_GROUP_ID"]
@@ -72,7 +93,9 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
+    seconds_a_chunk = os.environ.get("TRAINER_CHUNK_SECONDS")
     manager = Manager(
+        checkpoint_transport=SlowReader(float(seconds_a_chunk)) if seconds_a_chunk else None,
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -89,6 +112,7 @@ def main() -> None:
     targets = torch.tensor(data.target)
     generator = torch.Generator().manual_seed(torch.initial_seed())
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
+    flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
     pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
     pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     pace = float(os.environ.get("TRAINER_PACE", "0.01"))
@@ -110,6 +134,11 @@ def main() -> None:
                 )
             else:
                 say("discarded", step=manager.current_step())
+            if 0 <= flip_at <= manager.current_step():
+                with torch.no_grad():
+                    model[0].weight.view(torch.int32)[1, 2] ^= 1 << 20
+                say("flipped", step=manager.current_step())
+                flip_at = -1
             time.sleep(pace)  # a step takes as long as it is told to
             if manager.current_step() == pause_at:
                 say("paused", step=pause_at)

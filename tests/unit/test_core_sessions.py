@@ -19,7 +19,7 @@ from keepstep_lighthouse.events import (
     MovedAway,
 )
 from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Goodbye, HeldAnswer, MemberLost, QuorumRequest, Refused, RoundBroken
+from keepstep_mesh.messages import Goodbye, Healing, HeldAnswer, MemberLost, QuorumRequest, Refused, RoundBroken
 
 HOLDS = HeldAnswer(1, 1, 0)
 
@@ -234,7 +234,7 @@ def test_each_incarnation_is_shown_once_those_that_went_last_first_and_as_old_as
         Closed(99),
         Heard(99),
         Cancelled(99, 1),
-        HealProgress(99, 1, 2, 3.0),
+        HealProgress(99, Healing(1, 2, 3.0)),
         LeftOnPurpose(99, ""),
         MovedAway(99),
         GroupFailed(99, ""),

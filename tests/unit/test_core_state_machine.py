@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from core_driver import Driver
 from keepstep_lighthouse.core import LATE_SECONDS
 from keepstep_lighthouse.events import Announce, Decision, EndSession, Policy, Tell
+from keepstep_lighthouse.policies import ON_DIVERGENCE
 from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Denied, HeldAnswer, MemberInfo
+from keepstep_mesh.messages import Denied, HeldAnswer, MemberInfo, StateRoot
 
 GONE = ReplicaState.GONE
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1", "d:1"])
@@ -91,9 +92,18 @@ class Onlooker(RuleBasedStateMachine):
         back=st.sampled_from([0, 0, 0, 1, 2]),
         timeout=st.sampled_from([600.0, 1.0, 3.0]),
         layout=st.sampled_from([None, None, "", "x", "y"]),
+        root=st.sampled_from([None, "aa", "aa", "bb"]),
     )
     def asks(
-        self, replica_id: str, step: int, failures: int, shrink: bool, back: int, timeout: float, layout: str | None
+        self,
+        replica_id: str,
+        step: int,
+        failures: int,
+        shrink: bool,
+        back: int,
+        timeout: float,
+        layout: str | None,
+        root: str | None,
     ) -> None:
         if self.connected(replica_id):
             before = self.requests.get(replica_id)
@@ -103,7 +113,14 @@ class Onlooker(RuleBasedStateMachine):
                 self.requests[replica_id] = number
             info = None if layout is None else MemberInfo(layout=layout)
             decisions = self.driver.asks(
-                replica_id, step, failures=failures, shrink=shrink, request=number, timeout=timeout, info=info
+                replica_id,
+                step,
+                failures=failures,
+                shrink=shrink,
+                request=number,
+                timeout=timeout,
+                info=info,
+                root=None if root is None else StateRoot(max(0, step - 1), "", root),
             )
             if before is not None and any(isinstance(d, Tell) and isinstance(d.message, Denied) for d in decisions):
                 self.requests[replica_id] = number
@@ -148,13 +165,20 @@ class Onlooker(RuleBasedStateMachine):
     def drains(self, whom: str) -> None:
         self.onlook(self.driver.drains(whom))
 
+    @rule()
+    def wants_the_groups_compared(self) -> None:
+        self.onlook(self.driver.wants_comparison())
+
     @rule(
         min_replicas=st.integers(1, 3),
         max_replicas=st.sampled_from([0, 3]),
         heartbeat_timeout=st.sampled_from([5.0, 5.0, 1.0]),
+        on_divergence=st.sampled_from(ON_DIVERGENCE),
     )
-    def changes_the_policy(self, min_replicas: int, max_replicas: int, heartbeat_timeout: float) -> None:
-        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout)
+    def changes_the_policy(
+        self, min_replicas: int, max_replicas: int, heartbeat_timeout: float, on_divergence: str
+    ) -> None:
+        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout, on_divergence=on_divergence)
         self.onlook(self.driver.sets_policy(policy))
 
     @rule(seconds=st.sampled_from([0.1, 0.2, 1.0, 5.0, 12.0]), silent=st.sets(NAMES, max_size=2))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keepstep.group_core import CommitBarrier, DisagreeError, GroupAsk, merge_asks
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.messages import RankAsk, RankDecision, RankVote
+from keepstep_mesh.messages import RankAsk, RankDecision, RankVote, StateRoot
 
 
 def ask(
@@ -49,6 +51,26 @@ def test_a_heal_that_reached_some_ranks_only_tears_the_group():
 
 def test_a_heal_that_reached_all_ranks_or_none_does_not():
     assert merge({0: ask(step=9), 1: ask(step=9)}, healed=True).step == 9
+
+
+def root_of(*roots: StateRoot | None) -> StateRoot | None:
+    return merge({rank: replace(ask(), root=root) for rank, root in enumerate(roots)}).root
+
+
+def test_the_root_of_a_group_is_that_of_its_rank_or_tells_each_of_its_ranks():
+    one, other = StateRoot(3, 2, "aa"), StateRoot(3, 2, "bb")
+    assert root_of(one) == one
+    both = root_of(one, other)
+    assert both is not None
+    assert (both.step, both.lineage) == (3, 2)
+    assert len({both, root_of(other, one), root_of(one, one), root_of(other, other)}) == 4
+    assert root_of(one, other) == both
+
+
+@pytest.mark.parametrize("other", [None, StateRoot(4, 2, "aa"), StateRoot(3, 1, "aa")])
+def test_a_group_of_which_a_rank_has_no_root_of_that_state_has_none(other):
+    assert root_of(StateRoot(3, 2, "aa"), other) is None
+    assert root_of(other, StateRoot(3, 2, "aa")) is None
 
 
 @pytest.mark.parametrize("last", [0, 1])

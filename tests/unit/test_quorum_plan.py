@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.quorum_plan import make_plan
+from keepstep_mesh.lineage import lineage_rank
 from keepstep_mesh.messages import Lineage, Member, MemberInfo, Quorum
 
 
@@ -92,12 +93,35 @@ def test_a_plan_made_from_the_one_before_is_the_one_made_anew():
     assert make_plan(later, "b", make_plan(healing, "b")) == make_plan(later, "b")
 
 
+def test_a_diverged_group_heals_at_its_own_step_and_at_a_later_one():
+    agreed = quorum(member("a", 5, 3), member("b", 5, "diverged:b"), member("c", 6, "diverged:c"), member("d", 5, 3))
+    plans = {one: make_plan(agreed, one) for one in "abcd"}
+    assert {(plan.max_step, plan.lineage, plan.cohort) for plan in plans.values()} == {(5, 3, (0, 3))}
+    assert [(one, plan.source) for one, plan in plans.items() if plan.diverged] == [("b", 0), ("c", 3)]
+    assert [one for one, plan in plans.items() if plan.heal] == ["b", "c"]
+
+
+def test_where_there_is_no_sound_state_the_furthest_diverged_one_is_gone_on_from():
+    members = member("a", 5, "diverged:a"), member("b", 0, "torn:b"), member("c", 4, "diverged:c")
+    plan = make_plan(quorum(*members), "a")
+    assert (plan.max_step, plan.lineage, plan.heal, plan.diverged) == (5, "diverged:a", False, False)
+
+
+def test_whether_states_are_compared_is_of_this_round():
+    first = quorum(member("a", 5, 3), member("b", 5, 3))
+    later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=first.listed, verify=True)
+    plan = make_plan(later, "a", make_plan(first, "a"))
+    assert plan.verify
+    assert not make_plan(first, "a", plan).verify
+
+
 def test_who_is_not_in_the_quorum_gets_no_plan():
     with pytest.raises(ValueError, match="quorum 7 has no member x; its members are a"):
         make_plan(quorum(member("a", 0, "")), "x")
 
 
-states = st.tuples(st.integers(0, 3), st.one_of(st.integers(1, 3), st.sampled_from(["", "x", "y", "torn:z"])))
+lineages = st.one_of(st.integers(1, 3), st.sampled_from(["", "x", "y", "diverged:z", "torn:z"]))
+states = st.tuples(st.integers(0, 3), lineages)
 
 
 @given(st.lists(st.tuples(states, st.integers(0, 2)), min_size=1, max_size=8))
@@ -106,7 +130,8 @@ def test_the_plans_of_all_members_fit_together(drawn):
     agreed = quorum(*members)
     plans = [make_plan(agreed, m.replica_id) for m in agreed.listed]
     assert len({(p.max_step, p.lineage, p.cohort, p.max_world_size) for p in plans}) == 1
-    assert plans[0].max_step == max(m.step for m in members)
+    best = max(min(lineage_rank(m.lineage), 0) for m in members)
+    assert plans[0].max_step == max(m.step for m in members if min(lineage_rank(m.lineage), 0) == best)
     for plan in plans:
         assert plan.heal == (plan.max_replica_rank is None)
         if plan.source is not None:

@@ -102,6 +102,20 @@ def test_an_upload_from_its_beginning_to_its_commit():
     assert relay.core.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
 
 
+def test_what_lacks_is_counted_in_bytes_and_what_comes_in_bytes_a_second():
+    relay = Driver()
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, A, LAST)), at=10.0)
+    one = relay.core.checkpoints[C1]
+    assert relay.core.lacking_bytes(one) == CHUNK_BYTES + 100
+    assert one.pace.rate(12.0) == 0
+    relay(TableCame(C1, 1, table(A, B)), ChunkCame(A, MEMORY), at=12.0)
+    assert relay.core.lacking_bytes(one) == 200, "B has another length as the last of its pack"
+    assert one.pace.rate(12.0) == 2 * CHUNK_BYTES / 2
+    relay(ChunkCame(A, DISK), at=14.0)
+    assert one.came_bytes == 2 * CHUNK_BYTES, "it was here"
+    assert one.pace.rate(20.0) == 0
+
+
 def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_refused():
     relay = Driver()
     relay(Begun(C1, ONE))

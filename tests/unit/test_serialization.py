@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from keepstep.checkpointing import TransferError, UnsupportedValue
 from keepstep.checkpointing.leaves import TORCH_DTYPES
 from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.serialization import load_state, save_state
+from keepstep.checkpointing.serialization import load_state, save_state, state_root
 from keepstep_mesh.manifest import CHUNK_BYTES, Origin
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -131,6 +131,29 @@ def test_the_same_state_gives_the_same_bytes(state):
     again, pack_again = save_state(state)
     assert manifest == again
     assert bytes(pack) == bytes(pack_again)
+
+
+@many
+@given(STATES)
+def test_the_root_of_any_state_is_that_of_its_manifest(state):
+    assert state_root(state) == read_manifest(save_state(state)[0]).root
+
+
+@pytest.mark.parametrize("sizes", [[CHUNK_BYTES], [CHUNK_BYTES - 1, 5, CHUNK_BYTES], [3, 2 * CHUNK_BYTES + 1], []])
+def test_the_root_of_states_longer_than_a_chunk_is_that_of_their_manifest(sizes):
+    state = [torch.randint(255, (size,), dtype=torch.uint8) for size in sizes]
+    root = state_root(state)
+    assert root == read_manifest(save_state(state)[0]).root
+    for tensor in state:
+        tensor[-1] ^= 1
+        assert state_root(state) != root, "a flipped bit"
+        tensor[-1] ^= 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_root_of_a_state_is_the_same_on_a_gpu():
+    state = [torch.randn(CHUNK_BYTES // 2), torch.randn(3, 5).T, torch.randn(4, 6)[:, ::2]]
+    assert state_root([tensor.cuda() for tensor in state]) == state_root(state)
 
 
 @many

@@ -53,6 +53,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._fetches: set[Fetch] = set()
         self._shut_down = False
 
+    @property
+    def via(self) -> str:
+        return "direct"
+
     def metadata(self) -> str:
         """``http://host:port``"""
         return f"http://{in_url(self._hostname)}:{self._server.port}"

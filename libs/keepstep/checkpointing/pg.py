@@ -58,6 +58,10 @@ class PGTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._staging = StagingArea(lambda _: None)
 
+    @property
+    def via(self) -> str:
+        return "process group"
+
     def metadata(self) -> str:
         """Nothing that a joiner needs: it finds the source by its rank."""
         return "process group"

@@ -16,6 +16,7 @@ from keepstep.checkpointing.http_client import Fetch
 from keepstep.checkpointing.relay_client import Credentials
 from keepstep.checkpointing.relay_fetch import RelayFetch
 from keepstep.checkpointing.relay_upload import Upload
+from keepstep.checkpointing.swarm import SOURCE
 from keepstep.checkpointing.transport import Exchange, Progress
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
@@ -53,8 +54,13 @@ class RelayTransport(HTTPTransport[T]):
         super().__init__(timeout, num_chunks, hostname, token)
         self._relays = relays
         self._exchange: Exchange | None = None
+        self._brought: set[str] = set()
         self._uploads: list[Upload] = []
         """The newest, and older ones that are about to end."""
+
+    @property
+    def via(self) -> str:
+        return "relay" if self._brought - {SOURCE} else "direct"
 
     @property
     def needs_all_sources(self) -> bool:
@@ -79,10 +85,13 @@ class RelayTransport(HTTPTransport[T]):
     def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
         relays, exchange = self._known_relays(), self._exchange
         if not relays or exchange is None or exchange.step != step or exchange.replica_id not in exchange.joiners:
+            self._brought = set()
             return super()._fetch(metadata, step, timeout, progress)
-        return RelayFetch(
+        fetch = RelayFetch(
             metadata, exchange, relays, self._server, self.metadata(), timeout, token=self._token, progress=progress
         )
+        self._brought = fetch.brought
+        return fetch
 
     def _known_relays(self) -> list[Endpoint]:
         found = []

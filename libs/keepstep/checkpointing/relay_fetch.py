@@ -104,6 +104,8 @@ class RelayFetch(Fetch):
         self._connections: defaultdict[str, set[Connection]] = defaultdict(set)
         """Those of each kind of lane, also some that are closed already."""
         self._peers: set[str] = set()
+        self.brought: set[str] = set()
+        """Who brought a chunk: ``RELAY``, ``SOURCE``, names of peers."""
         self._told_enough = False
         self._source_lost = ""
 
@@ -165,12 +167,12 @@ class RelayFetch(Fetch):
         """Until the others have all of it, or ask nothing any more."""
         now = began = time.monotonic()
         end = began + LINGER_SHARE * (began - self._swarm.began)
-        while not self._swarm.peers_finished() and now < end:
-            with self._changed:
+        with self._changed:
+            while not self._swarm.peers_finished() and now < end:
                 self._changed.wait_for(lambda: self._ended, TELL_SECONDS)
-            now = time.monotonic()
-            if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
-                return
+                now = time.monotonic()
+                if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
+                    return
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
@@ -226,7 +228,7 @@ class RelayFetch(Fetch):
                 self._close(connection)
 
     def _meet(self, others: dict[str, tuple[str, int]]) -> None:
-        for name, (address, has) in others.items():
+        for name, (address, _) in others.items():
             if name not in self._peers and len(self._peers) < MAX_PEERS:
                 self._peers.add(name)
                 try:
@@ -234,11 +236,13 @@ class RelayFetch(Fetch):
                 except ValueError as error:
                     log.warning("another joiner cannot be asked", step=self._step, reason=str(error))
                     continue
-                self._swarm.tells(name, 0)
+                with self._changed:
+                    self._swarm.tells(name, 0)
                 self._start(_Lane(name, self._at_peer(peer)), 1)
-            if name in self._swarm.peers:
-                self._swarm.tells(name, has)
         with self._changed:
+            for name, (_, has) in others.items():
+                if name in self._swarm.peers:
+                    self._swarm.tells(name, has)
             self._changed.notify_all()
 
     # ---- lanes
@@ -285,7 +289,8 @@ class RelayFetch(Fetch):
                 try:
                     if to.address not in connections:
                         connections[to.address] = self._opened(to, lane.patience)
-                        self._connections[lane.of].add(connections[to.address])
+                        with self._changed:
+                            self._connections[lane.of].add(connections[to.address])
                     self._ask_for(connections[to.address], chunk, target, line, receiver)
                 except (BrokenConnection, TransferError) as problem:
                     with self._changed:
@@ -301,6 +306,7 @@ class RelayFetch(Fetch):
                 else:
                     with self._changed:
                         self._swarm.came(chunk, time.monotonic())
+                        self.brought.add(lane.of)
                         self._failures[to.address] = 0
                         self._changed.notify_all()
         finally:

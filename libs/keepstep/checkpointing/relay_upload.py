@@ -34,10 +34,14 @@ PATIENCE_CHUNKS = 4
 too.
 """
 MAX_FAILURES = 5
-"""Of one relay in a row, after which it counts as gone."""
+"""Of one relay in a row, after which another has its part."""
+MAX_FAILURES_OF_ALL = 9
+"""Of one in a row where no other works, which takes some 7 s: it may be on its way back."""
 FIRST_PAUSE_SECONDS = 0.05
 MAX_PAUSE_SECONDS = 2.0
 END_SECONDS = 10.0
+MAX_COPIES = 3
+"""Of the state that go up from one group, whatever relays say that they lack."""
 FULL = 507
 
 log = get_logger("keepstep.checkpointing")
@@ -57,7 +61,6 @@ class Upload:
         self._exchange = exchange
         self._relays = {relay.address: relay for relay in relays}
         self._failures = dict.fromkeys(self._relays, 0)
-        self._timeout = timeout
         self._budget = budget
         self._checkpoint = LiveCheckpoint(exchange)
         self._deadline = Deadline(timeout, f"step {snapshot.step} was not uploaded")
@@ -154,6 +157,8 @@ class Upload:
                     self._checkpoint.finish(connection)
 
     def _put(self, chunks: list[int]) -> None:
+        if self._sent > MAX_COPIES * len(self._snapshot.pack):
+            raise TransferError(f"relays lack what was sent {MAX_COPIES} times")
         alive = self._alive()
         by_relay: dict[str, dict[bytes, int]] = {address: {} for address in alive}
         for chunk in chunks:
@@ -200,10 +205,10 @@ class Upload:
     # ---- relays that fail
 
     def _alive(self) -> list[str]:
-        alive = [address for address, failures in self._failures.items() if failures < MAX_FAILURES]
-        if not alive:
-            raise TransferError("no relay takes it; joiners are served directly")
-        return alive
+        for most in (MAX_FAILURES, MAX_FAILURES_OF_ALL):
+            if alive := [address for address, failures in self._failures.items() if failures < most]:
+                return alive
+        raise TransferError("no relay takes it; joiners are served directly")
 
     @contextlib.contextmanager
     def _connected(self, address: str) -> Iterator[Connection]:
@@ -231,7 +236,7 @@ class Upload:
             if self._ended.is_set():
                 return
             with self._lock:
-                failures = MAX_FAILURES if isinstance(error, _StatesDiffer) else self._failures[address] + 1
+                failures = MAX_FAILURES_OF_ALL if isinstance(error, _StatesDiffer) else self._failures[address] + 1
                 self._failures[address] = failures
             log.warning("relay failed an upload", relay=address, failures=failures, reason=str(error))
             pause = max(getattr(error, "retry_after", 0.0), FIRST_PAUSE_SECONDS * 2.0**failures)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.layout import describe
+from keepstep.checkpointing.layout import Layout, describe
 from keepstep.checkpointing.manifest import build_manifest, pack_content, read_manifest
 from keepstep.checkpointing.restoring import Destination
-from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest
+from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest, chunk_digests, root_digest
 
 
 def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:
@@ -20,6 +21,34 @@ def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryv
     layout.copy_into(pack)
     view = pack.numpy().data
     return build_manifest(origin or Origin(), pack_content(layout.content), view), view
+
+
+def state_root(state: Any) -> bytes:
+    """The root digest that the manifest of ``state`` has. Raises as ``save_state``.
+
+    One chunk of what is on a GPU is copied at a time, and each tensor with gaps between its elements; nothing else.
+    """
+    layout = describe(state)
+    return root_digest(pack_content(layout.content), chunk_digests(_pieces(layout)))
+
+
+def _pieces(layout: Layout) -> Iterator[memoryview]:
+    """The bytes of the pack, in their order. Each piece is gone with the next."""
+    staging, end = torch.empty(0), 0
+    for source, position in zip(layout.sources, layout.content.positions()[:-1], strict=True):
+        yield memoryview(bytes(position - end))
+        end = position + source.nbytes
+        if not isinstance(source, torch.Tensor):
+            yield source.data
+            continue
+        flat = source.reshape(-1).contiguous().view(torch.uint8)
+        if not flat.is_cuda:
+            yield flat.numpy().data
+            continue
+        if not len(staging):
+            staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        for part in torch.split(flat, CHUNK_BYTES):
+            yield staging[: len(part)].copy_(part).numpy().data
 
 
 def load_state(manifest: bytes, pack: bytes | memoryview, into: Any = None) -> Any:

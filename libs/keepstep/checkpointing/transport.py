@@ -91,3 +91,8 @@ class CheckpointTransport(ABC, Generic[T]):
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends all transfers and frees threads, ports and buffers. ``wait``: return when they are freed."""
+
+    @property
+    def via(self) -> str:
+        """How the state of the last ``recv_checkpoint``, or of the one in progress, came: ``direct``, ``relay`` ..."""
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +28,11 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if path.exists():
         report = check_files([path])
         assert report.fine, "\n".join(violation_lines(report))
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[str, int]]:
+    """Why and with which code a rank was to end, in place of its end."""
+    told: queue.Queue[tuple[str, int]] = queue.Queue()
+    monkeypatch.setattr("keepstep.manager.end_process", lambda reason, code: told.put((reason, code)))
+    return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 
-from keepstep import Manager, PGTransport, ProcessGroupGloo
+from keepstep import HTTPTransport, Manager, PGTransport, ProcessGroupGloo
+from keepstep.checkpointing.errors import TransferError
 
 SECOND = timedelta(seconds=1)
 
@@ -52,3 +54,22 @@ def together(*groups: Callable[[], Any]) -> list[Any]:
     """Runs each group in a thread; all results, or the first error."""
     with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
         return [one.result(60) for one in [pool.submit(group) for group in groups]]
+
+
+def place_to_meet() -> dict[str, Any]:
+    """A free port for the store that rank 0 serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"store_addr": "127.0.0.1", "store_port": probe.getsockname()[1], "world_size": 2}
+
+
+class Flaky(HTTPTransport[dict[str, Any]]):
+    """One of its heals fails, before it has touched any state."""
+
+    tries, fails_at = 0, 1
+
+    def recv_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self.tries += 1
+        if self.tries == self.fails_at:
+            raise TransferError("a hiccup", torn=False)
+        return super().recv_checkpoint(*args, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from typing import Any
 
 import pytest
@@ -90,6 +91,11 @@ def test_a_late_group_heals_to_the_step_and_state_of_the_others(lighthouse, sync
     a, b = together(veteran, joiner)
     assert a[:2] == b[:2]
     assert b[2] == [7.0, 7.0], "received into the tensors that were there"
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/events", timeout=30) as answer:
+        healed = [one for one in json.load(answer)["events"] if one["kind"] == "healed"]
+    (told,) = [one["detail"] for one in healed if one["replica_id"].startswith("b:")]
+    assert told["source"].startswith("a:")
+    assert (told["step"] >= 3, told["bytes"] > 0, told["via"]) == (True, True, "process group" if over_pg else "direct")
 
 
 class SlowTransport(HTTPTransport[dict[str, Any]]):

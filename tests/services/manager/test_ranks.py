@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,18 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, together
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
-from keepstep import HTTPTransport
-from keepstep.checkpointing.errors import TransferError
 from keepstep_mesh.errors import KeepstepError
-
-
-def place_to_meet() -> dict[str, Any]:
-    """A free port for the store that rank 0 serves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"store_addr": "127.0.0.1", "store_port": probe.getsockname()[1], "world_size": 2}
 
 
 def what_comes_of(work: Callable[[], Any]) -> Any:
@@ -86,14 +75,6 @@ def test_whoever_is_missing_is_a_timeout(lighthouse):
     assert "rank 1 was not told where rank 0 of its group is" in str(without_rank_0)
 
 
-@pytest.fixture
-def ended(monkeypatch) -> queue.Queue[tuple[str, int]]:
-    """Why and with which code a rank was to end, in place of its end."""
-    told: queue.Queue[tuple[str, int]] = queue.Queue()
-    monkeypatch.setattr("keepstep.manager.end_process", lambda reason, code: told.put((reason, code)))
-    return told
-
-
 @pytest.mark.parametrize("going", [0, 1])
 def test_a_rank_that_goes_in_the_middle_of_a_step_takes_the_others_along_at_once(lighthouse, ended, going):
     place = place_to_meet()
@@ -142,18 +123,6 @@ def test_a_rank_whose_step_fails_for_another_rank_is_told_so(lighthouse):
 
     both = together(lambda: rank(0), lambda: rank(1))
     assert both == [(False, "another rank of this group voted no"), (False, "out of memory")]
-
-
-class Flaky(HTTPTransport[dict[str, Any]]):
-    """Its first heal fails, before it has touched any state."""
-
-    tries = 0
-
-    def recv_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
-        self.tries += 1
-        if self.tries == 1:
-            raise TransferError("a hiccup", torn=False)
-        return super().recv_checkpoint(*args, **options)
 
 
 @pytest.mark.parametrize("torn", [True, False], ids=["half written", "untouched"])

@@ -5,29 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import aiohttp
 from tests.services.checkpoint_ends import MIB, Proxy, blank, peer, same
 from tests.services.checkpoint_peer import JOB, MINUTE, exchange, state_of
 
 from keepstep.checkpointing import RelayTransport
-from relay_driver import relay_process
+from relay_driver import DEADLINE, client, metric, relay_process
 
-DEADLINE = 60.0
 CHUNK_MIB = 8
 Flip = Callable[[int, int, bytes], bytes | None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Groups:
@@ -87,19 +78,16 @@ class Groups:
 
 
 @contextmanager
-def sent_by(groups: Groups, change: Flip = lambda _number, _so_far, data: data) -> Any:
-    """A proxy in front of the first source: what it sends, to whom ``url=proxy.url``."""
-    parts = urlsplit(groups.sources[0].metadata())
-    with Proxy((parts.hostname, parts.port), change) as proxy:
-        yield proxy
-
-
-@contextmanager
-def before(url: str, change: Flip) -> Any:
-    """A proxy in front of a service that changes what it answers."""
+def before(url: str, change: Flip = lambda _number, _so_far, data: data) -> Any:
+    """A proxy in front of a service that counts, or changes, what it answers."""
     parts = urlsplit(url)
     with Proxy((parts.hostname, parts.port), change) as proxy:
         yield proxy
+
+
+def sent_by(groups: Groups) -> Any:
+    """A proxy in front of the first source: what it sends, to whom ``url=proxy.url``."""
+    return before(groups.sources[0].metadata())
 
 
 @asynccontextmanager
@@ -116,12 +104,6 @@ async def mortal_relay(*flags: str) -> AsyncIterator[tuple[Callable[[], None], s
         process.kill() if process.returncode is None else None
 
 
-async def metric(url: str, name: str) -> float:
-    """One without labels, of ``keepstep_relay_``."""
-    text = await _get(url, "/metrics")
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"keepstep_relay_{name} "))
-
-
 async def sent_mib(url: str) -> float:
     return await metric(url, "sent_bytes_total") / MIB
 
@@ -132,13 +114,9 @@ async def received_mib(url: str) -> float:
 
 async def checkpoints(url: str) -> set[tuple[int, str]]:
     """(step, state) of all."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/jobs/{JOB}/checkpoints") as answer:
-        return {(one["step"], one["state"]) for one in (await answer.json())["checkpoints"]}
-
-
-async def _get(url: str, path: str) -> str:
-    async with aiohttp.ClientSession() as http, http.get(url + path) as answer:
-        return await answer.text()
+    async with client(url, job=JOB) as one:
+        found = (await one.call("GET", one.checkpoints))["checkpoints"]
+    return {(one["step"], one["state"]) for one in found}
 
 
 def until(threshold_mib: float, act: Callable[[], object]) -> Callable[[int, int], None]:

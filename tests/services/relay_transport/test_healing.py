@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -11,9 +12,9 @@ from tests.services.checkpoint_ends import MIB, peer, same
 from tests.services.checkpoint_peer import state_of
 
 from certificates import Authority
-from keepstep_mesh.testing import ChaosProxy
+from keepstep.checkpointing import TransferError
 
-from .scene import CHUNK_MIB, Groups, received_mib, relay, sent_by, sent_mib
+from .scene import CHUNK_MIB, Groups, before, received_mib, relay, sent_by, sent_mib
 
 
 async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only():
@@ -22,6 +23,7 @@ async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_mani
             groups.stage()
             await groups.heal(url=source.url)
             assert source.passed < MIB
+            assert groups.joiners[0].via == "relay"
             await groups.uploaded(url)
             assert await received_mib(url) == pytest.approx(64, abs=0.1)
             assert await sent_mib(url) == pytest.approx(64, abs=0.1)
@@ -38,8 +40,9 @@ async def test_three_sources_upload_each_chunk_about_once():
 
 @pytest.mark.parametrize("joiners", [2, 6])
 async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners):
+    """The upload takes long enough for all of them to be there from its beginning."""
     async with relay() as url:
-        with Groups([url], joiners=joiners, mib=96) as groups, sent_by(groups) as source:
+        with Groups([url], joiners=joiners, mib=96, uplink=64 * MIB) as groups, sent_by(groups) as source:
             groups.stage()
             await groups.heal(url=source.url)
             assert await sent_mib(url) <= (1 + joiners) / 2 * 96
@@ -80,31 +83,34 @@ async def test_without_a_relay_the_source_sends_all_of_it():
         groups.stage()
         await groups.heal(url=source.url)
         assert source.passed > 32 * MIB
+        assert groups.joiners[0].via == "direct"
 
 
 async def test_a_fast_joiner_does_not_wait_for_a_slow_one():
-    """The slow one takes 4 MB a second from everybody; the fast one needs chunks that it is to bring."""
+    """1 MB a second goes to the slow one and comes from it; the fast one needs chunks that it is to bring."""
     async with relay() as url:
-        slow_host = ChaosProxy.before(url)
-        with Groups([url], joiners=2, mib=128) as groups:
+        with Groups([url], joiners=2, mib=128) as groups, ExitStack() as stack:
             groups.stage()
             await groups.uploaded(url)
-            async with slow_host:
-                slow_host.freeze()
-                slow = asyncio.create_task(slow_receiving(groups, slow_host.url))
-                began = time.monotonic()
-                await groups.heal(0)
-                fast = time.monotonic() - began
-                assert not slow.done()
-                slow_host.thaw()
-                assert same(await slow, state_of(1, 128))
-            assert fast < 5, "0.5 s of patience, and little more"
+            slow_relay, slow_source, to_fast, to_slow = (
+                stack.enter_context(before(one, slowly)).url
+                for one in (url, groups.sources[0].metadata(), *(joiner.metadata() for joiner in groups.joiners))
+            )
+            groups.joiners[0].metadata, groups.joiners[1].metadata = lambda: to_fast, lambda: to_slow
+            groups.joiners[1]._relays = lambda: [slow_relay]
+            slow = asyncio.create_task(groups.receiving(1, url=slow_source))
+            began = time.monotonic()
+            await groups.heal(0)
+            assert time.monotonic() - began < 5, "0.5 s of patience, and little more"
+            assert not slow.done()
+            groups.joiners[1].abort_receive("it would take two minutes")
+            with pytest.raises(TransferError, match="two minutes"):
+                await slow
 
 
-async def slow_receiving(groups, url):
-    """Joiner 1, whose way to the relay is ``url``."""
-    groups.joiners[1]._relays = lambda: [url]
-    return await groups.receiving(1)
+def slowly(_number, _so_far, data):
+    time.sleep(len(data) / 1e6)
+    return data
 
 
 async def test_two_relays_have_a_part_each():

@@ -13,7 +13,7 @@ from tests.services.checkpoint_ends import MIB
 from keepstep_mesh.testing import ChaosProxy
 from relay_driver import relay_process
 
-from .scene import CHUNK_MIB, DEADLINE, Groups, free_port, mortal_relay, received_mib, relay, sent_by, sent_mib, until
+from .scene import CHUNK_MIB, DEADLINE, Groups, mortal_relay, received_mib, relay, sent_by, sent_mib, until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -26,6 +26,7 @@ async def test_a_relay_killed_before_the_upload_begins():
             kill()
             groups.stage()
             await groups.heal()
+            assert {one.via for one in groups.joiners} == {"direct"}
 
 
 async def test_a_relay_killed_in_the_middle_of_the_upload():
@@ -67,7 +68,7 @@ async def test_a_connection_to_the_relay_that_breaks_is_made_again():
 
 @pytest.mark.parametrize("disk", [True, False], ids=["with a disk", "without a disk"])
 async def test_a_relay_started_again_during_the_upload_has_all_of_it_in_the_end(tmp_path, disk):
-    flags = ["--bind", f"127.0.0.1:{free_port()}", *(["--data-dir", str(tmp_path)] if disk else [])]
+    flags = ["--data-dir", str(tmp_path)] if disk else []
     with Groups([], mib=96, uplink=24 * MIB) as groups:
         async with mortal_relay(*flags) as (kill, url):
             groups.relays = [url]
@@ -75,7 +76,7 @@ async def test_a_relay_started_again_during_the_upload_has_all_of_it_in_the_end(
             while await received_mib(url) < 3 * CHUNK_MIB:  # noqa: ASYNC110 - nothing to wait on
                 await asyncio.sleep(0.01)
             kill()
-        async with relay(*flags) as url:
+        async with relay(*flags, "--bind", url.removeprefix("http://")) as url:
             await groups.heal()
             await groups.uploaded(url)
             sent_again = await received_mib(url)
@@ -83,28 +84,27 @@ async def test_a_relay_started_again_during_the_upload_has_all_of_it_in_the_end(
 
 
 async def test_a_relay_started_again_with_its_disk_serves_what_was_committed(tmp_path):
-    flags = ["--bind", f"127.0.0.1:{free_port()}", "--data-dir", str(tmp_path)]
+    flags = ["--data-dir", str(tmp_path)]
     with Groups([]) as groups:
         async with mortal_relay(*flags) as (kill, url):
             groups.relays = [url]
             groups.stage()
             await groups.uploaded(url)
             kill()
-        async with relay(*flags) as url:
+        async with relay(*flags, "--bind", url.removeprefix("http://")) as url:
             with sent_by(groups) as source:
                 await groups.heal(url=source.url)
                 assert source.passed < MIB
 
 
 async def test_a_relay_started_again_with_nothing_leaves_the_heal_to_the_source():
-    flags = ["--bind", f"127.0.0.1:{free_port()}"]
     with Groups([], joiners=2) as groups:
-        async with mortal_relay(*flags) as (kill, url):
+        async with mortal_relay() as (kill, url):
             groups.relays = [url]
             groups.stage()
             await groups.uploaded(url)
             kill()
-        async with relay(*flags) as url:
+        async with relay("--bind", url.removeprefix("http://")) as url:
             await groups.heal()
             assert await sent_mib(url) == 0
 
@@ -173,6 +173,7 @@ async def test_a_relay_that_takes_no_connection_is_given_up():
 # ---- no room
 
 
+@pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
 async def test_a_full_disk_does_not_stop_a_heal(small_disk):
     async with relay("--data-dir", str(small_disk)) as url:
         with Groups([url], sources=2, mib=64) as groups, sent_by(groups) as source:

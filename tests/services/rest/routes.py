@@ -21,8 +21,10 @@ ACCESS = {
     ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
     ("GET", "/v1/jobs/{job}/events"): "worker service admin",
+    ("GET", "/v1/jobs/{job}/transfers"): "worker service admin",
     ("GET", "/v1/jobs/{job}/session"): "worker admin",
     ("GET", "/v1/lighthouses/session"): "service admin",
+    ("POST", "/v1/jobs/{job}/verify"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/drain"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
@@ -34,6 +36,7 @@ SERVICE = "/v1/services/{kind}/{name}"
 BODIES: dict[tuple[str, str], Any] = {
     ("PUT", SERVICE): {"address": "http://a:1", "details": {"gib": 64, "full": None}},
     ("PATCH", "/v1/jobs/{job}"): {"min_replicas": 2},
+    ("POST", "/v1/jobs/{job}/verify"): None,
     ("POST", f"{ONE}/evict"): {"reason": "x", "ban_seconds": 5},
     ("POST", f"{ONE}/drain"): {"reason": "x"},
     ("POST", f"{ONE}/readmit"): None,

@@ -16,7 +16,8 @@ from tests.services.rest.scene import scene
 
 from keepstep_mesh import service
 from keepstep_mesh.http import application
-from lighthouse_driver import lighthouse
+from keepstep_mesh.messages import Healing
+from lighthouse_driver import eventually, lighthouse
 
 
 async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatc
             assert operation["x-roles"] == sorted(roles.split())
         assert ("security" in operation) == (roles != "anybody")
         taken = BODIES.get((method, path))
-        assert ("requestBody" in operation) == (taken is not None or path.endswith("/readmit"))
+        assert ("requestBody" in operation) == (taken is not None or path.endswith(("/readmit", "/verify")))
         if taken is not None:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
             Draft202012Validator({**schema, "components": document["components"]}).validate(taken)
@@ -65,9 +66,11 @@ class Described:
 
 
 async def test_every_answer_is_as_described() -> None:
-    async with scene(2) as (_, rest, members):
+    async with scene(2) as (one, rest, members):
         described = Described(await rest.get("/openapi.json"))
         await members[0].ask(1)
+        await members[1].send(Healing(5, 10, 2.0, 1, "r0:1", "direct"))
+        await eventually(lambda: one.jobs["job"].core.heals(0.0))
         reads = [one for one in ACCESS if one[0] == "GET" and one not in SESSIONS]
         assert {*reads, *BODIES, *SESSIONS} == set(ACCESS)
         for method, path in (*reads, *BODIES, *reads):

@@ -12,8 +12,8 @@ from tests.services.rest.scene import JOB, scene
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.memory import MemoryStore
 from keepstep_lighthouse.store import WriteFailedError
-from keepstep_mesh.messages import Drain, Evicted, MemberLost, QuorumAnswer
-from lighthouse_driver import DEADLINE, connection, eventually
+from keepstep_mesh.messages import Drain, Evicted, MemberLost, QuorumAnswer, StateRoot
+from lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 
 def entry_of(answer: dict[str, Any]) -> dict[str, Any]:
@@ -193,3 +193,29 @@ async def test_a_body_without_end_is_cut_off() -> None:
     async with scene(1) as (_, rest, _members):
         problem = await rest.call("POST", f"{JOB}/replicas/r0/evict", 413, data=io.BytesIO(b" " * 3_000_000))
         assert problem["status"] == 413
+
+
+async def test_groups_are_compared_once_for_each_order_that_came_before_their_roots_were_asked_for() -> None:
+    async with scene() as (_, rest, members):
+        orders = [await rest.post(f"{JOB}/verify") for _ in range(2)]
+        assert [one["detail"] for one in orders] == [
+            {"by": "admin at 127.0.0.1", "order": 1},
+            {"by": "admin at 127.0.0.1", "order": 2},
+        ]
+        assert orders[0]["done"]
+        assert [one.verify for one in await round_of(members, step=1)] == [True, True]
+        third = await rest.post(f"{JOB}/verify")
+        root = StateRoot(1, 1, "aa")
+        assert [one.verify for one in await round_of(members, step=2, root=root)] == [True, True]
+        (found,) = [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "replicas_verified"]
+        assert found["detail"]["order"] == 2 < third["detail"]["order"]
+        assert found["detail"]["roots"] == {"aa": ["r0:1", "r1:1"]}
+
+
+@pytest.mark.parametrize(
+    "body", [{"verify_every": -1}, {"verify_every": 1.5}, {"on_divergence": "hope"}, {"on_divergence": None}]
+)
+async def test_a_policy_of_comparing_that_will_not_do_is_refused(body: dict[str, Any]) -> None:
+    async with scene() as (_, rest, _members):
+        problem = await rest.patch(JOB, body, 400)
+        assert next(iter(body)) in problem["detail"]

@@ -47,5 +47,5 @@ async def test_services_come_with_the_welcome_and_change_by_a_push() -> None:
 
 async def test_healing_is_told() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
-        worker.session.healing(10, 100, 2.5)
-        assert await peer.next(Healing) == Healing(10, 100, 2.5)
+        worker.session.healing(Healing(10, 100, 2.5, 7, "r0:1", "direct"))
+        assert await peer.next(Healing) == Healing(10, 100, 2.5, 7, "r0:1", "direct")
