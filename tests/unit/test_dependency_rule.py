@@ -28,7 +28,10 @@ ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
 PURE = [
-    "services/keepstep_lighthouse/core.py",
+    *(
+        f"services/keepstep_lighthouse/{part}.py"
+        for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
+    ),
     *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "retention")),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
