@@ -32,7 +32,7 @@ PURE = [
         f"services/keepstep_lighthouse/{part}.py"
         for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
     ),
-    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "retention")),
+    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
     *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),
