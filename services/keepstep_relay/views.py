@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from keepstep_relay.checkpoints import CheckpointStore
-from keepstep_relay.core import Checkpoint
 from keepstep_relay.events import Kind, State, Tier
+from keepstep_relay.inventory import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
