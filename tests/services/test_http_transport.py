@@ -14,7 +14,8 @@ import torch
 from tests.services.checkpoint_ends import MIB, RawReader, address, blank, eventually, peer, same, weights
 from tests.services.checkpoint_peer import MINUTE, state_of
 
-from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue
+from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http
+from keepstep.checkpointing.manifest import build_manifest
 from keepstep.checkpointing.serialization import save_state
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.manifest import CHUNK_BYTES
@@ -64,6 +65,23 @@ def test_a_state_arrives_between_two_processes(transports):
         process.stdin.write("stage 2\n")
         process.stdin.flush()
         assert same(transports(2).recv_checkpoint(0, url, 2, MINUTE), state_of(2, 64))
+
+
+def test_a_state_travels_while_it_is_hashed(transports, monkeypatch):
+    arrived = threading.Event()
+
+    def hashed_late(*arguments):
+        assert arrived.wait(60)
+        return build_manifest(*arguments)
+
+    def progress(done, total):
+        if done == total:
+            arrived.set()
+
+    monkeypatch.setattr(http, "build_manifest", hashed_late)
+    source, joiner = transports(), transports(4)
+    source.send_checkpoint([1], 7, state_of(7, 30), MINUTE)
+    assert same(joiner.recv_checkpoint(0, source.metadata(), 7, MINUTE, progress=progress), state_of(7, 30))
 
 
 def test_what_is_served_is_the_staged_step_whatever_training_does_since(transports):

@@ -21,6 +21,7 @@ from tests.services.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import ManifestError, TransferError
 from keepstep.checkpointing.http_server import MAX_CONNECTIONS
+from keepstep.checkpointing.manifest import read_manifest
 from keepstep.checkpointing.serialization import load_state, save_state
 
 # ---- slow and dead readers
@@ -212,7 +213,8 @@ def answer(body, status="200 OK", length=None):
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", TransferError, "does not speak this protocol"),
         (b"x" * 20000, TransferError, "no end of header"),
         (answer(b"\xc1", "500 Oops"), TransferError, "was refused: .* 500 Oops"),
-        (answer(save_state(1)[0]), ManifestError, "asked for step 1, got step 0"),
+        (answer(save_state(1)[0]), ManifestError, "content must be a list"),
+        (answer(read_manifest(save_state(1)[0]).content_bytes), ManifestError, "no keepstep manifest|not msgpack"),
     ],
 )
 def test_a_lying_source_is_a_clear_error(transports, liar, sent, error, words):

@@ -1,9 +1,9 @@
 """The receiving half of ``HTTPTransport``: blocking sockets, from the kernel straight into the destination tensors.
 
 Each stream is one connection in one thread that asks for runs of chunks, receives them in pieces that fit the
-processor's cache, hashes a piece while it is there and checks the chunk before it counts. ``MSG_WAITALL`` with the
-socket's own timeout makes a piece one system call without the GIL. What breaks is asked for again from the last chunk
-that was verified.
+processor's cache and hashes a piece while it is there. The digests come last, so that source and joiner hash at the
+same time; a chunk that has another is fetched again, and checked as it comes. ``MSG_WAITALL`` with the socket's own
+timeout makes a piece one system call without the GIL. What breaks is asked for again from the last chunk that came.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from keepstep.checkpointing.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.errors import TransferError
-from keepstep.checkpointing.manifest import read_manifest
+from keepstep.checkpointing.manifest import Manifest, read_content, read_manifest
 from keepstep.checkpointing.receiving import ChunkReceiver
 from keepstep.checkpointing.restoring import Destination
 from keepstep.checkpointing.transport import Progress
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES
+from keepstep_mesh.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, chunk_count, chunk_length
 
 MAX_STREAMS = 32
 STALL_SECONDS = 10.0
@@ -59,17 +59,20 @@ class Fetch:
         self._ended: BaseException | None = None
         self._wake = threading.Event()
         self._torn = False
-        self._has_manifest = False
+        self._has_begun = False
+        self._manifest: Manifest | None = None
+        self._unverified: dict[int, bytes] = {}
+        """Digests of the chunks that came before their digests were known."""
         self._damages: Counter[int] = Counter()
         self._bytes_done = 0
 
     def run(self, into: Any = None) -> Any:
         """The state. Raises ``TransferError``, ``TransferTimeout`` or ``ManifestError``."""
         try:
-            self._retry(self._receive_manifest)
-            self._has_manifest = True
+            self._retry(self._begin)
+            self._has_begun = True
             try:
-                self._destination = Destination(self._manifest.content, into)
+                self._destination = Destination(self._content, into)
                 self._torn = self._destination.in_place_bytes > 0
                 self._receive_chunks()
             finally:
@@ -139,16 +142,37 @@ class Fetch:
             self._open.discard(connection)
             connection.close()
 
-    def _receive_manifest(self, connection: Connection) -> None:
+    def _begin(self, connection: Connection) -> None:
+        """Chunks may come before the source has hashed them: that takes as long as they take to come."""
+        self._content_bytes = self._receive_head(connection, "content")
+        self._content = read_content(self._content_bytes)
+
+    def _receive_head(self, connection: Connection, kind: str) -> bytes:
+        """With the lease that comes with it."""
         remaining = self._deadline.remaining()
         wait = remaining * WAIT_SHARE
-        fields, length = connection.ask("GET", f"/checkpoint/{self._step}?wait={wait:.3f}", patience=remaining)
+        fields, length = connection.ask("GET", f"/{kind}/{self._step}?wait={wait:.3f}", patience=remaining)
+        self._lease = fields.get("keepstep-lease", "")
+        return self._read_short(connection, length)
+
+    def _read_short(self, connection: Connection, length: int) -> bytes:
         if length > MAX_MANIFEST_BYTES:
             raise ManifestError(f"manifest of {length} bytes; at most {MAX_MANIFEST_BYTES} are taken")
-        self._manifest = read_manifest(bytes(connection.read(length)))
-        if self._manifest.origin.step != self._step:
-            raise ManifestError(f"asked for step {self._step}, got step {self._manifest.origin.step}")
-        self._lease = fields.get("keepstep-lease", "")
+        return bytes(connection.read(length))
+
+    def _read_manifest(self, data: bytes) -> Manifest:
+        manifest = read_manifest(data)
+        if manifest.origin.step != self._step:
+            raise ManifestError(f"asked for step {self._step}, got step {manifest.origin.step}")
+        return manifest
+
+    def _receive_digests(self, connection: Connection) -> None:
+        remaining = self._deadline.remaining()
+        _, length = connection.ask("GET", f"/manifest/{self._lease}", patience=remaining)
+        manifest = self._read_manifest(self._read_short(connection, length))
+        if manifest.content_bytes != self._content_bytes:
+            raise TransferError(f"what the chunks of step {self._step} mean arrived damaged")
+        self._manifest = manifest
 
     def _give_back_lease(self) -> None:
         """So that the source can reuse the memory at once, not only when the lease runs out."""
@@ -159,9 +183,22 @@ class Fetch:
             log.info("could not give the lease back, it will run out", step=self._step, reason=str(error))
 
     def _receive_chunks(self) -> None:
-        chunks = len(self._manifest.chunk_digests)
+        chunks = chunk_count(self._destination.pack_bytes)
         length = chunks if self._streams == 1 else max(1, min(MAX_RUN_CHUNKS, chunks // (4 * self._streams)))
-        self._runs = deque(range(first, min(first + length, chunks)) for first in range(0, chunks, max(1, length)))
+        self._receive_runs(range(first, min(first + length, chunks)) for first in range(0, chunks, max(1, length)))
+        self._retry(self._receive_digests)
+        assert self._manifest is not None
+        again = [
+            chunk for chunk, digest in enumerate(self._manifest.chunk_digests) if self._unverified[chunk] != digest
+        ]
+        for chunk in again:
+            self._bytes_done -= chunk_length(self._destination.pack_bytes, chunk)
+            self._count_damage(chunk, self._source.address)
+        if again:
+            self._receive_runs(range(chunk, chunk + 1) for chunk in again)
+
+    def _receive_runs(self, runs: Iterable[range]) -> None:
+        self._runs = deque(runs)
         streams = min(self._streams, len(self._runs))
         if streams <= 1:
             self._receive_stream()
@@ -202,9 +239,11 @@ class Fetch:
             todo.popleft()
 
     def _receive_chunk(self, connection: Connection, chunk: int, receiver: ChunkReceiver) -> None:
-        """Takes the body of an answer as ``chunk``. Raises ``BrokenConnection`` when that is not what it is."""
+        """Takes the body of an answer as ``chunk``. Raises ``BrokenConnection`` when it is known not to be that."""
         digest, size = receiver.receive(connection, chunk)
-        if digest != self._manifest.chunk_digests[chunk]:
+        if self._manifest is None:
+            self._unverified[chunk] = digest
+        elif digest != self._manifest.chunk_digests[chunk]:
             self._note_damage(connection, chunk)
         with self._lock:
             self._bytes_done += size
@@ -212,9 +251,12 @@ class Fetch:
                 self._progress(self._bytes_done, self._destination.pack_bytes)
 
     def _note_damage(self, connection: Connection, chunk: int) -> NoReturn:
+        self._count_damage(chunk, connection.address)
+        raise BrokenConnection(f"chunk {chunk} arrived damaged")
+
+    def _count_damage(self, chunk: int, sender: str) -> None:
         self._damages[chunk] += 1
-        times, sender = self._damages[chunk], connection.address
+        times = self._damages[chunk]
         log.warning("chunk arrived damaged", step=self._step, chunk=chunk, sender=sender, times=times)
         if self._damages[chunk] == MAX_DAMAGES:
             raise TransferError(f"chunk {chunk} of step {self._step} arrived damaged {MAX_DAMAGES} times")
-        raise BrokenConnection(f"chunk {chunk} arrived damaged")

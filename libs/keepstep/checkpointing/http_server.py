@@ -5,6 +5,8 @@ One thread was faster than a thread for each reader (4.7 against 2.8 GB/s on one
 stay in the cache), and a slow reader costs nothing but its own socket.
 
     GET /checkpoint/<step>?wait=<seconds>   the manifest of that step, and a lease on its bytes (header Keepstep-Lease)
+    GET /content/<step>?wait=<seconds>      the same without the digests, before the bytes are hashed
+    GET /manifest/<lease>                   the manifest, as soon as they are
     GET /lease/<lease>                      bytes of the pack; Range: bytes=<first>-<last>
     DELETE /lease/<lease>                   the reader is done
     GET /chunk/<digest>                     a chunk that this process, which heals, has already
@@ -48,7 +50,8 @@ TURN_SECONDS = 0.15
 """A chunk that is lent has the uplink to itself for so long at most."""
 
 _REQUEST_LINE = re.compile(
-    r"(GET|DELETE) /(checkpoint|lease|chunk)/([0-9a-zA-Z_-]{1,64})(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
+    r"(GET|DELETE) /(checkpoint|content|manifest|lease|chunk)/([0-9a-zA-Z_-]{1,64})"
+    r"(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
 )
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
@@ -249,7 +252,14 @@ class CheckpointServer:
 
     async def _answer(self, connection: socket.socket, request: _Request) -> None:
         if request.kind == "checkpoint" and request.method == "GET" and request.name.isdecimal():
-            await self._send_manifest(connection, int(request.name), min(request.wait, self._timeout))
+            name = await self._lend_step(int(request.name), request.wait)
+            await self._send_manifest(connection, name)
+        elif request.kind == "content" and request.method == "GET" and request.name.isdecimal():
+            name = await self._lend_step(int(request.name), request.wait)
+            content = self._leases[name].snapshot.content_bytes
+            await self._send_head(connection, 200, len(content), f"Keepstep-Lease: {name}", content)
+        elif request.kind == "manifest" and request.method == "GET":
+            await self._send_manifest(connection, request.name)
         elif request.kind == "chunk" and request.method == "GET":
             await self._send_lent(connection, request.name)
         elif request.kind == "lease" and request.method == "GET":
@@ -263,15 +273,19 @@ class CheckpointServer:
                 400, f"a checkpoint is fetched with GET /checkpoint/<step>, not {request.method} {request.name}"
             )
 
-    async def _send_manifest(self, connection: socket.socket, step: int, wait: float) -> None:
-        snapshot = await self._snapshot_of(step, wait)
+    async def _lend_step(self, step: int, wait: float) -> str:
+        """The name of a new lease on the snapshot of ``step``, as soon as it is served."""
+        snapshot = await self._snapshot_of(step, min(wait, self._timeout))
         lease = _Lease(snapshot, self._loop.time() + self._timeout)
         name = secrets.token_urlsafe(16)
         self._leases[name] = lease
         self._watch(name, lease)
+        return name
+
+    async def _send_manifest(self, connection: socket.socket, name: str) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                manifest = await asyncio.shield(asyncio.wrap_future(snapshot.manifest))
+                manifest = await asyncio.shield(asyncio.wrap_future(self._lease(name).snapshot.manifest))
             await self._send_head(connection, 200, len(manifest), f"Keepstep-Lease: {name}", manifest)
         except UnsupportedValue as error:
             self._end_lease(name)

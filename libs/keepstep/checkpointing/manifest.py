@@ -124,7 +124,7 @@ def build_manifest(origin: Origin, content_bytes: bytes, pack: memoryview) -> by
 def read_manifest(data: bytes) -> Manifest:
     """A manifest out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
     envelope = read_envelope(data)
-    content = _read_content(envelope.content_bytes)
+    content = read_content(envelope.content_bytes)
     return Manifest(envelope.origin, content, envelope.content_bytes, envelope.chunk_digests, envelope.root)
 
 
@@ -147,7 +147,8 @@ def _names(value: Any, what: str) -> tuple[str, ...]:
     return tuple([typed(one, str, what) for one in value])
 
 
-def _read_content(content_bytes: bytes) -> Content:
+def read_content(content_bytes: bytes) -> Content:
+    """What the chunks mean, out of bytes that nobody vouches for. Raises ``ManifestError``."""
     value = _unpack(content_bytes, "content")
     if type(value) is not list or len(value) != 3:
         raise ManifestError("content must be a list of tree, tensors and regions")

@@ -112,7 +112,7 @@ class RelayFetch(Fetch):
     def source_lost(self, reason: str) -> None:
         """The source is gone; once its manifest is here, what the relays and the others have may be enough."""
         self._source_lost = reason
-        if not self._has_manifest:
+        if not self._has_begun:
             self.abort(f"its source is lost: {reason}")
 
     def _end(self, error: BaseException) -> None:
@@ -120,10 +120,14 @@ class RelayFetch(Fetch):
         with self._changed:
             self._changed.notify_all()
 
+    def _begin(self, connection: Connection) -> None:
+        self._manifest = self._read_manifest(self._receive_head(connection, "checkpoint"))
+        self._content, self._digests = self._manifest.content, self._manifest.chunk_digests
+
     def _receive_chunks(self) -> None:
         joiners = self._exchange.joiners
         self._swarm = Swarm(
-            len(self._manifest.chunk_digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
+            len(self._digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
         )
         with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
@@ -178,7 +182,7 @@ class RelayFetch(Fetch):
     def _serving(self) -> Iterator[None]:
         if not self._alone:
             places: defaultdict[bytes, int] = defaultdict(int)
-            for chunk, digest in enumerate(self._manifest.chunk_digests):
+            for chunk, digest in enumerate(self._digests):
                 places[digest] |= 1 << chunk
 
             def lent(digest: bytes) -> list[memoryview] | None:
@@ -254,7 +258,7 @@ class RelayFetch(Fetch):
                     self._pool.submit(self._run, self._receive_on, lane)
 
     def _at_relay(self, chunk: int) -> tuple[Endpoint, str, str]:
-        digest = self._manifest.chunk_digests[chunk]
+        digest = self._digests[chunk]
         relay = home(digest, self._working_relays() or list(self._relays))
         return self._relays[relay], f"/v1/chunks/{digest.hex()}?wait={CHUNK_WAIT_SECONDS}", ""
 
@@ -265,7 +269,7 @@ class RelayFetch(Fetch):
 
     def _at_peer(self, peer: Endpoint) -> Callable[[int], tuple[Endpoint, str, str]]:
         def where(chunk: int) -> tuple[Endpoint, str, str]:
-            return peer, f"/chunk/{self._manifest.chunk_digests[chunk].hex()}", ""
+            return peer, f"/chunk/{self._digests[chunk].hex()}", ""
 
         return where
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes verified so far, bytes in all) during a transfer; from any thread, never from two at once."""
+"""Called with (bytes received so far, bytes in all) during a transfer; from any thread, never from two at once."""
 
 
 @dataclass(frozen=True, slots=True)
