@@ -108,7 +108,7 @@ class Series:
         now: float,
         together: Callable[[Any, Any], Any] = operator.add,
     ) -> dict[int, Any]:
-        """Cells by number of the point of ``width`` seconds after ``since``; those of one point are put ``together``."""
+        """Cells by number of the point of ``width`` seconds after ``since``; those of one are put ``together``."""
         found: dict[int, Any] = {}
         for t, cells in self.ring(since, width, now).rows(since, until):
             point = max(0, int((t - since) // width))

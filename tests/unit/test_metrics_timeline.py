@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_every_moment_since_the_first_mark_is_in_the_state_that_was_said_last_of
     assert states(line, TICKS) == [None if one is State.GONE else one for one in model]
     starts, numbers = [*line.starts], [*line.states]
     assert starts == sorted(set(starts))
-    assert all(one != other for one, other in zip(numbers, numbers[1:], strict=False))
+    assert all(one != other for one, other in pairwise(numbers))
 
 
 @given(CHANGES, st.integers(1, TICKS))
@@ -57,7 +59,7 @@ def test_the_seconds_of_the_states_are_the_life_and_a_picture_covers_the_same_ti
     assert sum(seconds.values()) == pytest.approx(life)
     picture = merged(spans, TICKS / pixels)
     assert sum(end - begin for begin, end, _ in picture) == pytest.approx(life)
-    assert all(before[1] <= after[0] for before, after in zip(picture, picture[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(picture))
     covered = {tick for begin, end, _ in spans for tick in range(int(begin), int(end))}
     assert covered == {tick for begin, end, _ in picture for tick in range(int(begin), int(end))}
 
