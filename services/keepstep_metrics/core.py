@@ -42,7 +42,7 @@ SILENT_SECONDS = 30.0
 
 BINS_PER_DOUBLING = 4
 LOWEST_BIN_SECONDS = 0.001
-BINS = 80
+BINS = 84
 """Of the histogram of step times: from 1 ms to 17 minutes, each a fifth wider than the one before."""
 
 
