@@ -1,1 +1,1 @@
-"""The metrics service: what the mesh does and did, as JSON, for Prometheus, and as a page for people."""
+"""The metrics service: what workers and lighthouses tell becomes a picture of each job, and of what failures cost."""

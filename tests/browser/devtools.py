@@ -19,6 +19,7 @@ import aiohttp
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE = 60.0
+CLOSE_SECONDS = 10.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests may run as root, and open only pages of our own
@@ -93,7 +94,7 @@ class Page:
 
     async def screenshot(self, file: Path, *, whole: bool = False) -> None:
         answer = await self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(answer["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(answer["data"]))
 
 
 class Browser:
@@ -157,15 +158,15 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
     """Runs one with its profile in ``folder``; all of its processes have ended afterwards."""
     home = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
     with (folder / "chromium.log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank"],
-            stdout=log, stderr=log, env=home, start_new_session=True,
+        process = await asyncio.create_subprocess_exec(
+            str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank",
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=home, start_new_session=True,
         )  # fmt: skip
     try:
         file = folder / "DevToolsActivePort"
         async with asyncio.timeout(DEADLINE):
             while not file.exists() or file.read_text().count("\n") < 1:
-                assert process.poll() is None, (folder / "chromium.log").read_text()
+                assert process.returncode is None, (folder / "chromium.log").read_text()
                 await asyncio.sleep(0.05)
         port, path = file.read_text().splitlines()[:2]
         async with (
@@ -182,11 +183,9 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
                 listening.cancel()
                 await asyncio.wait([listening])
     finally:
-        try:
-            await asyncio.to_thread(process.wait, 10)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
