@@ -15,7 +15,7 @@ from keepstep_mesh.auth import Access
 from keepstep_mesh.http import BODY_SECONDS, Problem, Route
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import bad, json_answer, number, those
-from keepstep_metrics import views
+from keepstep_metrics import dashboard, views
 from keepstep_metrics.core import MAX_EVENTS, Event, Job
 from keepstep_metrics.records import read_batch
 from keepstep_metrics.stream import stream
@@ -96,6 +96,7 @@ SHAPES = {
     "GET /v1/cluster": Shape(ClusterView),
     f"POST {ONE}/evict": Shape(None, status=202, body=OrderBody),
     f"POST {ONE}/drain": Shape(None, status=202, body=OrderBody),
+    **dashboard.SHAPES,
 }
 
 
@@ -119,6 +120,7 @@ def routes(metrics: Metrics) -> list[Route]:
         Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "passed on to the lighthouse: ask a group to leave"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services, store"),
         Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
+        *dashboard.routes(),
     ]
 
 

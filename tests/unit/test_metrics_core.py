@@ -176,7 +176,7 @@ def test_what_is_dumped_and_loaded_answers_as_before() -> None:
     again.load(msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False))
     loaded = again.jobs[JOB]
     for view in (
-        lambda job: views.now_view(job, NOTHING),
+        lambda job: views.now_view(job, NOTHING, T + 100),
         lambda job: views.timeline(job, T, T + 100, 100),
         lambda job: views.steps(job, T, T + 100, 100, T + 100),
         lambda job: views.goodput(job, T, T + 100),
