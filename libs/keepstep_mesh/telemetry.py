@@ -109,7 +109,6 @@ class Sender:
         self._interval = interval
         self._outbox = Outbox()
         self._logged = float("-inf")
-        self.sent = 0
 
     @property
     def dropped(self) -> int:
@@ -160,7 +159,6 @@ class Sender:
         ) as answer:
             await raise_for_problem(answer)
         self._outbox.taken(first + len(records) - 1)
-        self.sent += len(records)
         return True
 
     def _failed(self, address: str, error: Exception) -> None:

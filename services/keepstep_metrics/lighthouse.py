@@ -1,14 +1,14 @@
-"""What only the lighthouse knows at this moment: what the next quorum waits for, how far heals are, the cluster.
+"""What only the lighthouse and the relays know at this moment: what the next quorum waits for, how far heals and
+uploads are, the cluster.
 
-It is asked, while somebody looks, rather than told: a sentence that changes a hundred times a second is of no use in a
-history. Orders of people are passed on to it with their own token.
+They are asked while somebody looks: a sentence that changes a hundred times a second is of no use in a history. Orders of people are passed on to the lighthouse with their own token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from aiohttp import hdrs, web
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.tls import TlsFiles, explained
+from keepstep_mesh.tls import TlsFiles, as_safe, explained
 from keepstep_metrics.sentences import name_of
 
 ASK_SECONDS = 0.5
@@ -26,6 +26,9 @@ ASK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
 """A job that nobody has asked about for so long is not asked about."""
+RELAY_SECONDS = 1.0
+UNDER_WAY = ("begun", "planned", "uploading")
+"""States of a checkpoint at a relay."""
 LOG_AGAIN_SECONDS = 60.0
 MAX_ANSWER_BYTES = 16 << 20
 
@@ -43,13 +46,32 @@ class LiveHeal:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveUpload:
+    name: str
+    """Of the checkpoint."""
+    step: int
+    began: float
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+    relay: str
+    """Name."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        left = self.bytes_total - self.bytes_done
+        return left / self.bytes_per_second if self.bytes_per_second > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
-    """Of one job, by the lighthouse's last answer."""
+    """Of one job, by the last answers."""
 
     waiting_for: str | None = None
     joining: tuple[str, ...] = ()
     heals: dict[str, LiveHeal] = field(default_factory=dict)
     """By stable name."""
+    uploads: tuple[LiveUpload, ...] = ()
 
 
 class Asker:
@@ -87,22 +109,28 @@ class Asker:
                 continue
             try:
                 async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+                    services = (await _get(http, f"{address}/v1/cluster"))["services"]
+                    relays = {
+                        one["name"]: as_safe(one["address"], address) for one in services if one["kind"] == "relay"
+                    }
                     for job in [*self._looked]:
-                        await self._ask(http, address, job)
+                        await self._ask(http, address, job, relays)
             except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError, LookupError, TypeError) as error:
                 self._live.clear()
                 if now - self._logged >= LOG_AGAIN_SECONDS:
                     self._logged = now
                     log.warning("the lighthouse does not say what it does", reason=explained(error, address))
 
-    async def _ask(self, http: aiohttp.ClientSession, address: str, job: str) -> None:
+    async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:
+        asked = await asyncio.gather(*(_uploads(http, name, url, job) for name, url in relays.items()))
+        uploads = tuple(one for of_relay in asked for one in of_relay)
         try:
             quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
             heals = (await _get(http, f"{address}/v1/jobs/{job}/transfers"))["heals"]
         except Problem as problem:
             if problem.status != 404:
                 raise
-            live = NOTHING  # the job has ended
+            live = Live(uploads=uploads)  # the job has ended
         else:
             members, asking = {*quorum["members"]}, quorum["asking"]
             live = Live(
@@ -119,6 +147,7 @@ class Asker:
                     )
                     for one in heals
                 },
+                uploads,
             )
         if live != self._live.get(job, NOTHING):
             self._live[job] = live
@@ -164,6 +193,29 @@ class Asker:
 
 
 NOTHING = Live()
+
+
+async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) -> list[LiveUpload]:
+    """Those under way at one relay; none of one that does not answer."""
+    try:
+        async with asyncio.timeout(RELAY_SECONDS):
+            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints"))["checkpoints"]
+    except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
+        log.debug("a relay does not say what it does", relay=relay, reason=explained(error, url))
+        return []
+    return [
+        LiveUpload(
+            one["id"],
+            one["step"],
+            one["begun"],
+            one["bytes"] - one["lacking_bytes"],
+            one["bytes"],
+            one["bytes_per_second"],
+            relay,
+        )
+        for one in found
+        if one["state"] in UNDER_WAY
+    ]
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:

