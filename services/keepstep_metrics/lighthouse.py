@@ -1,7 +1,8 @@
 """What only the lighthouse and the relays know at this moment: what the next quorum waits for, how far heals and
 uploads are, the cluster.
 
-They are asked while somebody looks: a sentence that changes a hundred times a second is of no use in a history. Orders of people are passed on to the lighthouse with their own token.
+They are asked while somebody looks: a sentence that changes a hundred times a second is of no use in a history. Orders
+of people are passed on to the lighthouse with their own token.
 """
 
 from __future__ import annotations
