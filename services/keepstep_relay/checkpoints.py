@@ -16,7 +16,6 @@ from keepstep_mesh.errors import KeepstepError, ManifestError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import read_envelope
 from keepstep_relay.chunks import ROOM_SECONDS, ChunkStore, GoneError
-from keepstep_relay.core import Checkpoint
 from keepstep_relay.disk import DamagedError, Record
 from keepstep_relay.durable import DurableError
 from keepstep_relay.events import (
@@ -35,6 +34,7 @@ from keepstep_relay.events import (
     RankReported,
     RefusedError,
     Removed,
+    RoomWanted,
     Seal,
     Sealed,
     SealFailed,
@@ -43,6 +43,7 @@ from keepstep_relay.events import (
     Tick,
     Tier,
 )
+from keepstep_relay.inventory import Checkpoint
 
 DURABLE_AGAIN_SECONDS = 30.0
 """After the durable tier failed."""
@@ -69,6 +70,7 @@ class CheckpointStore:
         self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
         """Of which the durable tier may have less, or more, than it should."""
         chunks.forget = self._forget
+        chunks.make_room = lambda size: self._step(RoomWanted(size))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -30,8 +30,11 @@ ONLY_SERVICES = {"uvloop", "prometheus_client"}
 
 METRICS_CORE = ("core", "records", "sentences", "series", "stragglers", "timeline")
 PURE = [
-    "services/keepstep_lighthouse/core.py",
-    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "retention")),
+    *(
+        f"services/keepstep_lighthouse/{part}.py"
+        for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
+    ),
+    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
     *(f"services/keepstep_metrics/{part}.py" for part in METRICS_CORE),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
