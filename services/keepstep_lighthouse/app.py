@@ -95,7 +95,7 @@ class Lighthouse(Keeper, Embedded):
     def _telemetry(self) -> Sender:
         """Passes the event log on to the metrics service, once there is one."""
         identity = Identity(self.settings.own_token, self.settings.peer_tls)
-        sender = Sender("lighthouse", self.node, self._metrics_address, identity, interval=TELL_SECONDS)
+        sender = Sender("lighthouse", self.node, self.metrics_address, identity, interval=TELL_SECONDS)
 
         def tell(one: Happened) -> None:
             if one.job:
@@ -105,7 +105,7 @@ class Lighthouse(Keeper, Embedded):
         self.events.on_event = tell
         return sender
 
-    def _metrics_address(self) -> str | None:
+    def metrics_address(self) -> str | None:
         return next((one.address for one in self.registry.addresses() if one.service == "metrics"), None)
 
     async def _listen_and_stand_by(self) -> None:

@@ -82,7 +82,7 @@ async def test_what_the_service_says_is_shown_as_text_and_never_as_html(tmp_path
     async with shown(tmp_path, mesh) as (browser, endpoint):
         page = await browser.open(endpoint.url)
         await page.until(f"{SHOWN} && document.querySelector('.events').textContent.includes('<b>bold</b>')")
-        assert await page.run("document.querySelector('.waiting').textContent") == f"The next quorum waits: {evil}"
+        assert await page.run("document.querySelector('.waiting').textContent") == f"Next quorum: {evil}."
         assert await page.run("document.querySelectorAll('main img').length") == 0
         assert page.complaints == []
 

@@ -8,6 +8,7 @@ import { clock } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const JOBS_REFRESH = 10_000; // ms
+const RETRY = 2_000;
 const THEMES = ["auto", "light", "dark"];
 const ORDERS = {
   drain: { title: "Drain", what: "It ends its step and leaves. No step is lost, and the others go on without it.", done: "is told to drain" },
@@ -17,6 +18,7 @@ const ORDERS = {
 const api = new Api(askToken);
 let page = null;
 let heardAt = null;
+let shows = 0;
 const jobRows = new Rows(byId("jobs"), (job) => ({ node: el("option", { value: job }, job), update: () => {} }));
 jobRows.none = el("option", { value: "" }, "none yet");
 
@@ -83,6 +85,7 @@ function toast(text) {
 
 async function show() {
   const { kind, job } = wanted();
+  const mine = ++shows;
   page?.close();
   page = null;
   live(false, 0);
@@ -93,10 +96,10 @@ async function show() {
     known = found;
   } catch (error) {
     tell(error);
-    setTimeout(() => page ?? show(), 2000);
+    setTimeout(() => mine === shows && show(), RETRY);
     return;
   }
-  if (location.hash.split("/")[1] !== (kind || undefined) || wanted().job !== job) return; // somebody went on
+  if (mine !== shows) return; // somebody went on
   if (kind !== "cluster" && !job && known.length) {
     location.replace(`#/job/${encodeURIComponent(known.reduce((a, b) => (b.last_seen > a.last_seen ? b : a)).job)}`);
     return;

@@ -71,7 +71,7 @@ export class Heals {
     const { body, box } = table("Transfers that ended", DONE);
     this.done = new Rows(
       body,
-      () => textRow(DONE, (one) => [one.name, one.error ? `${one.kind} failed: ${one.error}` : one.kind, number(one.step), bytes(one.bytes_total ?? one.bytes_done), duration(one.ended - one.began), [one.via, one.source].filter(Boolean).join(", "), clock(one.ended)]),
+      () => textRow(DONE, (one) => [one.name, one.error ? `${one.kind} failed: ${one.error}` : one.kind, number(one.step), bytes(one.bytes_total ?? one.bytes_done), duration(one.ended - one.began), [one.source, one.via].filter(Boolean).join(", "), clock(one.ended)]),
       "none yet",
     );
     this.node = panel("Healing", list, el("h3", {}, "Transfers that ended"), box);
@@ -100,7 +100,7 @@ function bar() {
       if (share == null) progress.removeAttribute("value");
       else progress.value = share;
       progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
-      say(what, `${heal.name} ${heal.kind === "heal" ? "heals" : "uploads"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` by way of ${heal.via}` : ""}`);
+      say(what, `${heal.name} ${heal.kind === "heal" ? "heals" : "uploads"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` (${heal.via})` : ""}`);
       const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
       say(much, `${bytes(heal.bytes_done)} of ${bytes(heal.bytes_total)}${share == null ? "" : ` (${percent(share)})`}, ${bytes(heal.bytes_per_second)}/s${left}`);
     },

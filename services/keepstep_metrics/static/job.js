@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 import { Rows, el, panel, say, table, textRow } from "./dom.js";
 import { Groups, Heals } from "./groups.js";
 import { Timeline } from "./timeline.js";
-import { STATES, byName, clock, duration, number, percent, plural, stateName } from "./words.js";
+import { STATES, byName, byStableNames, clock, duration, number, percent, plural, stateName } from "./words.js";
 
 const REFRESH = 5_000; // ms, of the past while the range is live
 const SOON = 400; // ms after an event
@@ -77,7 +77,7 @@ export class JobPage {
     this.failures = new Rows(failures.body, () => textRow(FAILURES, (one) => [clock(one.t), one.name, one.cause, duration(one.seconds_to_commit), one.recovered_at == null ? "not back yet" : duration(one.seconds_to_return)]), "none yet");
     const stragglers = table("Stragglers", STRAGGLERS);
     this.spread = el("p", { class: "dim" });
-    this.stragglers = new Rows(stragglers.body, () => textRow(STRAGGLERS, (one) => [one.name, duration(one.seconds), one.score == null ? "–" : one.score.toFixed(1), one.straggler ? clock(one.since) : "no"]), "no step times yet");
+    this.stragglers = new Rows(stragglers.body, () => textRow(STRAGGLERS, (one) => [one.name, duration(one.seconds), one.score.toFixed(1).replace("-0.0", "0.0"), one.straggler ? clock(one.since) : "no"]), "no step times yet");
     this.log = el("ol", { class: "events", reversed: true });
     this.logRows = new Rows(this.log, () => eventRow(), "none yet");
     this.node = el(
@@ -146,7 +146,7 @@ export class JobPage {
     const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => state !== "training");
     const others = stuck.map(([state, groups]) => `${groups.length === 1 ? groups[0].name : plural(groups.length, "group")} ${groups.length === 1 ? "is" : "are"} ${stateName(state)}`);
     say(this.headline, `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${others.length ? `; ${others.join(", ")}` : ", all training"}.`);
-    say(this.waiting, now.waiting_for ? `The next quorum waits: ${now.waiting_for}` : "The next quorum waits for nobody.");
+    say(this.waiting, `Next quorum: ${byStableNames(now.waiting_for ?? "waiting for nobody")}.`);
     say(this.facts.step, number(now.step));
     say(this.facts.quorum, number(now.quorum_id));
     say(this.facts.epoch, number(now.epoch));

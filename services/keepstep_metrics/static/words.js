@@ -57,3 +57,6 @@ export function percent(share) {
 }
 
 export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
+
+/** A sentence with groups by their stable names, without the incarnation behind the colon. */
+export const byStableNames = (sentence) => sentence.replace(/:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/g, "");
