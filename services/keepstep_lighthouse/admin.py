@@ -170,6 +170,7 @@ QUERY_OF_EVENTS = {
     "follow": "1: server-sent events, first those that there are, then each as it happens",
 }
 SHAPES = {
+    "GET /": Shape(None, status=302),
     "GET /v1/cluster": Shape(ClusterView),
     "PUT /v1/services/{kind}/{name}": Shape(ServiceRecord, body=ServiceBody),
     "DELETE /v1/services/{kind}/{name}": Shape(None, status=204),
@@ -193,6 +194,7 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
     job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
     service = "/v1/services/{kind}/{name}"
     return [
+        Route("GET", "/", here.dashboard, Access.OPEN, "sends a browser on to the dashboard of the metrics service"),
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, leader, epoch, services known"),
         Route("PUT", service, here.put_service, Access.SERVICE, "register a service, or renew that"),
@@ -218,6 +220,12 @@ class _Admin:
         self._followers = 0
 
     # ---- reads
+
+    async def dashboard(self, _request: web.Request) -> web.Response:
+        self._lighthouse.leading()
+        if (address := self._lighthouse.metrics_address()) is None:
+            raise Problem(HTTPStatus.NOT_FOUND, "no metrics service has registered; start one with: keepstep metrics")
+        raise web.HTTPFound(f"{address}/")
 
     async def openapi(self, _request: web.Request) -> web.Response:
         return web.json_response(openapi.describe("keepstep lighthouse", self._lighthouse.routes(), SHAPES))

@@ -22,7 +22,7 @@ async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.
 
     ``identity``: without a token of its own; that of who asks is passed on.
     """
-    if request.method != hdrs.METH_GET or "follow" in request.query:
+    if request.method != hdrs.METH_GET or "follow" in request.query or request.path == "/":
         raise web.HTTPTemporaryRedirect(f"{leader}{request.rel_url}")
     if PASSED_ON in request.headers:
         raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the lighthouses do not agree yet who leads; ask again")

@@ -56,6 +56,17 @@ async def known(registrar: Registrar) -> None:
 # ---- the record
 
 
+async def test_a_browser_is_sent_on_to_the_metrics_service() -> None:
+    async with lighthouse() as one, aiohttp.ClientSession() as http:
+        async with http.get(f"{one.address}/", allow_redirects=False) as answer:
+            assert answer.status == 404
+            assert "keepstep metrics" in (await answer.json(content_type=None))["detail"]
+        async with registered([one.address], Registration("metrics", "m", "http://10.0.0.8:29530")) as registrar:
+            await known(registrar)
+            async with http.get(f"{one.address}/", allow_redirects=False) as answer:
+                assert (answer.status, answer.headers["Location"]) == (302, "http://10.0.0.8:29530/")
+
+
 async def test_a_service_is_shown_until_it_says_goodbye() -> None:
     async with lighthouse() as one:
         async with registered([one.address], RELAY) as registrar:

@@ -10,6 +10,7 @@ ACCESS = {
     ("GET", "/healthz"): "anybody",
     ("GET", "/readyz"): "anybody",
     ("GET", "/openapi.json"): "anybody",
+    ("GET", "/"): "anybody",
     ("GET", "/metrics"): "worker service admin",
     ("GET", "/v1/cluster"): "worker service admin",
     ("PUT", "/v1/services/{kind}/{name}"): "service admin",
