@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Builds the mesh, starts it, kills a container of every kind, and shows that training goes on and that in the end the
+# weights of all groups are equal. Takes it down again, volumes too. Needs bash, curl and docker with compose.
+#
+#   deploy/try.sh             with the official images
+#   deploy/try.sh local       with the stand-ins of deploy/docker-compose.local.yml
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export COMPOSE_PROJECT_NAME=keepstep-try TRAINERS=4 STEPS=/var/lib/keepstep/checkpoints/steps TORCH_INDEX
+TORCH_INDEX=${TORCH_INDEX:-$([ "${1:-}" = local ] && echo https://pypi.org/simple || echo https://download.pytorch.org/whl/cpu)}
+files=(-f docker-compose.yml)
+[ "${1:-}" = local ] && files+=(-f deploy/docker-compose.local.yml)
+if docker compose version >/dev/null 2>&1; then compose=(docker compose "${files[@]}"); else compose=(docker-compose "${files[@]}"); fi
+
+say() { printf '%6.1f s  %s\n' "$(bc <<<"$(date +%s.%N) - $began")" "$*"; }
+began=$(date +%s.%N)
+
+# until SECONDS WHAT COMMAND...: waits until COMMAND succeeds
+until_true() {
+  local limit=$1 what=$2 end=$((SECONDS + $1))
+  shift 2
+  until "$@"; do
+    if ((SECONDS >= end)); then
+      echo "FAILED: not within $limit s: $what" >&2
+      "${compose[@]}" ps >&2
+      "${compose[@]}" logs --tail 20 >&2
+      exit 1
+    fi
+    sleep 0.2
+  done
+}
+
+# keepstep COMMAND...: the command, with the admin token, in the network of the mesh
+keepstep() {
+  docker exec -e KEEPSTEP_LIGHTHOUSE=http://lighthouse-1:29510,http://lighthouse-2:29510 "$(container "$asker")" \
+    bash -c 'KEEPSTEP_TOKEN=$(sed -n "s/^admin = //p" /var/lib/keepstep/tokens/tokens) exec keepstep "$@"' - "$@"
+}
+asker=relay # the service in whose container the command runs
+
+container() { "${compose[@]}" ps -q "$1" | sed -n "${2:-1}p"; }
+state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1"; }
+
+all_healthy() {
+  local one
+  for one in $("${compose[@]}" ps -q); do
+    case $(docker inspect -f '{{index .Config.Labels "com.docker.compose.service"}}' "$one")/$(state "$one") in
+      setup/exited*) ;;
+      */'running healthy'*) ;;
+      *) return 1 ;;
+    esac
+  done
+}
+
+# the step of the job and how many groups are in its quorum, as the lighthouse says: "1234 4"
+job() { keepstep quorum --json 2>/dev/null | python3 -c 'import json, sys; q = json.load(sys.stdin); print(q["step"], len(q["members"]))'; }
+step() { job | cut -d' ' -f1 || true; }
+steps_beyond() { local now; now=$(step); [ -n "$now" ] && ((now > $1)); }
+all_groups_in() { [ "$(job | cut -d' ' -f2)" = "$TRAINERS" ]; }
+leader() { keepstep status --json | python3 -c 'import json, sys, urllib.parse as u; print(u.urlsplit(json.load(sys.stdin)["leader"]).hostname)'; }
+restarted() { [[ $(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$1") == "true $(($2 + 1))" ]]; }
+
+# A kill that is nobody's order: SIGKILL from outside to the container's first process, after which its restart policy
+# counts, as it would not after `docker kill`.
+kill_container() {
+  local one before steps pid
+  one=$(container "$1" "${2:-1}")
+  before=$(docker inspect -f '{{.RestartCount}}' "$one")
+  steps=$(step)
+  pid=$(docker inspect -f '{{.State.Pid}}' "$one")
+  docker run --rm --pid host --user 0 --entrypoint kill keepstep-service -9 "$pid"
+  say "SIGKILL to $1 after step $steps"
+  until_true 60 "$1 is started again" restarted "$one" "$before"
+  until_true 60 "training goes on beyond step $((steps + 100))" steps_beyond $((steps + 100))
+  until_true 90 "all is healthy, with $TRAINERS groups in the quorum" healthy_and_whole
+  say "training went on; $1 is back and healthy, all $TRAINERS groups are in, step $(step)"
+}
+healthy_and_whole() { all_healthy && all_groups_in; }
+
+end() { "${compose[@]}" down --volumes --timeout 5 >/dev/null 2>&1 || true; }
+trap end EXIT
+end
+
+"${compose[@]}" build >build.log 2>&1 || { tail -30 build.log; exit 1; }
+rm build.log
+say "built: $(docker images --format '{{.Repository}} {{.Size}}' | grep -E '^keepstep-(service|trainer) ' | sort -u | paste -sd, | sed 's/,/, /g')"
+
+# The script reads from a file how far it is to go.
+"${compose[@]}" run --rm --no-deps -T --entrypoint sh trainer -c "echo 1000000000 > $STEPS" >/dev/null 2>&1
+began=$(date +%s.%N)
+"${compose[@]}" up -d --no-build --scale "trainer=$TRAINERS" >/dev/null 2>&1
+until_true 60 "all is healthy" all_healthy
+say "up: all is healthy"
+"${compose[@]}" ps
+until_true 60 "all groups train" healthy_and_whole
+
+kill_container trainer 2
+kill_container relay
+asker=$(leader | sed 's/lighthouse-1/lighthouse-2/;t;s/lighthouse-2/lighthouse-1/') # the other one
+kill_container "$(leader)"
+kill_container etcd
+kill_container prometheus
+
+keepstep verify-replicas
+docker exec "$(container trainer)" sh -c "echo $(($(step) + 300)) > $STEPS"
+finished() { [ "$("${compose[@]}" logs --no-color trainer | grep -c 'test accuracy')" = "$TRAINERS" ]; }
+until_true 60 "all groups finish" finished
+"${compose[@]}" logs --no-color trainer | grep 'test accuracy'
+equal=$("${compose[@]}" logs --no-color trainer | sed -n 's/.*weights //p' | sort -u | wc -l)
+((equal == 1)) || { echo "FAILED: the weights differ"; exit 1; }
+say "all $TRAINERS groups ended with the same weights"
