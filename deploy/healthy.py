@@ -1,13 +1,14 @@
 """Health checks of containers: exit code 0, or a sentence.
 
-``healthy.py PORT``: the service on this port says that it can do its work. ``healthy.py --trainer``: the lighthouse knows
-the replica group of this container, and it is not gone.
+``healthy.py SERVICE PORT``: the service on this port says that it can do its work. ``healthy.py trainer``: a lighthouse
+knows the replica group of this container, and it is not gone.
 """
 
 import json
 import os
 import ssl
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -21,19 +22,19 @@ def get(url: str, context: ssl.SSLContext | None, **headers: str) -> bytes:
         return answer.read()
 
 
-def service(port: str) -> None:
+def service(name: str, port: str) -> None:
     """With TLS it shows the service its own certificate, and has no need to look at the one that it gets."""
-    files = {name[-3:]: file for name, file in os.environ.items() if name.endswith(("_TLS_CERT", "_TLS_KEY"))}
-    if "ERT" not in files:
+    certificate, key = (os.environ.get(f"KEEPSTEP_{name.upper()}_TLS_{part}") for part in ("CERT", "KEY"))
+    if certificate is None:
         get(f"http://127.0.0.1:{port}/readyz", None)
         return
     context = ssl._create_unverified_context()
-    context.load_cert_chain(files["ERT"], files.get("KEY"))
+    context.load_cert_chain(certificate, key)
     get(f"https://127.0.0.1:{port}/readyz", context)
 
 
 def trainer() -> None:
-    group = Path("/tmp/group").read_text()
+    group = Path(tempfile.gettempdir(), "group").read_text()
     path = f"/v1/jobs/{os.environ.get('KEEPSTEP_JOB', 'default')}/replicas/r{group}"
     token = Path(os.environ["KEEPSTEP_TOKEN_FILE"]).read_text().split()[0]
     context = ssl.create_default_context(cafile=os.environ.get("KEEPSTEP_TLS_CA"))
@@ -53,6 +54,6 @@ def trainer() -> None:
 
 
 try:
-    trainer() if sys.argv[1] == "--trainer" else service(sys.argv[1])
+    trainer() if sys.argv[1] == "trainer" else service(*sys.argv[1:])
 except OSError as error:
     sys.exit(str(error))

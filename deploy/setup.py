@@ -1,14 +1,15 @@
 """The tokens of a compose project, each in a volume of its own so that nobody sees another's.
 
-``tokens`` is made unless it is there, and is what counts: whoever changes it runs this again, which hands out the first
-worker token to the trainers and the first service token to Prometheus, which reads only.
+``setup.py FOLDER``. ``tokens`` is made unless it is there, and is what counts. Who changes it runs this again, which
+hands out the first worker token to the trainers and the first service token to Prometheus, which reads only.
 """
 
 import os
 import secrets
+import sys
 from pathlib import Path
 
-FOLDER = Path("/var/lib/keepstep")
+FOLDER = Path(sys.argv[1])
 TOKENS = FOLDER / "tokens" / "tokens"
 
 

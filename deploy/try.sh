@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the mesh, starts it, kills a container of every kind, and shows that training goes on and that in the end the
-# weights of all groups are equal. Takes it down again, volumes too. Needs bash, curl and docker with compose.
+# weights of all groups are equal. Takes it down again, volumes too. Needs bash, bc, curl, python3
+# and docker with compose.
 #
 #   deploy/try.sh             with the official images
 #   deploy/try.sh local       with the stand-ins of deploy/docker-compose.local.yml
@@ -31,12 +32,17 @@ until_true() {
   done
 }
 
-# keepstep COMMAND...: the command, with the admin token, in the network of the mesh
+# keepstep COMMAND...: the command, with the admin token, in the container of a relay
 keepstep() {
-  docker exec -e KEEPSTEP_LIGHTHOUSE=http://lighthouse-1:29510,http://lighthouse-2:29510 "$(container "$asker")" \
-    bash -c 'KEEPSTEP_TOKEN=$(sed -n "s/^admin = //p" /var/lib/keepstep/tokens/tokens) exec keepstep "$@"' - "$@"
+  docker exec -e KEEPSTEP_LIGHTHOUSE=http://lighthouse-1:29510,http://lighthouse-2:29510 -e KEEPSTEP_TOKEN="$admin" \
+    "$(container relay)" keepstep "$@"
 }
-asker=relay # the service in whose container the command runs
+# ask PATH: what a lighthouse answers, whichever does
+ask() {
+  curl -sf --max-time 2 -H "Authorization: Bearer $admin" "http://127.0.0.1:29510$1" ||
+    curl -sf --max-time 2 -H "Authorization: Bearer $admin" "http://127.0.0.1:29511$1"
+}
+read_json() { python3 -c "import json, sys; it = json.load(sys.stdin); print($1)" 2>/dev/null; }
 
 container() { "${compose[@]}" ps -q "$1" | sed -n "${2:-1}p"; }
 state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1"; }
@@ -52,12 +58,11 @@ all_healthy() {
   done
 }
 
-# the step of the job and how many groups are in its quorum, as the lighthouse says: "1234 4"
-job() { keepstep quorum --json 2>/dev/null | python3 -c 'import json, sys; q = json.load(sys.stdin); print(q["step"], len(q["members"]))'; }
-step() { job | cut -d' ' -f1 || true; }
+job() { ask /v1/jobs/default/quorum | read_json "$1"; }
+step() { job 'it["step"]' || true; }
 steps_beyond() { local now; now=$(step); [ -n "$now" ] && ((now > $1)); }
-all_groups_in() { [ "$(job | cut -d' ' -f2)" = "$TRAINERS" ]; }
-leader() { keepstep status --json | python3 -c 'import json, sys, urllib.parse as u; print(u.urlsplit(json.load(sys.stdin)["leader"]).hostname)'; }
+all_groups_in() { [ "$(job 'len(it["members"])')" = "$TRAINERS" ]; }
+leader() { ask /v1/cluster | read_json 'it["leader"].split("//")[1].split(":")[0]'; }
 restarted() { [[ $(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$1") == "true $(($2 + 1))" ]]; }
 
 # A kill that is nobody's order: SIGKILL from outside to the container's first process, after which its restart policy
@@ -68,12 +73,13 @@ kill_container() {
   before=$(docker inspect -f '{{.RestartCount}}' "$one")
   steps=$(step)
   pid=$(docker inspect -f '{{.State.Pid}}' "$one")
-  docker run --rm --pid host --user 0 --entrypoint kill keepstep-service -9 "$pid"
+  docker run --rm --pid host --user 0 --entrypoint sh keepstep-service -c "kill -9 $pid"
   say "SIGKILL to $1 after step $steps"
-  until_true 60 "$1 is started again" restarted "$one" "$before"
   until_true 60 "training goes on beyond step $((steps + 100))" steps_beyond $((steps + 100))
+  say "training went on: step $(step)"
+  until_true 60 "$1 is started again" restarted "$one" "$before"
   until_true 90 "all is healthy, with $TRAINERS groups in the quorum" healthy_and_whole
-  say "training went on; $1 is back and healthy, all $TRAINERS groups are in, step $(step)"
+  say "$1 is back, all is healthy, all $TRAINERS groups are in: step $(step)"
 }
 healthy_and_whole() { all_healthy && all_groups_in; }
 
@@ -90,14 +96,14 @@ say "built: $(docker images --format '{{.Repository}} {{.Size}}' | grep -E '^kee
 began=$(date +%s.%N)
 "${compose[@]}" up -d --no-build --scale "trainer=$TRAINERS" >/dev/null 2>&1
 until_true 60 "all is healthy" all_healthy
+admin=$(docker exec "$(container relay)" sed -n 's/^admin = //p' /var/lib/keepstep/tokens/tokens)
 say "up: all is healthy"
 "${compose[@]}" ps
 until_true 60 "all groups train" healthy_and_whole
 
 kill_container trainer 2
 kill_container relay
-asker=$(leader | sed 's/lighthouse-1/lighthouse-2/;t;s/lighthouse-2/lighthouse-1/') # the other one
-kill_container "$(leader)"
+kill_container "$(leader)" # the lighthouse that leads
 kill_container etcd
 kill_container prometheus
 

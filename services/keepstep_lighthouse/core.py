@@ -68,7 +68,7 @@ from keepstep_lighthouse.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, name_of
+from keepstep_lighthouse.groups import NEVER, Group, Groups, KeptOut, Tally, name_of
 from keepstep_lighthouse.layouts import differing
 from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
@@ -303,8 +303,6 @@ class JobCore:
         self._end_heal(group, "its step was not committed" if request.commit_failures else "")
         if not self._fits_layout(group, request):
             return
-        if group.answered_at is not None:
-            group.step_seconds, group.answered_at = now - group.answered_at, None
         self._groups.open(group, request, now)
         if last is None and (group.member or not self.record.members):
             self._takeover.asks(group, request.step)
@@ -715,6 +713,10 @@ class JobCore:
                 seen.add(view.replica_id)
                 gone.append(older(view, now - went))
         return (*sorted(here, key=lambda view: view.replica_id), *gone)
+
+    @property
+    def tally(self) -> Tally:
+        return self._groups.tally
 
     def heals(self, now: float) -> tuple[HealView, ...]:
         """Those under way, sorted by replica_id."""
