@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_lighthouse import reasons
-from keepstep_lighthouse.events import JobRecord, Reason
+from keepstep_lighthouse.events import Announce, JobRecord, Reason
 from keepstep_lighthouse.groups import Group, Groups, name_of
 from keepstep_mesh.messages import Healing, Lineage
+
+MAX_GONE = 100
+GONE_SECONDS = 600.0
+"""So many of the groups that went are shown, and so long."""
 
 
 class ReplicaState(Enum):
@@ -91,7 +97,7 @@ class QuorumView:
     """How the last one was formed; None: not by this lighthouse."""
 
 
-def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
+def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
     return ReplicaView(
         replica_id=group.replica_id,
         name=group.name,
@@ -110,7 +116,7 @@ def replica_view(group: Group, groups: Groups, record: JobRecord, now: float) ->
     )
 
 
-def heal_view(group: Group, told: Healing, now: float) -> HealView:
+def _heal_view(group: Group, told: Healing, now: float) -> HealView:
     return HealView(
         replica_id=group.replica_id,
         step=told.step,
@@ -124,20 +130,62 @@ def heal_view(group: Group, told: Healing, now: float) -> HealView:
     )
 
 
-def absent_view(replica_id: str) -> ReplicaView:
-    return ReplicaView(replica_id, name_of(replica_id), ReplicaState.ABSENT, member=True)
-
-
 def gone_view(group: Group, groups: Groups, record: JobRecord, now: float, why: str) -> ReplicaView:
     """The last picture of a group that goes now."""
-    last = replica_view(group, groups, record, now)
+    last = _replica_view(group, groups, record, now)
     return replace(last, state=ReplicaState.GONE, member=False, reason=Reason("gone", {}, why))
 
 
-def older(view: ReplicaView, seconds: float) -> ReplicaView:
-    """The same picture, so many seconds later."""
-    heard = view.heard_seconds_ago
-    return view if heard is None else replace(view, heard_seconds_ago=heard + seconds)
+class Gone:
+    """The last pictures of the groups that went."""
+
+    def __init__(self) -> None:
+        self._views: deque[tuple[float, ReplicaView]] = deque(maxlen=MAX_GONE)
+
+    def add(self, view: ReplicaView, now: float) -> None:
+        self._views.append((now, view))
+
+    def lately(self, now: float) -> Iterator[ReplicaView]:
+        """Of those that went within ``GONE_SECONDS``, the last first: one that came and went again is named again."""
+        for went, view in reversed(self._views):
+            if now - went <= GONE_SECONDS:
+                heard = view.heard_seconds_ago
+                yield view if heard is None else replace(view, heard_seconds_ago=heard + (now - went))
+
+
+def quorum_view(
+    groups: Groups, record: JobRecord, last: Announce | None, reason: Reason, formed: Reason | None
+) -> QuorumView:
+    return QuorumView(
+        quorum_id=record.quorum_id,
+        created_ms=record.created_ms,
+        members=record.members,
+        step=last.step if last else 0,
+        lineage=last.lineage if last else "",
+        asking=tuple(group.replica_id for group in groups.all_asking()),
+        healthy=groups.counted,
+        joiners=sum(group.kept_out is None and not group.member for group in groups),
+        reason=reason,
+        formed=formed,
+    )
+
+
+def replica_views(
+    groups: Groups, record: JobRecord, absent: Iterable[str], gone: Gone, now: float
+) -> tuple[ReplicaView, ...]:
+    here = [_replica_view(group, groups, record, now) for group in groups]
+    here += [ReplicaView(replica_id, name_of(replica_id), ReplicaState.ABSENT, member=True) for replica_id in absent]
+    seen, went = {view.replica_id for view in here}, []
+    for view in gone.lately(now):
+        if view.replica_id not in seen:
+            seen.add(view.replica_id)
+            went.append(view)
+    return (*sorted(here, key=lambda view: view.replica_id), *went)
+
+
+def heal_views(groups: Groups, now: float) -> tuple[HealView, ...]:
+    healing = ((group, group.heal) for _, group in sorted(groups.healing.items()))
+    return tuple(_heal_view(group, told, now) for group, told in healing if told is not None)
 
 
 def _state(group: Group) -> ReplicaState:

@@ -16,7 +16,6 @@ from keepstep_mesh.errors import KeepstepError, ManifestError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import read_envelope
 from keepstep_relay.chunks import ROOM_SECONDS, ChunkStore, GoneError
-from keepstep_relay.core import Checkpoint
 from keepstep_relay.disk import DamagedError, Record
 from keepstep_relay.durable import DurableError
 from keepstep_relay.events import (
@@ -43,6 +42,7 @@ from keepstep_relay.events import (
     Tick,
     Tier,
 )
+from keepstep_relay.inventory import Checkpoint
 
 DURABLE_AGAIN_SECONDS = 30.0
 """After the durable tier failed."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import chunk_digest
-from keepstep_relay.core import Chunk, RelayCore
+from keepstep_relay.core import RelayCore
 from keepstep_relay.disk import DamagedError, DiskError, DiskTier
 from keepstep_relay.durable import DurableError, DurableTier
 from keepstep_relay.events import (
@@ -39,6 +39,7 @@ from keepstep_relay.events import (
     Tier,
     Wake,
 )
+from keepstep_relay.inventory import Chunk
 from keepstep_relay.memory import MemoryTier
 from keepstep_relay.turns import Bells, Turns
 

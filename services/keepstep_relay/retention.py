@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from keepstep_relay.events import Kind, Limits
-
-if TYPE_CHECKING:
-    from keepstep_relay.core import Checkpoint
+from keepstep_relay.inventory import Checkpoint
 
 
 class Due(NamedTuple):

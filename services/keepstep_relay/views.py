@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from keepstep_relay.checkpoints import CheckpointStore
-from keepstep_relay.core import Checkpoint
 from keepstep_relay.events import Kind, State, Tier
+from keepstep_relay.inventory import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
         chunks=sum(len(table.digests) for table in one.tables.values()),
         lacking=sum(one.lacking.values()),
         lacking_bytes=store.core.lacking_bytes(one),
-        bytes_per_second=one.pace.rate(time.monotonic()),
+        bytes_per_second=0.0 if one.committed_at is not None else one.pace.rate(time.monotonic()),
         in_memory=sum(Tier.MEMORY in one for one in tiers),
         on_disk=sum(Tier.DISK in one for one in tiers),
         durable=one.key in store.durable,

@@ -62,10 +62,10 @@ MUTATIONS = (
     Mutation(
         "a quorum_id raised for a failed commit is not written",
         f"{LIGHTHOUSE}/core.py",
-        "        self._persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
-        "        self.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "        state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "        state.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
         "        if not same:\n"
-        "            self._persist(self.record)\n",
+        "            state.persist(state.record)\n",
         Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
     ),
     Mutation(
@@ -94,9 +94,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an eviction is not written",
-        f"{LIGHTHOUSE}/core.py",
-        "        record = bans.evict(self.record, incarnations, order, now_unix)\n        self._persist(record)\n",
-        "        record = bans.evict(self.record, incarnations, order, now_unix)\n        self.record = record\n",
+        f"{LIGHTHOUSE}/orders.py",
+        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.persist(record)\n",
+        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.record = record\n",
         Trace("an_eviction_whose_write_is_lost_is_told_when_it_is_written"),
     ),
     Mutation(
@@ -241,7 +241,7 @@ MUTATIONS = (
     Mutation(
         "a quorum_id that a group has seen is not raised above",
         f"{LIGHTHOUSE}/core.py",
-        "        if seen > self.record.quorum_id:\n",
+        "        if seen > state.record.quorum_id:\n",
         "        if seen < 0:\n",
         Test(
             "tests/scenarios/test_scenarios.py::"
@@ -258,8 +258,8 @@ MUTATIONS = (
     Mutation(
         "a group that goes to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/core.py",
-        'self._part(group, "moved", "goes on with another lighthouse", now)',
-        'self._lose(group, "moved", now)',
+        'departures.part(state, group, "moved", "goes on with another lighthouse", now)',
+        'departures.lose(state, group, "moved", now)',
         Test("tests/unit/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),
     Mutation(
@@ -272,7 +272,7 @@ MUTATIONS = (
     Mutation(
         "a quorum that lost a member in between keeps its quorum_id",
         f"{LIGHTHOUSE}/core.py",
-        "        if same and not failed and not self._round.lost and reached",
+        "        if same and not failed and not state.round.lost and reached",
         "        if same and not failed and reached",
         Test(
             "tests/unit/test_core_rules.py::"
@@ -309,16 +309,16 @@ MUTATIONS = (
     ),
     Mutation(
         "members are not told that one of them is lost",
-        f"{LIGHTHOUSE}/core.py",
-        "        if sessions := self._member_sessions(lambda _: True):\n",
-        "        if sessions := ():\n",
+        f"{LIGHTHOUSE}/departures.py",
+        "    if sessions := state.member_sessions(lambda _: True):\n",
+        "    if sessions := ():\n",
         Seeds(1, 0, 200),
     ),
     Mutation(
         "members left behind by a quorum are not told",
         f"{LIGHTHOUSE}/core.py",
         "        if left_behind:\n",
-        "        if left_behind and not self.record:\n",
+        "        if left_behind and not state.record:\n",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[15_healing]"),
     ),
     Mutation(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_driver import BEAT_SECONDS, Driver, announced, announces, logged, members, states, told
-from keepstep_lighthouse.core import GONE_SECONDS, LATE_SECONDS, MAX_GONE, MAX_LOSSES_TOLD
+from keepstep_lighthouse.core import LATE_SECONDS
+from keepstep_lighthouse.departures import MAX_LOSSES_TOLD
 from keepstep_lighthouse.events import (
     Asked,
     Cancelled,
@@ -18,7 +19,7 @@ from keepstep_lighthouse.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.views import ReplicaState
+from keepstep_lighthouse.views import GONE_SECONDS, MAX_GONE, ReplicaState
 from keepstep_mesh.messages import Goodbye, Healing, HeldAnswer, MemberLost, QuorumRequest, Refused, RoundBroken
 
 HOLDS = HeldAnswer(1, 1, 0)

@@ -28,8 +28,11 @@ ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
 PURE = [
-    "services/keepstep_lighthouse/core.py",
-    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "retention")),
+    *(
+        f"services/keepstep_lighthouse/{part}.py"
+        for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
+    ),
+    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
     *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),

@@ -35,7 +35,14 @@ def test_every_variable_is_documented(name):
     assert name in DOCS
 
 
-@pytest.mark.parametrize("kind", found(r"_(?:log|part)\(\s*(?:group, )?\"([a-z_]+)\"", "keepstep_lighthouse/core.py"))
+EVENTS = found(r"(?:\.log\(|\bpart\(state, group,)\s*\"([a-z_]+)\"", "keepstep_lighthouse/")
+
+
+def test_there_are_events_to_look_for():
+    assert {"quorum", "lost", "left", "evicted", "policy"} <= set(EVENTS)
+
+
+@pytest.mark.parametrize("kind", EVENTS)
 def test_every_event_is_documented(kind):
     assert f"`{kind}`" in DOCS
 
