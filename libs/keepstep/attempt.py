@@ -35,11 +35,14 @@ from keepstep.quorum_plan import QuorumPlan, WorldSizeMode, make_plan
 from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
+from keepstep.step_telemetry import StepTelemetry, StepTimes
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import is_diverged, is_torn
 from keepstep_mesh.logging import Logger
 from keepstep_mesh.messages import Healing, RankAsk, RankVote, StateRoot
 
+SEEN_TO_WAIT_SECONDS = 0.5
+"""A longer wait for the quorum is told before it ends."""
 TORN_FOR_GOOD = (
     "a broken heal, or optimizer step, left this group's state half written and this step does not mend it: no healthy "
     "group is there to heal from, or healing is not allowed. Restart the group from its last checkpoint"
@@ -58,6 +61,7 @@ class StepContext:
     state: LiveState
     standing: Standing
     steps: StepLog
+    telemetry: StepTelemetry
     log: Logger
     timeout: timedelta
     min_replica_size: int
@@ -118,6 +122,7 @@ class Attempt:
         self._first_step = first_step
         self._healed_before = sync
         self.timeout = timeout
+        self._times = StepTimes(time.monotonic())
         self._number = 0
         """Of the group's attempts, as its rank 0 counts them."""
         self._staged = False
@@ -162,7 +167,7 @@ class Attempt:
             asking = 2 * self.timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
             limit = asking + context.timeout.total_seconds() + SLACK
             try:
-                self.plan = self._ready.result(limit)
+                self.plan = self._wait_ready(self._ready, limit)
             except Leaving as error:
                 context.end_for(Drained(str(error)))
             except DisagreeError as error:
@@ -184,6 +189,18 @@ class Attempt:
         if torn and not (self.plan.heal and self.allow_heal):
             self._context.end_for(KeepstepError(TORN_FOR_GOOD))
         return self.plan
+
+    def _wait_ready(self, ready: concurrent.futures.Future[QuorumPlan], limit: float) -> QuorumPlan:
+        if ready.done():
+            return ready.result()
+        began = time.monotonic()
+        try:
+            concurrent.futures.wait([ready], SEEN_TO_WAIT_SECONDS)
+            if not ready.done():
+                self._context.telemetry.state("waiting_quorum")
+            return ready.result(limit)
+        finally:
+            self._times.quorum_seconds += time.monotonic() - began
 
     def counted_on(self) -> bool:
         """Whether peers may count on our part in it. A request that is not answered yet is withdrawn."""
@@ -225,6 +242,7 @@ class Attempt:
             options = dist.AllreduceOptions()
             options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
             options.timeout = context.timeout
+            self._times.launched = time.monotonic()
             work = context.reconfigurer.pg.allreduce([whole], options)
         except SystemExit as error:  # should_commit raises it: nothing may fly through the middle of a backward pass
             self.report(KeepstepError(f"leaving: {error}"))
@@ -273,12 +291,14 @@ class Attempt:
             self._hand_out(plan, list(plan.destinations))
         if plan.source is not None and not self._heal_tried:
             self._heal_tried = True
+            began = time.monotonic()
             try:
                 with self._measured(plan, plan.source) as meter:
                     self._heal(plan, plan.source, meter)
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
                 self.report(error)
+            self._times.heal_seconds = time.monotonic() - began
 
     def _exchange(self, plan: QuorumPlan) -> Exchange:
         settings, ids = self._context.settings, plan.replica_ids
@@ -455,7 +475,10 @@ class Attempt:
                 facts["behind"] = True
             standing.commit(plan.quorum_id, participants, behind=behind)
             context.steps.write("committed", standing.step, plan.quorum_id, **facts)
+            context.telemetry.step(self._times, standing.step, plan.quorum_id, participants, committed=True)
             return
         standing.discard()
         epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
-        context.steps.write("discarded", standing.step, quorum_id, epoch=epoch, reason=str(self.error))
+        reason = str(self.error)
+        context.steps.write("discarded", standing.step, quorum_id, epoch=epoch, reason=reason)
+        context.telemetry.step(self._times, standing.step, quorum_id, 0, committed=False, reason=reason[:500])

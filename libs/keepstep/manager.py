@@ -42,6 +42,7 @@ from keepstep.quorum_plan import WorldSizeMode
 from keepstep.reconfigure import Reconfigurer
 from keepstep.standing import Standing
 from keepstep.step_log import StepLog
+from keepstep.step_telemetry import StepTelemetry
 from keepstep_mesh.errors import Banned, Drained, KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -199,6 +200,7 @@ class Manager:
                 state=LiveState(standing.state_dict, standing.load),
                 standing=standing,
                 steps=StepLog(settings.job, link.replica_id, settings.rank),
+                telemetry=StepTelemetry(self._mesh, link, settings),
                 log=log.bind(replica_id=link.replica_id, rank=settings.rank),
                 timeout=self._timeout,
                 min_replica_size=min_replica_size,
@@ -262,6 +264,13 @@ class Manager:
         It heals from another group at the next step, and never counts as a state that others could heal from.
         """
         self._context.tear()
+
+    def record(self, **values: float) -> None:
+        """Numbers to be seen beside the steps, such as ``record(loss=loss.item())``: with the step that ends next.
+
+        At most 16 names. Those of rank 0 are sent to the metrics service, in the background; without one it is free.
+        """
+        self._context.telemetry.values({name: float(value) for name, value in values.items()})
 
     # ---- facts of the step
 
@@ -512,6 +521,7 @@ class Manager:
             self._context.fail_group(f"rank {self._context.settings.rank} ended in the middle of a step")
         self._context.reconfigurer.shutdown()
         self._context.transport.shutdown(wait=wait)
+        self._context.telemetry.close()
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             self._mesh.call(self._context.link.close(), limit)
         self._mesh.stop()

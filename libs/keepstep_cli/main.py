@@ -12,6 +12,7 @@ from keepstep_cli.check_history import check_history
 from keepstep_cli.checkpoint import checkpoint
 from keepstep_cli.completion import completion
 from keepstep_cli.demo import demo
+from keepstep_cli.metrics import metrics
 from keepstep_cli.relay import relay
 from keepstep_cli.run import run
 from keepstep_cli.serve import lighthouse, up
@@ -25,5 +26,5 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # names may have what a terminal or a locale has not
 
 
-for command in (up, lighthouse, relay, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):
+for command in (up, lighthouse, relay, metrics, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):
     main.add_command(command)

@@ -18,7 +18,7 @@ from keepstep_cli.service_options import FILE, service_options
 if TYPE_CHECKING:
     from keepstep_mesh.service import Endpoint, Hosted, Service
 
-RELAY_PORTS_ABOVE = 10
+RELAY_PORTS_ABOVE, METRICS_PORTS_ABOVE = 10, 20
 NAMES = (
     "min_replicas",
     "max_replicas",
@@ -104,7 +104,7 @@ def lighthouse(**flags: Any) -> None:
     _serve(flags)
 
 
-@click.command(short_help="Run the whole mesh, a lighthouse and a relay, in this process.")
+@click.command(short_help="Run the whole mesh, lighthouse, relay and metrics, in this process.")
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
@@ -119,11 +119,17 @@ def lighthouse(**flags: Any) -> None:
     metavar="HOST:PORT",
     help="Where the relay listens.  [default: ten ports above the lighthouse]",
 )
+@click.option(
+    "--metrics-bind",
+    metavar="HOST:PORT",
+    help="Where the metrics service listens.  [default: twenty ports above the lighthouse]",
+)
 @_policy_options
-def up(state_dir: Path, relay_bind: str | None, **flags: Any) -> None:
-    """Run the whole mesh, a lighthouse and a relay, in this process. What must survive a restart is kept in a folder.
+def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flags: Any) -> None:
+    """Run a lighthouse, a relay and a metrics service in this process. What must survive a restart is in a folder.
 
-    Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay`.
+    Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay` and `keepstep
+    metrics`.
     """
     from keepstep_mesh.settings import from_environment
 
@@ -131,12 +137,18 @@ def up(state_dir: Path, relay_bind: str | None, **flags: Any) -> None:
     if flags["event_log"] is None and from_environment("LIGHTHOUSE_EVENT_LOG") is None:
         flags["event_log"] = state_dir / "events.jsonl"
     shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure")
-    of_relay = {name: flags[name] for name in shared} | {"bind": relay_bind, "data_dir": state_dir / "relay"}
-    _serve(flags, state_dir, of_relay)
+    same = {name: flags[name] for name in shared}
+    of_relay = same | {"bind": relay_bind, "data_dir": state_dir / "relay"}
+    of_metrics = same | {"bind": metrics_bind, "data_dir": state_dir / "metrics"}
+    _serve(flags, state_dir, (of_relay, of_metrics))
 
 
-def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[str, Any] | None = None) -> None:
-    """``state_dir`` is there while it runs, and is not left behind empty. ``of_relay``: flags of a relay beside it."""
+def _serve(
+    flags: dict[str, Any], state_dir: Path | None = None, beside: tuple[dict[str, Any], dict[str, Any]] | None = None
+) -> None:
+    """``state_dir`` is there while it runs, and is not left behind empty. ``beside``: flags of the relay and of the
+    metrics service beside it.
+    """
     try:
         from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
@@ -164,8 +176,9 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
 
     try:
         hosted = [hosted_lighthouse(settings, started)]
-        if of_relay is not None:
-            hosted.append(_relay_beside(settings.bind, listens, of_relay))
+        if beside is not None:
+            hosted.append(_relay_beside(settings.bind, listens, beside[0]))
+            hosted.append(_metrics_beside(settings.bind, listens, beside[1]))
         run_several(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -178,20 +191,41 @@ def _serve(flags: dict[str, Any], state_dir: Path | None = None, of_relay: dict[
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
     from keepstep_cli.relay import announce, checked_settings
-    from keepstep_mesh.addresses import in_url
-    from keepstep_mesh.settings import bind_address, from_environment
     from keepstep_relay.__main__ import hosted_relay
     from keepstep_relay.app import Relay
 
-    host, port = bind_address(bind)
-    if flags["bind"] is None and from_environment("RELAY_BIND") is None:
-        flags["bind"] = f"{in_url(host)}:{port + RELAY_PORTS_ABOVE if port else 0}"
+    _bind_above(bind, RELAY_PORTS_ABOVE, "RELAY_BIND", flags)
     settings = checked_settings(flags, "--relay-bind")
 
     def service() -> Service:
         return Relay(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
 
     return replace(hosted_relay(settings, announce), service=service)
+
+
+def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
+    """The same with a metrics service."""
+    from keepstep_cli.metrics import announce, checked_settings
+    from keepstep_metrics.__main__ import hosted_metrics
+    from keepstep_metrics.app import Metrics
+
+    _bind_above(bind, METRICS_PORTS_ABOVE, "METRICS_BIND", flags)
+    settings = checked_settings(flags, "--metrics-bind")
+
+    def service() -> Service:
+        return Metrics(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
+
+    return replace(hosted_metrics(settings, announce), service=service)
+
+
+def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> None:
+    """Next to the lighthouse on ``bind``, unless it is said otherwise."""
+    from keepstep_mesh.addresses import in_url
+    from keepstep_mesh.settings import bind_address, from_environment
+
+    host, port = bind_address(bind)
+    if flags["bind"] is None and from_environment(variable) is None:
+        flags["bind"] = f"{in_url(host)}:{port + above if port else 0}"
 
 
 def configure_logs(flags: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep_lighthouse import admin, metrics
-from keepstep_lighthouse.event_log import FiledEventLog
+from keepstep_lighthouse.event_log import FiledEventLog, Happened
 from keepstep_lighthouse.following import pass_on
 from keepstep_lighthouse.keeper import Keeper, cancelled
 from keepstep_lighthouse.leader_link import PATH as LINK_PATH
@@ -30,8 +30,11 @@ from keepstep_mesh.auth import Access
 from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.service import Service
+from keepstep_mesh.telemetry import Sender
 
 MAX_SESSIONS = 20_000
+TELL_SECONDS = 0.1
+"""Between two batches of events for the metrics service."""
 CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 """Every lighthouse answers these itself."""
 
@@ -72,6 +75,8 @@ class Lighthouse(Keeper, Embedded):
             if self.settings.event_log is not None:
                 self.events = await FiledEventLog.open(self.settings.event_log)
             stack.push_async_callback(self.events.close)
+            telling = asyncio.create_task(self._telemetry().run(), name="keepstep lighthouse telemetry")
+            stack.push_async_callback(cancelled, telling)
             if self.store.exclusive:
                 await self.begin_term()
             else:
@@ -86,6 +91,22 @@ class Lighthouse(Keeper, Embedded):
                 self.serving = False
                 self.events.wake()
                 await cancelled(keeper)
+
+    def _telemetry(self) -> Sender:
+        """Passes the event log on to the metrics service, once there is one."""
+        identity = Identity(self.settings.own_token, self.settings.peer_tls)
+        sender = Sender("lighthouse", self.node, self._metrics_address, identity, interval=TELL_SECONDS)
+
+        def tell(one: Happened) -> None:
+            if one.job:
+                what = {"id": one.id, "job": one.job, "event": one.kind, "epoch": one.epoch}
+                sender.record("event", t=one.time, replica_id=one.replica_id, detail=one.detail, **what)
+
+        self.events.on_event = tell
+        return sender
+
+    def _metrics_address(self) -> str | None:
+        return next((one.address for one in self.registry.addresses() if one.service == "metrics"), None)
 
     async def _listen_and_stand_by(self) -> None:
         await self._listening.wait()

@@ -17,7 +17,7 @@ import time
 import uuid
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +61,8 @@ class EventLog:
         self._news: dict[str, asyncio.Event] = {}
         self._epoch = 0
         self._last_id = 0
+        self.on_event: Callable[[Happened], None] = lambda _: None
+        """Told of each as it is added."""
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -71,6 +73,7 @@ class EventLog:
         self.counts[job, kind] += 1
         happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
         self._keep(happened)
+        self.on_event(happened)
         if (news := self._news.pop(job, None)) is not None:
             news.set()
         return happened

@@ -91,7 +91,6 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "all heals together", labels=["job"])
     groups = GaugeMetricFamily("keepstep_groups", "replica groups by what they do", labels=["job", "state"])
     group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
-    group_seconds = GaugeMetricFamily("keepstep_group_step_seconds", "of a group's last step", labels=["job", "group"])
     for job in jobs:
         name, quorum, tally, replicas = job.name, job.core.quorum_view(now), job.core.tally, job.core.replicas(now)
         quorum_id.add_metric([name], quorum.quorum_id)
@@ -110,10 +109,8 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
             groups.add_metric([name, state.value], states[state])
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
-            if replica.step_seconds is not None:
-                group_seconds.add_metric([name, replica.name], replica.step_seconds)
     yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds)
-    yield from (groups, group_step, group_seconds)
+    yield from (groups, group_step)
 
 
 def registry(lighthouse: Lighthouse) -> CollectorRegistry:

@@ -122,6 +122,7 @@ def main() -> None:
             batch = torch.randint(len(inputs), (32,), generator=generator)
             loss = nn.functional.cross_entropy(ddp(inputs[batch]), targets[batch])
             loss.backward()
+            manager.record(loss=loss.item())
             if wrapped.step():
                 state = digest(model.state_dict(), optimizer.state_dict())
                 say(

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"keepstep_mesh", "keepstep", "keepstep_cli", "keepstep_lighthouse", "keepstep_relay"}
+PACKAGES = {"keepstep_mesh", "keepstep", "keepstep_cli", "keepstep_lighthouse", "keepstep_relay", "keepstep_metrics"}
 
 MAY_IMPORT = {
     "keepstep_mesh": {"keepstep_mesh"},
     "keepstep": {"keepstep", "keepstep_mesh"},
     "keepstep_lighthouse": {"keepstep_lighthouse", "keepstep_mesh"},
     "keepstep_relay": {"keepstep_relay", "keepstep_mesh"},
+    "keepstep_metrics": {"keepstep_metrics", "keepstep_mesh"},
     "keepstep_cli": PACKAGES,
 }
 MAY_IMPORT_LAZILY = {("keepstep/coordination.py", "keepstep_lighthouse")}
@@ -27,12 +28,14 @@ ONLY_TRAINERS = {"torch", "numpy"}
 ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
+METRICS_CORE = ("core", "records", "sentences", "series", "stragglers", "timeline")
 PURE = [
     *(
         f"services/keepstep_lighthouse/{part}.py"
         for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
     ),
     *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
+    *(f"services/keepstep_metrics/{part}.py" for part in METRICS_CORE),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",
     *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),
@@ -157,6 +160,7 @@ for name in sys.argv[1:]:
         pytest.param(modules_of("keepstep_mesh"), id="keepstep_mesh"),
         pytest.param(modules_of("keepstep_lighthouse"), id="keepstep_lighthouse"),
         pytest.param(modules_of("keepstep_relay"), id="keepstep_relay"),
+        pytest.param(modules_of("keepstep_metrics"), id="keepstep_metrics"),
         pytest.param(modules_of("keepstep_cli"), id="keepstep_cli"),
         pytest.param(["keepstep", "keepstep.coordination"], id="keepstep.coordination"),
     ],

@@ -61,16 +61,21 @@ def test_every_route_is_documented():
         assert f"`{route.method} {path}`" in DOCS
 
 
-@pytest.mark.parametrize("page", ["lighthouse.md", "relay.md"])
+@pytest.mark.parametrize("page", ["lighthouse.md", "relay.md", "metrics.md"])
 def test_every_route_is_documented_with_the_roles_that_may_use_it(page):
     from keepstep_lighthouse.app import Lighthouse
     from keepstep_lighthouse.settings import LighthouseSettings
     from keepstep_mesh.auth import Access
     from keepstep_mesh.service import all_routes
+    from keepstep_metrics.app import Metrics, MetricsSettings
     from keepstep_relay.app import Relay
     from keepstep_relay.settings import RelaySettings
 
-    services = {"lighthouse.md": Lighthouse(LighthouseSettings()), "relay.md": Relay(RelaySettings())}
+    services = {
+        "lighthouse.md": Lighthouse(LighthouseSettings()),
+        "relay.md": Relay(RelaySettings()),
+        "metrics.md": Metrics(MetricsSettings()),
+    }
     text = (ROOT / "docs" / page).read_text()
     rows = re.findall(r"^\| `(\w+) (/\S*)` \| (.*?) \|", text, re.MULTILINE)
     written = {(method, path): role for method, path, role in rows}

@@ -1,0 +1,167 @@
+"""The metrics service: its core, its store, and the server in front.
+
+The duties of a life, in their order: open the store, take up what it holds, listen, register with a lighthouse. Of a
+batch: check it, apply it, write it down, answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from keepstep_mesh.addresses import reachable
+from keepstep_mesh.embedded import Embedded
+from keepstep_mesh.http import Identity, Route
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.registration import Registrar, Registration, registered
+from keepstep_mesh.service import Service
+from keepstep_metrics import api, metrics, views
+from keepstep_metrics.core import KEPT_SECONDS, Job, MetricsCore
+from keepstep_metrics.lighthouse import Asker, Live
+from keepstep_metrics.records import Batch, read_batch
+from keepstep_metrics.settings import MetricsSettings
+from keepstep_metrics.store import Store
+from keepstep_metrics.stream import News
+
+FILE = "metrics.sqlite"
+TIDY_SECONDS = 30.0
+MAX_JOURNAL_BYTES = 128 << 20
+"""Then a snapshot is made before its time."""
+
+__all__ = ["Metrics", "MetricsSettings"]
+
+log = get_logger("keepstep.metrics")
+
+
+class Metrics(Embedded):
+    """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
+
+    def __init__(self, settings: MetricsSettings) -> None:
+        super().__init__("metrics", settings)
+        self.settings = settings
+        self.core = MetricsCore()
+        self.traffic = metrics.Traffic()
+        self.news = News()
+        self.serving = False
+        """False once it stops: who follows has to go."""
+        self.store: Store
+        self.asker: Asker
+        self._registrar: Registrar | None = None
+        self._live_changes: Counter[str] = Counter()
+        self._journal_bytes = 0
+
+    @property
+    def is_registered(self) -> bool:
+        return self._registrar is not None and self._registrar.lighthouse is not None
+
+    def service(self) -> Service:
+        return Service(
+            name="metrics",
+            routes=self.routes(),
+            lifespan=self._lifespan,
+            not_ready=lambda: self.store.trouble,
+            listening=self._listens,
+            registry=metrics.registry(self),
+        )
+
+    def routes(self) -> list[Route]:
+        return api.routes(self)
+
+    # ---- what handlers share
+
+    def take(self, batch: Batch, body: bytes) -> int:
+        """How many of its records were new. To be written, before it is answered."""
+        now = time.time()
+        taken, events = self.core.apply(batch, now)
+        if taken:
+            self.traffic.batches += 1
+            self.traffic.records += taken
+            self._journal_bytes += len(body)
+            self.store.add(now, body, events)
+            for job in {batch.job, *(job for job, _ in events)}:
+                self.news.ring(job)
+        return taken
+
+    def live(self, job: str) -> Live:
+        return self.asker.live(job)
+
+    def live_changes(self, job: str) -> int:
+        """Grows when what the lighthouse says of it does."""
+        return self._live_changes[job]
+
+    def now_view(self, job: Job) -> views.NowView:
+        return views.now_view(job, self.live(job.name))
+
+    # ---- its life
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        settings = self.settings
+        identity = Identity(settings.shown_token, settings.peer_tls)
+        self.asker = Asker(self._lighthouse, identity, settings.peer_tls, self._lighthouse_news)
+        path = settings.data_dir / FILE if settings.data_dir is not None else None
+        self.store = await Store.open(path)
+        try:
+            await self._take_up()
+            works = {"writer": self.store.run(), "asker": self.asker.run(), "tidy": self._tidy()}
+            works["registration"] = self._register()
+            tasks = [asyncio.create_task(work, name=f"keepstep metrics {name}") for name, work in works.items()]
+            self.serving = True
+            try:
+                yield
+            finally:
+                self.serving = False
+                self.news.ring_all()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                self.store.snapshot(self.core.dump())
+                await self.store.flush()
+        finally:
+            await self.store.close()
+
+    async def _take_up(self) -> None:
+        plain, batches = await self.store.load()
+        if plain is not None:
+            self.core.load(plain)
+        for t, body in batches:
+            self.core.apply(read_batch(body), t)
+        for job in self.core.jobs.values():
+            job.events.extend(await self.store.newest_events(job.name, job.events.maxlen or 0))
+        if plain is not None or batches:
+            log.info("history taken up", jobs=len(self.core.jobs), batches=len(batches))
+
+    async def _tidy(self) -> None:
+        snapshot_at = time.monotonic()
+        while True:
+            await asyncio.sleep(min(TIDY_SECONDS, self.settings.snapshot_every))
+            self.core.forget_before(time.time() - KEPT_SECONDS)
+            await self.store.forget_events(time.time() - self.settings.keep_events)
+            due = time.monotonic() - snapshot_at >= self.settings.snapshot_every
+            if due or self._journal_bytes > MAX_JOURNAL_BYTES:
+                snapshot_at, self._journal_bytes = time.monotonic(), 0
+                self.store.snapshot(self.core.dump())
+
+    async def _register(self) -> None:
+        await self._listening.wait()
+        if not self.settings.lighthouses or self._endpoint is None:
+            return
+        mine = Registration(
+            "metrics",
+            self.settings.service_name(self._endpoint.port),
+            self.settings.advertise or reachable(self.address),
+        )
+        async with registered(
+            self.settings.lighthouses, mine, token=self.settings.shown_token, tls=self.settings.peer_tls
+        ) as self._registrar:
+            await asyncio.Event().wait()
+
+    def _lighthouse(self) -> str | None:
+        return self._registrar.lighthouse if self._registrar is not None else None
+
+    def _lighthouse_news(self, job: str) -> None:
+        self._live_changes[job] += 1
+        self.news.ring(job)

@@ -1,0 +1,441 @@
+"""What the metrics service knows of each job. Records in, a picture out; no clock, no I/O.
+
+The same batches in the same order give the same picture, whoever replays them: each is applied with the time at which
+it came, and events get their numbers here. Everything is bounded; ``dump`` and ``load`` carry all of it over a restart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from math import log2
+from statistics import median
+from typing import Any
+
+from keepstep_metrics import stragglers
+from keepstep_metrics.records import Batch, Happening, StateSaid, Step, Upload
+from keepstep_metrics.sentences import name_of, sentence
+from keepstep_metrics.series import Series
+from keepstep_metrics.stragglers import Standing
+from keepstep_metrics.timeline import State, Timeline
+
+MAX_JOBS = 100
+MAX_GROUPS = 5000
+"""Of one job; stable names."""
+MAX_SENDERS = 20_000
+MAX_EVENTS = 2000
+"""Of a job, in memory."""
+MAX_FAILURES = 1000
+MAX_TRANSFERS = 500
+MAX_VALUES = 16
+"""Names of what scripts record, of a job."""
+AHEAD_SECONDS = 60.0
+"""A record from further in the future has a wrong clock, and is taken to be of now."""
+KEPT_SECONDS = 86400.0
+RECENT_STEPS = 64
+SHORT_WAIT = 0.05
+"""Seconds; a shorter wait for the quorum is part of a step as it is meant to be."""
+JUDGE_SECONDS = 1.0
+SILENT_SECONDS = 30.0
+"""A group that committed nothing for so long is not compared with others."""
+
+BINS_PER_DOUBLING = 4
+LOWEST_BIN_SECONDS = 0.001
+BINS = 80
+"""Of the histogram of step times: from 1 ms to 17 minutes, each a fifth wider than the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``id``: this service's number; grows with each event of any job."""
+
+    id: int
+    t: float
+    event: str
+    name: str
+    sentence: str
+    detail: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Failure:
+    t: float
+    name: str
+    cause: str
+    quorum_id: int
+    committed_at: float | None = None
+    """When a group committed a step under a later quorum."""
+    recovered_at: float | None = None
+    """When the group itself did again."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    kind: str
+    """``heal`` or ``upload``."""
+    name: str
+    step: int
+    began: float
+    source: str = ""
+    via: str = ""
+    bytes_done: int = 0
+    bytes_total: int = 0
+    bytes_per_second: float = 0.0
+    seconds_left: float | None = None
+    ended: float | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Group:
+    name: str
+    replica_id: str = ""
+    timeline: Timeline = field(default_factory=Timeline)
+    steps: Series = field(default_factory=lambda: Series(3))
+    """Committed, discarded, seconds of the committed ones."""
+    step: int = 0
+    committed_at: float = 0.0
+    values: dict[str, float] = field(default_factory=dict)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    busy: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    ends: dict[str, float] = field(default_factory=dict)
+    """incarnation -> when it was lost, left, or was told to leave: nothing that it says of later changes its state."""
+
+    @property
+    def seconds_p50(self) -> float | None:
+        return median(self.recent) if self.recent else None
+
+
+class Job:
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.first_seen = self.last_seen = now
+        self.groups: dict[str, Group] = {}
+        self.step = self.quorum_id = self.epoch = 0
+        self.participants: list[str] = []
+        self.joining: set[str] = set()
+        self.highest = Series(1, "d")
+        """The step of the job."""
+        self.histogram = Series(BINS, "L")
+        """Of seconds of committed steps."""
+        self.values: dict[str, Series] = {}
+        """Sum and count of what scripts record."""
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+        self.transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
+        self.standings: dict[str, Standing] = {}
+        self.judged_at = 0.0
+        self.changes = 0
+        """Grows with everything that is told of it."""
+
+    def group(self, replica_id: str) -> Group | None:
+        name = name_of(replica_id)
+        if (group := self.groups.get(name)) is None and len(self.groups) < MAX_GROUPS:
+            group = self.groups[name] = Group(name, replica_id)
+        return group
+
+    # ---- steps
+
+    def take_step(self, replica_id: str, one: Step) -> None:
+        group = self.group(replica_id)
+        if group is None:
+            return
+        t = one.t
+        if replica_id not in group.ends:
+            group.replica_id = replica_id
+        self._fill(group, replica_id, one, t)
+        if one.committed:
+            self._count_commit(group, one, t)
+        else:
+            group.steps.count(t, 1)
+        if t - self.judged_at >= JUDGE_SECONDS:
+            self.judged_at = t
+            self._judge(t)
+
+    def _fill(self, group: Group, replica_id: str, one: Step, t: float) -> None:
+        begin, end = t - one.seconds, min(t, group.ends.get(replica_id, t))
+        if group.timeline and replica_id not in group.ends and group.timeline.state in (State.LOST, State.GONE):
+            group.timeline.mark(begin, State.WAITING_QUORUM)  # nobody told that it came
+        waited = one.quorum_seconds if one.quorum_seconds >= SHORT_WAIT else 0.0
+        healed = begin + waited + one.heal_seconds
+        fill = group.timeline.fill
+        fill(begin, min(begin + waited, end), State.WAITING_QUORUM)
+        fill(begin + waited, min(healed, end), State.HEALING)
+        fill(healed, end, State.TRAINING if one.committed else State.RETRYING)
+
+    def _count_commit(self, group: Group, one: Step, t: float) -> None:
+        group.steps.add(t, (1, 0, one.seconds))
+        group.step, group.committed_at = one.step, t
+        if not one.heal_seconds and one.quorum_seconds < SHORT_WAIT:
+            group.recent.append(one.seconds)
+        if one.busy_seconds is not None:
+            group.busy.append(one.busy_seconds)
+        self.step = max(self.step, one.step)
+        self.highest.highest(t, one.step)
+        self.histogram.count(t, bin_of(one.seconds))
+        for name, value in one.values.items():
+            if name not in self.values and len(self.values) >= MAX_VALUES:
+                continue
+            self.values.setdefault(name, Series(2, "d")).add(t, (value, 1))
+            group.values[name] = value
+        for failure in reversed(self.failures):
+            if failure.t >= t:
+                continue
+            if one.quorum_id > failure.quorum_id and (failure.committed_at is None or t < failure.committed_at):
+                failure.committed_at = t
+            if failure.name == group.name and failure.recovered_at is None:
+                failure.recovered_at = t
+            if t - failure.t > KEPT_SECONDS or (failure.recovered_at and t - failure.recovered_at > SILENT_SECONDS):
+                break
+
+    def _judge(self, now: float) -> None:
+        compared = {
+            name: median(group.busy)
+            for name, group in self.groups.items()
+            if len(group.busy) >= RECENT_STEPS // 4 and now - group.committed_at < SILENT_SECONDS
+        }
+        stragglers.judge(self.standings, compared, now)
+
+    # ---- what lighthouses and relays tell
+
+    def take_event(self, one: Happening, number: int) -> Event:
+        """The event, with its ``number`` here."""
+        t, detail = one.t, one.detail
+        self.epoch = max(self.epoch, one.epoch)
+        name = name_of(one.replica_id)
+        if name and (group := self.group(one.replica_id)) is not None:
+            self._change_group(group, one)
+        if one.event == "quorum":
+            members = [str(member) for member in detail.get("members", ())][:MAX_GROUPS]
+            self.participants = [name_of(member) for member in members]
+            self.joining.difference_update(self.participants)
+            self.quorum_id = max(self.quorum_id, int(_number(detail.get("quorum_id"))))
+        event = Event(number, t, one.event, name, sentence(one.event, one.replica_id, detail), detail)
+        self.events.append(event)
+        return event
+
+    def _change_group(self, group: Group, one: Happening) -> None:
+        t, detail, reason, whole = one.t, one.detail, str(one.detail.get("reason", "")), one.replica_id
+        match one.event:
+            case "joined":
+                group.replica_id = whole
+                group.ends.pop(whole, None)
+                group.timeline.mark(t, State.WAITING_QUORUM)
+                if not detail.get("member"):
+                    self.joining.add(group.name)
+            case "lost" | "failed":
+                self._end(group, whole, t, State.LOST)
+                self.failures.append(Failure(t, group.name, reason, self.quorum_id))
+            case "left" | "moved":
+                self._end(group, whole, t, State.GONE)
+            case "drain":
+                self._end(group, whole, t, State.DRAINING)
+            case "heal_began":
+                group.timeline.mark(t, State.HEALING)
+                self.transfers.append(
+                    Transfer(
+                        "heal", group.name, int(_number(detail.get("step"))), t, name_of(str(detail.get("source", "")))
+                    )
+                )
+            case "healed" | "heal_failed":
+                group.timeline.mark(t, State.TRAINING if one.event == "healed" else State.RETRYING)
+                self._end_heal(group, t, detail)
+
+    def _end(self, group: Group, replica_id: str, t: float, state: State) -> None:
+        """This incarnation does nothing of its own any more."""
+        group.ends[replica_id] = t
+        while len(group.ends) > 4:
+            del group.ends[next(iter(group.ends))]
+        if replica_id == group.replica_id:
+            group.timeline.mark(max(t, group.timeline.since), state)
+        if state is not State.DRAINING:
+            self.joining.discard(group.name)
+
+    def _end_heal(self, group: Group, t: float, detail: dict[str, Any]) -> None:
+        for one in reversed(self.transfers):
+            if one.name == group.name and one.kind == "heal" and one.ended is None:
+                one.ended, one.error = t, str(detail.get("reason", ""))
+                one.bytes_done = int(_number(detail.get("bytes")))
+                one.bytes_total = max(one.bytes_total, one.bytes_done)
+                one.via = str(detail.get("via", ""))
+                one.bytes_per_second = _number(detail.get("bytes_per_second"))
+                one.seconds_left = None
+                return
+
+    def take_upload(self, relay: str, one: Upload) -> None:
+        found = next((old for old in reversed(self.transfers) if (old.name, old.via) == (one.checkpoint, relay)), None)
+        if found is None:
+            found = Transfer("upload", one.checkpoint, one.step, one.t, via=relay)
+            self.transfers.append(found)
+        found.bytes_done, found.bytes_total = one.bytes_done, one.bytes_total
+        found.bytes_per_second = one.bytes_per_second
+        if one.state != "uploading":
+            found.ended = one.t
+            found.error = "" if one.state == "committed" else one.state
+
+    # ---- over a restart
+
+    def dump(self) -> dict[str, Any]:
+        plain = ("name", "first_seen", "last_seen", "step", "quorum_id", "epoch", "participants", "judged_at")
+        groups = [
+            {
+                **{key: getattr(one, key) for key in ("name", "replica_id", "step", "committed_at", "values", "ends")},
+                "timeline": one.timeline.dump(),
+                "steps": one.steps.dump(),
+                "recent": [*one.recent],
+                "busy": [*one.busy],
+            }
+            for one in self.groups.values()
+        ]
+        return {
+            **{key: getattr(self, key) for key in plain},
+            "joining": sorted(self.joining),
+            "groups": groups,
+            "highest": self.highest.dump(),
+            "histogram": self.histogram.dump(),
+            "values": {name: one.dump() for name, one in self.values.items()},
+            "failures": [asdict(one) for one in self.failures],
+            "transfers": [asdict(one) for one in self.transfers],
+            "standings": {name: asdict(one) for name, one in self.standings.items()},
+        }
+
+    @classmethod
+    def load(cls, plain: dict[str, Any]) -> Job:
+        job = cls(plain["name"], plain["first_seen"])
+        for key in ("last_seen", "step", "quorum_id", "epoch", "participants", "judged_at"):
+            setattr(job, key, plain[key])
+        job.joining = set(plain["joining"])
+        for one in plain["groups"]:
+            group = job.groups[one["name"]] = Group(one["name"], one["replica_id"], Timeline.load(one["timeline"]))
+            group.steps.load(one["steps"])
+            group.step, group.committed_at = one["step"], one["committed_at"]
+            group.values, group.ends = one["values"], one["ends"]
+            group.recent.extend(one["recent"])
+            group.busy.extend(one["busy"])
+        job.highest.load(plain["highest"])
+        job.histogram.load(plain["histogram"])
+        for name, dumped in plain["values"].items():
+            job.values[name] = Series(2, "d")
+            job.values[name].load(dumped)
+        job.failures.extend(Failure(**one) for one in plain["failures"])
+        job.transfers.extend(Transfer(**one) for one in plain["transfers"])
+        job.standings = {name: Standing(**one) for name, one in plain["standings"].items()}
+        return job
+
+
+class MetricsCore:
+    """All jobs, and how far each sender has come."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.last_event = 0
+        self._senders: dict[tuple[str, str], int] = {}
+        """(name, boot) -> last number taken; who spoke last stands last."""
+        self.dropped: dict[tuple[str, str], int] = {}
+        """(name, boot) -> records that the sender dropped."""
+        self.dropped_total = 0
+
+    def apply(self, batch: Batch, now: float) -> tuple[int, list[tuple[str, Event]]]:
+        """How many records were new, and the events that they made, each with its job."""
+        key = batch.name, batch.boot
+        seen = self._senders.pop(key, 0)
+        self._senders[key] = max(seen, batch.first + len(batch.records) - 1)
+        self.dropped_total += max(0, batch.dropped - self.dropped.get(key, 0))
+        self.dropped[key] = batch.dropped
+        while len(self._senders) > MAX_SENDERS:
+            gone = next(iter(self._senders))
+            del self._senders[gone]
+            self.dropped.pop(gone, None)
+        made: list[tuple[str, Event]] = []
+        new = batch.records[max(0, seen + 1 - batch.first) :]
+        for record in new:
+            if record is None:
+                continue
+            name = record.job if isinstance(record, Happening | Upload) else batch.job
+            job = self._job(name, now) if name else None
+            if job is None:
+                continue
+            if record.t > now + AHEAD_SECONDS:
+                continue
+            job.last_seen = max(job.last_seen, now)
+            job.changes += 1
+            match record:
+                case Step():
+                    job.take_step(batch.name, record)
+                case StateSaid():
+                    self._take_state(job, batch.name, record)
+                case Happening():
+                    self.last_event += 1
+                    made.append((name, job.take_event(record, self.last_event)))
+                case Upload():
+                    job.take_upload(batch.name, record)
+        return len(new), made
+
+    def _take_state(self, job: Job, replica_id: str, one: StateSaid) -> None:
+        group = job.group(replica_id)
+        if group is not None and replica_id not in group.ends and one.state in SAID:
+            group.timeline.mark(one.t, State(one.state))
+
+    def _job(self, name: str, now: float) -> Job | None:
+        if (job := self.jobs.get(name)) is None:
+            if len(self.jobs) >= MAX_JOBS:
+                oldest = min(self.jobs.values(), key=lambda one: one.last_seen)
+                if now - oldest.last_seen < KEPT_SECONDS:
+                    return None
+                del self.jobs[oldest.name]
+            job = self.jobs[name] = Job(name, now)
+        return job
+
+    def forget_before(self, t: float) -> None:
+        """Groups that ended their life before ``t``, jobs of which nothing was heard since, and old spans go."""
+        for job in [*self.jobs.values()]:
+            if job.last_seen < t:
+                del self.jobs[job.name]
+                continue
+            for group in [*job.groups.values()]:
+                group.timeline.forget_before(t)
+                if group.timeline.state in (State.LOST, State.GONE) and group.timeline.since < t:
+                    del job.groups[group.name]
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "jobs": [job.dump() for job in self.jobs.values()],
+            "last_event": self.last_event,
+            "senders": [[*key, last, self.dropped.get(key, 0)] for key, last in self._senders.items()],
+            "dropped_total": self.dropped_total,
+        }
+
+    def load(self, plain: dict[str, Any]) -> None:
+        for one in plain["jobs"]:
+            job = Job.load(one)
+            self.jobs[job.name] = job
+        self.last_event, self.dropped_total = plain["last_event"], plain["dropped_total"]
+        for name, boot, last, dropped in plain["senders"]:
+            self._senders[name, boot] = last
+            self.dropped[name, boot] = dropped
+
+
+SAID = {one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)}
+
+
+def bin_of(seconds: float) -> int:
+    if seconds <= LOWEST_BIN_SECONDS:
+        return 0
+    return min(BINS - 1, int(BINS_PER_DOUBLING * log2(seconds / LOWEST_BIN_SECONDS)) + 1)
+
+
+def quantile(histogram: Any, share: float) -> float | None:
+    """Seconds below which this share of the counted lie, to a tenth; None where nothing was counted."""
+    total = sum(histogram)
+    if not total:
+        return None
+    counted = accumulate(histogram)
+    number = next(number for number, count in enumerate(counted) if count >= share * total)
+    if number == 0:
+        return LOWEST_BIN_SECONDS
+    return float(LOWEST_BIN_SECONDS * 2 ** ((number - 0.5) / BINS_PER_DOUBLING))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,173 @@
+"""What only the lighthouse knows at this moment: what the next quorum waits for, how far heals are, the cluster.
+
+It is asked, while somebody looks, rather than told: a sentence that changes a hundred times a second is of no use in a
+history. Orders of people are passed on to it with their own token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
+from keepstep_mesh.logging import get_logger
+from keepstep_mesh.tls import TlsFiles, explained
+from keepstep_metrics.sentences import name_of
+
+ASK_SECONDS = 0.5
+"""Between two questions."""
+ANSWER_SECONDS = 5.0
+LOOKED_AT_SECONDS = 10.0
+"""A job that nobody has asked about for so long is not asked about."""
+LOG_AGAIN_SECONDS = 60.0
+MAX_ANSWER_BYTES = 16 << 20
+
+log = get_logger("keepstep.metrics.lighthouse")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHeal:
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+    seconds_left: float | None
+    via: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Of one job, by the lighthouse's last answer."""
+
+    waiting_for: str | None = None
+    joining: tuple[str, ...] = ()
+    heals: dict[str, LiveHeal] = field(default_factory=dict)
+    """By stable name."""
+
+
+class Asker:
+    """``address``: of a lighthouse, as it is known now. ``on_news`` is told the name of a job."""
+
+    def __init__(
+        self,
+        address: Callable[[], str | None],
+        identity: Identity,
+        tls: TlsFiles,
+        on_news: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._identity = identity
+        self._for_others = Identity(None, tls)
+        self._on_news = on_news
+        self._live: dict[str, Live] = {}
+        self._looked: dict[str, float] = {}
+        self._logged = float("-inf")
+
+    def live(self, job: str) -> Live:
+        """What is known; from now on it is asked for."""
+        self._looked[job] = time.monotonic()
+        return self._live.get(job, NOTHING)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            now = time.monotonic()
+            self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
+            self._live = {job: live for job, live in self._live.items() if job in self._looked}
+            address = self._address()
+            if address is None or not self._looked:
+                continue
+            try:
+                async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+                    for job in [*self._looked]:
+                        await self._ask(http, address, job)
+            except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError, LookupError, TypeError) as error:
+                self._live.clear()
+                if now - self._logged >= LOG_AGAIN_SECONDS:
+                    self._logged = now
+                    log.warning("the lighthouse does not say what it does", reason=explained(error, address))
+
+    async def _ask(self, http: aiohttp.ClientSession, address: str, job: str) -> None:
+        try:
+            quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
+            heals = (await _get(http, f"{address}/v1/jobs/{job}/transfers"))["heals"]
+        except Problem as problem:
+            if problem.status != 404:
+                raise
+            live = NOTHING  # the job has ended
+        else:
+            members, asking = {*quorum["members"]}, quorum["asking"]
+            live = Live(
+                quorum["reason"]["sentence"] if asking else None,
+                tuple(sorted(name_of(one) for one in asking if one not in members)),
+                {
+                    name_of(one["replica_id"]): LiveHeal(
+                        one["bytes_done"],
+                        one["bytes_total"],
+                        one["bytes_per_second"],
+                        one["seconds_left"],
+                        one["via"],
+                        name_of(one["source"]),
+                    )
+                    for one in heals
+                },
+            )
+        if live != self._live.get(job, NOTHING):
+            self._live[job] = live
+            self._on_news(job)
+
+    async def cluster(self) -> dict[str, Any]:
+        """Its ``GET /v1/cluster``. ``Problem`` when there is none that answers."""
+        address = self._known()
+        try:
+            async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+                return await _get(http, f"{address}/v1/cluster")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        """An order, to whoever leads, in the name of who asks; its answer as it is."""
+        body, address = await request.read(), self._known()
+        headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
+        headers[hdrs.CONTENT_TYPE] = "application/json"
+        try:
+            async with self._for_others.session(timeout=ANSWER_SECONDS) as http:
+                for _ in range(2):
+                    async with http.request(
+                        request.method,
+                        f"{address}{request.rel_url.raw_path}",
+                        data=body,
+                        headers=headers,
+                        allow_redirects=False,
+                    ) as answer:
+                        if (leader := leader_of(answer)) is not None:
+                            address = leader
+                            continue
+                        text = await answer.content.read(MAX_ANSWER_BYTES)
+                        return web.Response(body=text, status=answer.status, content_type=answer.content_type)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
+        raise Problem(503, "the lighthouses do not agree yet who leads; try again", retry_after=1.0)
+
+    def _known(self) -> str:
+        if (address := self._address()) is None:
+            raise Problem(503, "this service knows no lighthouse; start it with --lighthouse", retry_after=5.0)
+        return address
+
+
+NOTHING = Live()
+
+
+async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with http.get(url) as answer:
+        await raise_for_problem(answer)
+        found: dict[str, Any] = await answer.json()
+        return found

@@ -1,0 +1,61 @@
+"""What happened, as a sentence for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MIB = 1 << 20
+
+
+def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
+    """``who``: a stable name or an incarnation, empty for the job itself."""
+    name, reason = name_of(who), str(detail.get("reason", ""))
+    source = name_of(str(detail.get("source", "")))
+    match event:
+        case "joined":
+            return f"{name} has come"
+        case "suspect":
+            return f"the connection of {name} ended; it may come back"
+        case "lost":
+            return f"{name} is lost: {reason}"
+        case "left":
+            return f"{name} has left: {reason}"
+        case "failed":
+            return f"{name} has failed: {reason}"
+        case "quorum":
+            members = [name_of(str(one)) for one in _list(detail.get("members"))]
+            return f"quorum {detail.get('quorum_id')}: {', '.join(members)}"
+        case "heal_began":
+            return f"{name} heals at step {detail.get('step')}" + (f" from {source}" if source else "")
+        case "healed":
+            size = _number(detail.get("bytes")) / MIB
+            via = f", {detail['via']}" if detail.get("via") else ""
+            return f"{name} has healed: {size:.1f} MiB in {_number(detail.get('seconds')):.2f} s{via}"
+        case "heal_failed":
+            return f"{name} could not heal: {reason}"
+        case "drain":
+            return f"{name} is asked to leave by {detail.get('by')}: {reason}"
+        case "evicted":
+            return f"{name} is evicted by {detail.get('by')}: {reason}"
+        case "readmitted":
+            return f"{name} may come back, says {detail.get('by')}"
+        case "replica_diverged":
+            return f"the weights of {name} are not those of the others at step {detail.get('step')}"
+        case "straggler":
+            own, usual = _number(detail.get("seconds")), _number(detail.get("median"))
+            return f"{name} is slow: {own:.3f} s a step, {usual:.3f} s is usual"
+    return ": ".join(part for part in (name, event.replace("_", " "), reason) if part)
+
+
+def name_of(replica_id: str) -> str:
+    """The stable name of an incarnation."""
+    return replica_id.partition(":")[0]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,171 @@
+"""What a group did at each moment of its life. Pure, and small: two arrays, of when a state began and which it is.
+
+Every moment between the first mark and now is in exactly one state. What is told later of an earlier time replaces
+what was thought of that time, and nothing after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+
+class State(Enum):
+    TRAINING = "training"
+    """In a step that committed, or in the one under way."""
+    WAITING_QUORUM = "waiting_quorum"
+    HEALING = "healing"
+    RETRYING = "retrying"
+    """In a step that did not commit."""
+    LOST = "lost"
+    """Dead or evicted, and not back yet."""
+    DRAINING = "draining"
+    """Asked to leave, and about to."""
+    GONE = "gone"
+    """Left on purpose: no part of its life, until it comes back."""
+
+
+STATES = tuple(State)
+LIVING = STATES[:-1]
+"""What the seconds of a life are shared out among."""
+NUMBER = {state: number for number, state in enumerate(STATES)}
+MAX_MARKS = 4000
+"""Of one group; the oldest go first, and with them that part of its life."""
+
+
+class Timeline:
+    def __init__(self) -> None:
+        self.starts = array("d")
+        self.states = array("B")
+
+    def __bool__(self) -> bool:
+        return bool(self.starts)
+
+    @property
+    def state(self) -> State:
+        return STATES[self.states[-1]] if self.states else State.GONE
+
+    @property
+    def since(self) -> float:
+        return self.starts[-1] if self.starts else 0.0
+
+    def mark(self, t: float, state: State) -> None:
+        """From ``t`` on, until more is known. A mark before the last one says nothing."""
+        if self.starts and t < self.starts[-1]:
+            return
+        self._assign(t, t, state)
+
+    def fill(self, begin: float, end: float, state: State) -> None:
+        """``state`` from ``begin`` to ``end``, and, if nothing later is known, from then on. Nothing for end <= begin.
+
+        Nothing is known of the time before the first mark but what is said here.
+        """
+        if end > begin:
+            self._assign(begin, end, state)
+
+    def _assign(self, begin: float, end: float, state: State) -> None:
+        starts, states, number = self.starts, self.states, NUMBER[state]
+        if not starts or begin >= starts[-1]:
+            if not starts or states[-1] != number:
+                if starts and begin == starts[-1]:
+                    starts.pop()
+                    states.pop()
+                if not states or states[-1] != number:
+                    starts.append(begin)
+                    states.append(number)
+                self._forget()
+            return
+        first, last = bisect_left(starts, begin), bisect_right(starts, end)
+        after = states[last - 1] if last else number
+        open_end = last == len(starts)
+        new_starts, new_states = array("d"), array("B")
+        if not first or states[first - 1] != number:
+            new_starts.append(begin)
+            new_states.append(number)
+        if not open_end and after != number:
+            new_starts.append(end)
+            new_states.append(after)
+        following = last
+        if following < len(starts) and (new_states[-1] if new_states else number) == states[following]:
+            following += 1
+        starts[first:following] = new_starts
+        states[first:following] = new_states
+        self._forget()
+
+    def _forget(self) -> None:
+        if len(self.starts) > MAX_MARKS + MAX_MARKS // 8:
+            del self.starts[:-MAX_MARKS], self.states[:-MAX_MARKS]
+
+    def forget_before(self, t: float) -> None:
+        """What ended before ``t`` goes."""
+        if (gone := bisect_right(self.starts, t) - 1) > 0:
+            del self.starts[:gone], self.states[:gone]
+
+    def spans(self, since: float, until: float) -> list[tuple[float, float, State]]:
+        """Its life between the two, without gaps while it lasts."""
+        if not self.starts or until <= since:
+            return []
+        first = max(0, bisect_right(self.starts, since) - 1)
+        last = bisect_left(self.starts, until)
+        edges = [*self.starts[first:last], until]
+        return [
+            (max(begin, since), end, STATES[number])
+            for (begin, end), number in zip(pairwise(edges), self.states[first:last], strict=True)
+            if end > max(begin, since) and STATES[number] is not State.GONE
+        ]
+
+    def seconds(self, since: float, until: float) -> dict[State, float]:
+        found = dict.fromkeys(LIVING, 0.0)
+        for begin, end, state in self.spans(since, until):
+            found[state] += end - begin
+        return found
+
+    def dump(self) -> tuple[bytes, bytes]:
+        return self.starts.tobytes(), self.states.tobytes()
+
+    @classmethod
+    def load(cls, dumped: Any) -> Timeline:
+        one = cls()
+        one.starts.frombytes(dumped[0])
+        one.states.frombytes(dumped[1])
+        return one
+
+
+def merged(spans: list[tuple[float, float, State]], shortest: float) -> list[tuple[float, float, State]]:
+    """The same for a picture: spans shorter than ``shortest`` seconds (a pixel) that follow each other become one.
+
+    That one has the state that most of it has, other than ``training`` if there is any: a retry of a second is to be
+    seen in a picture of a day. Neighbours of one state become one span; gaps stay.
+    """
+    result: list[tuple[float, float, State]] = []
+    short: list[tuple[float, float, State]] = []
+
+    def add(begin: float, end: float, state: State) -> None:
+        if result and result[-1][2] is state and result[-1][1] == begin:
+            result[-1] = (result[-1][0], end, state)
+        else:
+            result.append((begin, end, state))
+
+    def close() -> None:
+        if short:
+            share: dict[State, float] = {}
+            for begin, end, state in short:
+                share[state] = share.get(state, 0.0) + end - begin
+            unusual = {state: seconds for state, seconds in share.items() if state is not State.TRAINING} or share
+            add(short[0][0], short[-1][1], max(unusual, key=lambda state: unusual[state]))
+            short.clear()
+
+    for begin, end, state in spans:
+        if short and (short[-1][1] != begin or end - begin >= shortest):
+            close()
+        if end - begin >= shortest:
+            add(begin, end, state)
+            continue
+        short.append((begin, end, state))
+        if end - short[0][0] >= shortest:
+            close()
+    close()
+    return result

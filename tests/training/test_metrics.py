@@ -1,0 +1,63 @@
+"""A real job whose groups, and whose lighthouse, tell a real metrics service what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+
+from metrics_driver import client, following, metrics_process
+
+from .job import DEADLINE, Job
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
+
+
+def by_name(answer: dict[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one for one in answer["groups"]}
+
+
+async def test_a_kill_and_its_recovery_stand_in_the_timeline_and_in_the_failures() -> None:
+    async with Job() as job, metrics_process("--lighthouse", job.address) as (_, url), client(url) as asking:
+        a, b = await job.start("a"), await job.start("b")
+        await job.advance(a, b)
+        told = await asking.until(
+            "now", lambda now: [one["step"] > 0 for one in now["groups"]] == [True, True], "default"
+        )
+        assert told["participants"] == ["a", "b"]
+        assert {one["state"] for one in told["groups"]} == {"training"}
+        assert all(one["loss"] > 0 and one["step_seconds_p50"] > 0 for one in told["groups"])
+
+        async with following(asking, "default") as news:
+            b.kill(number=signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE):
+                lost = await anext(said async for kind, said in news if kind == "event" and said["event"] == "lost")
+        assert lost["sentence"].startswith("b is lost: ")
+        await job.advance(a)
+        assert by_name(await asking.get("now", "default"))["b"]["state"] == "lost"
+        await job.start("b")
+        await job.advance(a, b)
+
+        (failure,) = (
+            await asking.until("failures", lambda of: of["failures"] and of["failures"][0]["recovered_at"], "default")
+        )["failures"]
+        assert failure["name"] == "b"
+        assert 0 < failure["seconds_to_commit"] <= failure["seconds_to_return"]
+
+        line = by_name(await asking.get("timeline?points=5000", "default"))
+        states = [state for _, _, state in line["b"]["spans"]]
+        assert "lost" in states
+        assert states[-1] == "training"
+        assert states.index("lost") < max(at for at, state in enumerate(states) if state == "training")
+        assert "lost" not in [state for _, _, state in line["a"]["spans"]]
+        for one in line.values():
+            assert sum(one["shares"].values()) == pytest.approx(1)
+            assert one["shares"]["training"] > 0
+        healed = (await asking.get("transfers", "default"))["transfers"][0]
+        assert (healed["kind"], healed["name"], healed["error"]) == ("heal", "b", "")
+        assert healed["ended"] >= healed["began"]
+        assert healed["bytes_done"] > 0
+        assert 0 < (await asking.get("goodput", "default"))["goodput"] < 1
+        assert job.assert_identical() > 0
