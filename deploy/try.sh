@@ -105,6 +105,7 @@ kill_container trainer 2
 kill_container relay
 kill_container "$(leader)" # the lighthouse that leads
 kill_container etcd
+kill_container metrics
 kill_container prometheus
 
 keepstep verify-replicas

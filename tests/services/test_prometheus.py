@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ import aiohttp
 import pytest
 import yaml
 
+import metrics_driver
 from command import killed_at_the_end
 from etcd_server import EtcdCluster, free_ports
 from keepstep_lighthouse.events import Policy
@@ -110,29 +112,29 @@ async def prometheus(folder: Path, config: Path) -> AsyncIterator[Prometheus]:
         yield one
 
 
-async def train(address: str) -> None:
-    """A job of three groups, one of which is lost: steps, heals, some that are discarded. Until cancelled."""
+async def train(address: str, history: metrics_driver.Client) -> None:
+    """A job of four groups, one of which is lost: steps, heals, some that are discarded. Until cancelled."""
     bearer = {"Authorization": f"Bearer {TOKENS.worker}"}
-    async with (
-        connection(address, "r0:1", **bearer) as first,
-        connection(address, "r1:1", **bearer) as second,
-        connection(address, "r2:1", **bearer) as third,
-    ):
-        for member in (first, second, third):
+    async with contextlib.AsyncExitStack() as stack:
+        members = [await stack.enter_async_context(connection(address, f"r{n}:1", **bearer)) for n in range(4)]
+        for member in members:
             await member.hello()
             await member.next(Welcome)
-        await round_of([first, second, third])
-        third.cut()
+        await round_of(members)
+        members.pop().cut()
+        tellers = [metrics_driver.Teller(member.replica_id) for member in members]
         for number in itertools.count(1):
-            await round_of([first, second], number, commit_failures=int(number % 10 == 9))
+            for teller in tellers:
+                await history.tell(teller, metrics_driver.step(time.time(), number, 0.05, busy_seconds=0.04))
+            await round_of(members, number, commit_failures=int(number % 10 == 9))
             told = Healing(1000, 1000, 500.0, number, "r1:1", "direct", 2.0)
-            await first.send(told, replace(told, ended=True))
+            await members[0].send(told, replace(told, ended=True))
             await asyncio.sleep(0.05)  # a step
 
 
 @asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Prometheus]:
-    """etcd, two lighthouses, a relay that something was uploaded to, a job that trains, and who asks them all."""
+    """etcd, two lighthouses, a relay with something in it, metrics, a job that trains, and who asks them all."""
     settings = {"policy": Policy(reconnect_grace=0.1), "tokens": TOKENS}
     async with contextlib.AsyncExitStack() as stack:
         etcd = stack.enter_context(EtcdCluster(folder / "etcd", flags=("--unsafe-no-fsync=false",)))
@@ -142,11 +144,19 @@ async def scene(folder: Path) -> AsyncIterator[Prometheus]:
         chunks = await stack.enter_async_context(relay(lighthouses=(leader.address,), tokens=TOKENS))
         uploader = await stack.enter_async_context(client(chunks.address, TOKENS.worker))
         await uploader.store(state(1, 1000))
+        metrics = await stack.enter_async_context(
+            metrics_driver.metrics(lighthouses=(leader.address,), tokens=TOKENS, data_dir=folder / "metrics")
+        )
+        history = await stack.enter_async_context(metrics_driver.client(metrics.address, TOKENS.worker))
         at = {"lighthouse-1:29510": leader.address, "lighthouse-2:29510": standby.address}
-        at |= {"relay:29520": chunks.address, "etcd:2379": etcd.address.replace("etcd://", "http://")}
+        at |= {
+            "relay:29520": chunks.address,
+            "metrics:29530": metrics.address,
+            "etcd:2379": etcd.address.replace("etcd://", "http://"),
+        }
         config = configuration(folder, {target: urlsplit(address).netloc for target, address in at.items()})
         async with asyncio.TaskGroup() as tasks:
-            training = tasks.create_task(train(leader.address))
+            training = tasks.create_task(train(leader.address, history))
             async with prometheus(folder, config) as one:
                 yield one
             training.cancel()
@@ -181,6 +191,8 @@ FIRING = {
         'keepstep_group_steps_total{job="j",outcome="committed"} 0+9x60',
         'keepstep_group_steps_total{job="j",outcome="discarded"} 0+1x60',
     ],
+    "GoodputIsLow": ['keepstep_job_goodput_ratio{job="j"} 0.7x60'],
+    "GroupIsAStraggler": ['keepstep_group_straggler{job="j",group="r1"} 1x60'],
     "HealsFail": ['keepstep_events_total{job="j",kind="heal_failed"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],
@@ -191,6 +203,8 @@ FIRING = {
     "RelayDurableTierIsBehind": ['keepstep_relay_durable_behind{instance="a"} 1x60'],
     "RelayHasDamage": ['keepstep_relay_damaged_chunks_total{instance="a",where="disk"} 0+1x60'],
     "RelayIsNotRegistered": ['keepstep_relay_registered{instance="a"} 0x60'],
+    "MetricsAreNotWritten": ['keepstep_metrics_store_trouble{instance="a"} 1x60'],
+    "HistoryIsDropped": ['keepstep_metrics_sender_dropped_records_total{instance="a"} 0+1x60'],
     "EtcdHasNoLeader": ['etcd_server_has_leader{instance="a"} 0x60'],
     "EtcdIsSlow": [
         'etcd_disk_wal_fsync_duration_seconds_bucket{instance="a",le="0.5"} 0x60',
