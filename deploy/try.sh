@@ -109,9 +109,11 @@ kill_container metrics
 kill_container prometheus
 
 keepstep verify-replicas
-docker exec "$(container trainer)" sh -c "echo $(($(step) + 300)) > $STEPS"
+last=$(($(step) + 2000)) # so far ahead that all groups know it before any of them is there
+docker exec "$(container trainer)" sh -c "echo $last > $STEPS.part && mv $STEPS.part $STEPS"
+(($(step) < last)) || { echo "FAILED: step $last was over before all groups were told to end there"; exit 1; }
 finished() { [ "$("${compose[@]}" logs --no-color trainer | grep -c 'test accuracy')" = "$TRAINERS" ]; }
-until_true 60 "all groups finish" finished
+until_true 120 "all groups finish" finished
 "${compose[@]}" logs --no-color trainer | grep 'test accuracy'
 equal=$("${compose[@]}" logs --no-color trainer | sed -n 's/.*weights //p' | sort -u | wc -l)
 ((equal == 1)) || { echo "FAILED: the weights differ"; exit 1; }

@@ -167,3 +167,22 @@ def test_every_stage_that_is_built_is_in_the_dockerfile_and_the_services_have_no
     needs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert any(need.startswith("aiohttp") for need in needs)
     assert not [need for need in needs if need.startswith(("torch", "numpy"))]
+
+
+def test_the_documentation_names_every_service_with_its_port_and_every_variable() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    table = {name: row for row in page.splitlines() if row.startswith("| `") for name in SERVICES if f"`{name}`" in row}
+    assert set(table) == set(SERVICES)
+    for name, service in SERVICES.items():
+        assert all(filled_in(port).split(":")[1] in table[name] for port in service.get("ports", []))
+    text = "".join(file.read_text() for file in (ROOT / "docker-compose.yml", *DEPLOY.glob("*.yml")))
+    assert not [one for one in re.findall(r"\$\{(\w+)", text) if f"`{one}`" not in page and f" {one}=" not in page]
+
+
+def test_with_tls_every_service_of_ours_has_a_certificate_and_everybody_the_ca() -> None:
+    tls = yaml.safe_load((DEPLOY / "docker-compose.tls.yml").read_text())["services"]
+    for name, (command, *_) in COMMANDS.items():
+        assert f"KEEPSTEP_{command.upper()}_TLS_CERT" in tls[name]["environment"]
+    for name in (*COMMANDS, "trainer"):
+        assert "KEEPSTEP_TLS_CA" in tls[name]["environment"]
+        assert "http://" not in str(SERVICES[name]), "an address whose scheme cannot be changed"
