@@ -16,17 +16,31 @@ def p50(samples: Sequence[float]) -> float:
     return statistics.median(samples)
 
 
-def p95(samples: Sequence[float]) -> float:
-    """Nearest rank: the smallest sample that at least 95 % of all do not exceed."""
+def _nearest_rank(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least this share of all do not exceed."""
     ordered = sorted(samples)
-    return ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def p95(samples: Sequence[float]) -> float:
+    return _nearest_rank(samples, 0.95)
+
+
+def p99(samples: Sequence[float]) -> float:
+    return _nearest_rank(samples, 0.99)
 
 
 def mean(samples: Sequence[float]) -> float:
     return statistics.fmean(samples)
 
 
-STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"p50": p50, "p95": p95, "max": max, "mean": mean}
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "p50": p50,
+    "p95": p95,
+    "p99": p99,
+    "max": max,
+    "mean": mean,
+}
 
 
 @dataclass(frozen=True)

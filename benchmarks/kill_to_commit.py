@@ -35,7 +35,9 @@ POLL = 0.005
 class Group:
     """One group. Its next process waits, imports done, for the one at work to be killed."""
 
-    def __init__(self, side: Side, number: int, server: Lighthouse, folder: Path, log: Path) -> None:
+    def __init__(self, side: Side, number: int, server: Lighthouse, folder: Path, log: Path, *flags: str) -> None:
+        """``flags``: more of the trainer's."""
+        self.flags = flags
         self.side, self.number, self.server, self.folder, self.log = side, number, server, folder, log
         self.incarnation = 0
         self.commits = folder
@@ -48,6 +50,7 @@ class Group:
         command = [self.side.python, HERE / "trainer.py", "--library", self.side.name, "--out", self._next_commits()]
         command += ["--lighthouse", self.server.address, "--group", str(self.number), "--groups", str(GROUPS)]
         command += ["--min-replicas", str(GROUPS - 1), "--pause", str(PAUSE), "--timeout", str(COLLECTIVE_TIMEOUT)]
+        command += self.flags
         with self.log.open("ab") as errors:
             self.spare = subprocess.Popen(
                 [*command, "--on-cue"],

@@ -17,9 +17,12 @@ from pathlib import Path
 
 import click
 import failover
+import heal
+import heal_step
 import kill_to_commit
 import quorum_round
 import step_cost
+import swarm
 import transfer
 from figures import Figure
 from rich.console import Console
@@ -32,6 +35,9 @@ BENCHMARKS = {
     "failover": failover.run,
     "step": step_cost.run,
     "transfer": transfer.run,
+    "heal": heal.run,
+    "swarm": swarm.run,
+    "heal_step": heal_step.run,
 }
 
 

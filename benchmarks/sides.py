@@ -113,6 +113,50 @@ def lighthouse(
         shutil.rmtree(folder)
 
 
+@dataclass(frozen=True)
+class Relay:
+    address: str
+    pid: int
+
+    def forget_peak(self) -> int:
+        """Bytes that are resident now; ``peak`` begins anew."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        return self._memory("VmRSS")
+
+    def peak(self) -> int:
+        """The most bytes that were resident."""
+        return self._memory("VmHWM")
+
+    def _memory(self, field: str) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+@contextlib.contextmanager
+def relay(
+    side: Side, log: Path, *flags: str, address: str = "127.0.0.1", command: tuple[str, ...] = ()
+) -> Iterator[Relay]:
+    """Ours, as its own command starts it, memory only. ``command`` stands before its own."""
+    own = [side.python, "-m", "keepstep_relay", "--bind", f"{address}:0", "--insecure", *flags]
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            [*command, *own],
+            env=side.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().split()
+        if not said:
+            raise RuntimeError(f"the relay did not start; see {log}")
+        yield Relay(said[1], process.pid)
+    finally:
+        stop(process)
+
+
 def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""One replica group of one rank that trains a small network; started by ``kill_to_commit.py`` and ``step_cost.py``.
+"""One replica group of one rank that trains a small network; started by ``kill_to_commit.py``, ``step_cost.py`` and
+``heal_step.py``.
 
 The loop is written once. ``--library keepstep`` and ``--library torchft`` differ in the module that is imported and in
 nothing else; ``--library plain`` is torch's own DistributedDataParallel, for what a step costs without either.
@@ -36,7 +37,12 @@ def batch(size: str) -> torch.Tensor:
     return torch.randn(BATCH, 10 if size == "tiny" else FEATURES)
 
 
-def train_fault_tolerant(options: argparse.Namespace, out: TextIO) -> None:
+def more_state(mebibytes: int) -> list[torch.Tensor]:
+    """Tensors of 4 MiB that are part of the state; a step changes the first element of each, and no more."""
+    return [torch.full((1 << 20,), float(number)) for number in range(mebibytes // 4)]
+
+
+def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor], out: TextIO) -> None:
     library = importlib.import_module(options.library)
     process_group = importlib.import_module(f"{options.library}.process_group")
 
@@ -47,9 +53,12 @@ def train_fault_tolerant(options: argparse.Namespace, out: TextIO) -> None:
     def load_state_dict(state: dict[str, object]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
+        for mine, received in zip(ballast, state["ballast"], strict=True):
+            if mine is not received:
+                mine.copy_(received)
 
     def state_dict() -> dict[str, object]:
-        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+        return {"model": model.state_dict(), "optimizer": inner.state_dict(), "ballast": ballast}
 
     manager = library.Manager(
         pg=process_group.ProcessGroupGloo(timeout=timeout),
@@ -69,6 +78,8 @@ def train_fault_tolerant(options: argparse.Namespace, out: TextIO) -> None:
         optimizer.step()
         if manager.current_step() > step:
             note(out, manager.current_step(), manager.num_participants(), time.perf_counter() - began)
+            if ballast:
+                torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)
         if options.pause:
             time.sleep(options.pause)
     manager.shutdown()
@@ -106,6 +117,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--model", choices=("tiny", "medium"), default="tiny")
+    parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")
     parser.add_argument("--steps", type=int, default=sys.maxsize)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives and votes, in seconds")
@@ -117,6 +129,7 @@ def main() -> None:
 
     if options.library != "plain":
         importlib.import_module(options.library)
+    ballast = more_state(options.ballast_mib)
     if options.on_cue:
         print("ready", flush=True)
         sys.stdin.readline()
@@ -128,7 +141,7 @@ def main() -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
         os.environ["TORCHFT_LIGHTHOUSE"] = options.lighthouse
-        train_fault_tolerant(options, out)
+        train_fault_tolerant(options, ballast, out)
 
 
 if __name__ == "__main__":

@@ -30,21 +30,45 @@ SMALL_TENSORS = 10_000
 
 
 class End:
-    """A process of ``transfer_ends.py``."""
+    """A process of ``script``, at ``address`` where ``command`` stands before its own."""
 
-    def __init__(self, side: Side, role: str, size: int, tensors: int, log: Path) -> None:
-        command = [str(side.python), str(HERE / "transfer_ends.py"), side.name, role, str(size), str(tensors)]
+    def __init__(
+        self,
+        side: Side,
+        role: str,
+        size: int,
+        tensors: int,
+        log: Path,
+        *,
+        script: str = "transfer_ends.py",
+        address: str = "127.0.0.1",
+        name: str = "",
+        command: tuple[str, ...] = (),
+    ) -> None:
+        own = [str(side.python), str(HERE / script), side.name, role, str(size), str(tensors), address, name or role]
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=side.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
+                [*command, *own],
+                env=side.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
             )
         self._log = log
 
     def ask(self, **question: object) -> dict[str, Any]:
+        self.tell(**question)
+        return self.answer()
+
+    def tell(self, **question: object) -> None:
+        """To be followed by ``answer``."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)

@@ -1,13 +1,18 @@
-"""One end of a transfer, for both libraries, which differ in the module that is imported and in ``into``.
+"""One end of a transfer, for both libraries, which differ in the module that is imported, in ``into`` and in relays.
 
-transfer_ends.py LIBRARY source|joiner BYTES TENSORS, then a JSON object a line on standard input, each answered by one:
-{"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N, "in_place": true}.
+transfer_ends.py LIBRARY source|joiner BYTES TENSORS ADDRESS NAME, then a JSON object a line on standard input, each
+answered by one: {"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N,
+"in_place": true}. With "relay": URL, "sources": NAMES, "joiners": NAMES it goes through that relay. "staged" and
+"ended", in the answers, are times of a clock that all processes share.
+
+Every step's state is another, so that no relay has any of it already.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -18,21 +23,43 @@ import torch
 TIMEOUT = timedelta(seconds=120)
 
 
-def transport_class(library):
-    if library == "keepstep":
-        from keepstep.checkpointing import HTTPTransport
-    else:
+class Transports:
+    """By number of chunks. Which relays one uses, it asks before each transfer."""
+
+    def __init__(self, library, address, name):
+        self.library, self.address, self.name = library, address, name
+        self.made = {}
+        self.relays = []
+
+    def for_ask(self, ask, step):
+        num_chunks = ask["num_chunks"]
+        if num_chunks not in self.made:
+            self.made[num_chunks] = self.make(num_chunks)
+        transport = self.made[num_chunks]
+        self.relays[:] = []
+        if "relay" in ask:
+            from keepstep.checkpointing.transport import Exchange
+
+            self.relays.append(ask["relay"])
+            groups = tuple(ask["sources"]), tuple(ask["joiners"])
+            transport.prepare(Exchange("bench", 1, step, step, self.name, 0, 1, *groups))
+        return transport
+
+    def make(self, num_chunks):
+        if self.library == "keepstep":
+            from keepstep.checkpointing import RelayTransport
+
+            return RelayTransport(TIMEOUT, lambda: self.relays, num_chunks, self.address)
         import logging
 
         from torchft.checkpointing.http_transport import HTTPTransport
 
         logging.disable()
-    return HTTPTransport
+        return HTTPTransport(TIMEOUT, num_chunks)
 
-
-def make(library, num_chunks):
-    hostname = {"hostname": "127.0.0.1"} if library == "keepstep" else {}
-    return transport_class(library)(TIMEOUT, num_chunks, **hostname)
+    def shutdown(self):
+        for transport in self.made.values():
+            transport.shutdown()
 
 
 def memory(field):
@@ -46,57 +73,63 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def state_of(size, tensors, value):
-    return {"model": {f"layer.{i}": torch.full((size // tensors // 4,), float(value + i)) for i in range(tensors)}}
+def state_of(size, tensors):
+    return {"model": {f"layer.{i}": torch.full((size // tensors // 4,), 1.0) for i in range(tensors)}}
 
 
-def source(library, size, tensors):
-    state = state_of(size, tensors, 1)
-    made = {}
+def value(step, tensors, i):
+    return float(step * tensors + i + 1)
+
+
+def source(transports, size, tensors):
+    state = state_of(size, tensors)
     before = memory("VmRSS")
     for line in sys.stdin:
         ask = json.loads(line)
-        num_chunks = ask["num_chunks"] if library == "torchft" else 0  # theirs is cut by the source, ours by the joiner
-        if num_chunks not in made:
-            made[num_chunks] = make(library, num_chunks)
-        transport = made[num_chunks]
-        started = time.perf_counter()
-        transport.send_checkpoint([1], ask["stage"], state, TIMEOUT)
-        seconds = time.perf_counter() - started
-        print(
-            json.dumps({"seconds": seconds, "metadata": transport.metadata(), "extra": memory("VmHWM") - before}),
-            flush=True,
-        )
-    for transport in made.values():
-        transport.shutdown()
+        step = ask["stage"]
+        if transports.library == "keepstep":
+            ask["num_chunks"] = 0  # theirs is cut by the source, ours by the joiner
+        transport = transports.for_ask(ask, step)
+        for i, tensor in enumerate(state["model"].values()):
+            tensor.fill_(value(step, tensors, i))
+        began = time.monotonic()
+        transport.send_checkpoint([1], step, state, TIMEOUT)
+        staged = time.monotonic()
+        metadata = transport.metadata().replace(socket.gethostname(), transports.address)
+        extra = memory("VmHWM") - before
+        answer = {"seconds": staged - began, "staged": staged, "metadata": metadata, "extra": extra}
+        print(json.dumps(answer), flush=True)
 
 
-def joiner(library, size, tensors):
+def joiner(transports, size, tensors):
     before = memory("VmRSS")
     into = None
-    expected = [float(1 + i) for i in range(tensors)]
     for line in sys.stdin:
         ask = json.loads(line)
-        transport = make(library, ask["num_chunks"])
+        step = ask["receive"]
         if ask["in_place"]:
-            into = into or state_of(size, tensors, 0)
+            into = into or state_of(size, tensors)
         keyword = {"into": into} if ask["in_place"] else {}
-        forget_peak()
-        started = time.perf_counter()
-        state = transport.recv_checkpoint(0, ask["from"], ask["receive"], TIMEOUT, **keyword)
-        seconds = time.perf_counter() - started
+        transport = transports.for_ask(ask, step)
+        began = time.monotonic()
+        state = transport.recv_checkpoint(0, ask["from"], step, TIMEOUT, **keyword)
+        ended = time.monotonic()
         peak = memory("VmHWM") - before
-        transport.shutdown()
         ends = [(tensor[0].item(), tensor[-1].item()) for tensor in state["model"].values()]
-        if ends != [(value, value) for value in expected]:
+        if ends != [(value(step, tensors, i),) * 2 for i in range(tensors)]:
             raise ValueError("what was received is not what was sent")
         del state
         if ask["in_place"]:
             for tensor in into["model"].values():
                 tensor.zero_()
-        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+        forget_peak()  # which takes time that nobody waits for here
+        print(json.dumps({"seconds": ended - began, "ended": ended, "peak": peak}), flush=True)
 
 
 if __name__ == "__main__":
-    role = {"source": source, "joiner": joiner}[sys.argv[2]]
-    role(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+    library, role, size, tensors, address, name = sys.argv[1:]
+    transports = Transports(library, address, name)
+    try:
+        {"source": source, "joiner": joiner}[role](transports, int(size), int(tensors))
+    finally:
+        transports.shutdown()

@@ -55,16 +55,18 @@ LOOPBACK = Host()
 
 
 class NamespaceError(RuntimeError):
-    """``ip`` did not do what was asked."""
+    """``ip``, or ``tc``, did not do what was asked."""
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        raise NamespaceError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(
-        ["ip", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=30
-    )
-    if done.returncode:
-        raise NamespaceError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
+    return _run("ip", *arguments)
 
 
 class Namespaces:
@@ -120,6 +122,13 @@ class Namespaces:
             _ip("-n", namespace, "route", "add", "default", "via", router)
             self._hosts[name] = Host(address, str(FOLDER / namespace))
         return self._hosts[name]
+
+    def limit(self, name: str, rate: str) -> None:
+        """The host sends, and is sent, no more than ``rate``, such as ``1gbit``; needs tc, of iproute2."""
+        number = [*self._hosts].index(name) + 1
+        for namespace, link in ((Path(self.host(name).namespace).name, "eth0"), (self._router, f"to{number}")):
+            queue = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "10ms")
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", link, *queue)
 
     def cut(self, one: str, other: str) -> None:
         """Nothing gets from one of these hosts to the other, or back, until ``mend``."""

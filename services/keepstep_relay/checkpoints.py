@@ -34,6 +34,7 @@ from keepstep_relay.events import (
     RankReported,
     RefusedError,
     Removed,
+    RoomWanted,
     Seal,
     Sealed,
     SealFailed,
@@ -69,6 +70,7 @@ class CheckpointStore:
         self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
         """Of which the durable tier may have less, or more, than it should."""
         chunks.forget = self._forget
+        chunks.make_room = lambda size: self._step(RoomWanted(size))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -67,7 +67,7 @@ class ChunkStore:
         self, core: RelayCore, memory_bytes: int, disk: DiskTier | None = None, durable: DurableTier | None = None
     ) -> None:
         self.core = core
-        self.memory = MemoryTier(memory_bytes, self._make_room)
+        self.memory = MemoryTier(memory_bytes, lambda size: self.make_room(size))  # noqa: PLW0108 - another takes its place
         self.disk = disk
         self.durable = durable
         self.bells = Bells()
@@ -77,6 +77,7 @@ class ChunkStore:
         self.damaged: Counter[str] = Counter()
         """Chunks with a wrong digest, by where they came from."""
         self.evicted = 0
+        self.make_room: Callable[[int], object] = lambda size: self.step(RoomWanted(size))
         self.forget: Callable[[Key], Awaitable[None]]
         """Deletes what was written down of a checkpoint."""
         self.disk_trouble: str | None = None
@@ -291,9 +292,6 @@ class ChunkStore:
         self._to_sweep.put_nowait(Drop((digest,)))
 
     # ---- room
-
-    def _make_room(self, size: int) -> None:
-        self.step(RoomWanted(size))
 
     async def settled(self) -> None:
         """Returns when everything that was to be deleted by now is."""

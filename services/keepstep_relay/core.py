@@ -10,7 +10,8 @@ The rules that this file keeps:
 * An upload ends when a rank that has not reported says nothing for ``upload_seconds``, or reports an error. A chunk
   that comes is a sign of life of every rank whose table has it.
 * Dropped without being asked are only committed checkpoints beyond the count or age of their kind, never the newest
-  of a job and kind, never one that was read from within ``reading_seconds``, never for want of room.
+  of a job and kind, never one that was read from within ``reading_seconds``; for want of room only live ones beyond
+  the count, that nobody reads from at that moment.
 * A chunk is in the durable tier while one of its checkpoints is copied there, and goes from it with the last of them.
 * Memory is taken back from chunks that nobody reads now and that all their checkpoints have in another tier: first
   from those that no open upload or transfer needs, the longest unused first.
@@ -470,7 +471,13 @@ class RelayCore:
             for digest in chosen:
                 if digest in self.memory:
                     self._lost(digest, Tier.MEMORY, now)
-        return [Evict(tuple(chosen))] if chosen else []
+        decisions: list[Decision] = [Evict(tuple(chosen))] if chosen else []
+        for due in list(retirements(self.checkpoints.values(), self.limits)):
+            one, held = due.checkpoint, self.tier_bytes[Tier.MEMORY]
+            if size > 0 and due.spare and not any(self.chunks[digest].readers for digest, _ in one.chunks()):
+                decisions += self._end(one, f"{due.reason}; its room was wanted", None, now)
+                size -= held - self.tier_bytes[Tier.MEMORY]
+        return decisions
 
     def _elsewhere(self, chunk: Chunk) -> bool:
         """Whether all whose chunk it is have it without the memory."""

@@ -19,7 +19,7 @@ class MemoryFullError(KeepstepError):
 class MemoryTier:
     """``limit``: bytes. ``make_room(size)`` gives chunks back, if any can be spared."""
 
-    def __init__(self, limit: int, make_room: Callable[[int], None]) -> None:
+    def __init__(self, limit: int, make_room: Callable[[int], object]) -> None:
         self.limit = limit
         self.used = 0
         """Bytes that are held or reserved."""

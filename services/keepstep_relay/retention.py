@@ -13,6 +13,8 @@ class Due(NamedTuple):
     at: float
     checkpoint: Checkpoint
     reason: str
+    spare: bool
+    """A live state beyond the count: it goes sooner when room is wanted and nobody reads it."""
 
 
 def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[Due]:
@@ -28,6 +30,8 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
         group.sort(key=lambda one: one[:2])
         for newer, (_, committed_at, one) in zip(range(len(group) - 1, 0, -1), group, strict=False):
             if count and newer >= count:
-                yield Due(one.read_until, one, f"only the newest {kind.value} checkpoints of a job are kept ({count})")
+                yield Due(
+                    one.read_until, one, f"only the newest {kind.value} checkpoints of a job are kept ({count})", live
+                )
             elif age:
-                yield Due(max(committed_at + age, one.read_until), one, f"it was older than {age:g} s")
+                yield Due(max(committed_at + age, one.read_until), one, f"it was older than {age:g} s", spare=False)

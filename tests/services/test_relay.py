@@ -341,3 +341,13 @@ async def test_memory_of_a_chunk_is_used_again_but_never_while_it_is_being_sent(
             await worker.store(TWO, "c2")
             assert await reader.readexactly(CHUNK_BYTES) == ONE.chunks[0]
             assert await worker.pack("c2") == TWO.pack
+
+
+async def test_live_states_that_come_fast_one_after_the_other_all_find_room() -> None:
+    async with relay(memory=64 << 20) as one, client(one.address) as worker:
+        for step in range(6):
+            kept = state(step, 20 << 20)
+            await worker.store(kept, f"c{step}", step)
+            assert await worker.pack(f"c{step}") == kept.pack
+        assert {key.id for key in one.checkpoints.records} == {key.id for key in one.core.checkpoints} >= {"c4", "c5"}
+        assert len(one.core.checkpoints) == 3

@@ -278,6 +278,20 @@ def test_a_checkpoint_that_is_read_stays_until_its_reader_is_done():
     ]
 
 
+def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_moment():
+    relay = Driver(keep_live=1, reading_seconds=60)
+    for number, digest in ((1, A), (2, B), (3, C)):
+        relay.stored(Key("job", f"c{number}"), digest, step=number)
+        relay(ChunkTaken(digest), ChunkLetGo(digest))
+    relay(ChunkTaken(A))
+    reason = "only the newest live checkpoints of a job are kept (1); its room was wanted"
+    assert relay(RoomWanted(1))[:2] == [Forget(Key("job", "c2"), reason), Drop((B,))]
+    assert relay(RoomWanted(1)) == [], "one is being read, the other is the newest"
+    relay(ChunkLetGo(A))
+    assert relay(RoomWanted(1))[:2] == [Forget(Key("job", "c1"), reason), Drop((A,))]
+    assert relay(RoomWanted(1)) == []
+
+
 def test_age_drops_all_but_the_newest():
     relay = Driver(keep_live=0, live_seconds=100)
     relay.stored(C1, A, step=1)

@@ -15,6 +15,7 @@ Errors have a msgpack body {"reason": sentence}: 400, 401, 404 (not staged in ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import re
@@ -22,7 +23,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -43,6 +44,8 @@ ACCEPT_PAUSE_SECONDS = 0.1
 SHORT_BYTES = 64 << 10
 """Parts that are shorter are sent together."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
+TURN_SECONDS = 0.15
+"""A chunk that is lent has the uplink to itself for so long at most."""
 
 _REQUEST_LINE = re.compile(
     r"(GET|DELETE) /(checkpoint|lease|chunk)/([0-9a-zA-Z_-]{1,64})(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
@@ -101,6 +104,7 @@ class CheckpointServer:
         self.served_at = 0.0
         """When a part of a chunk that was lent was last sent; monotonic time."""
         self._lent: Callable[[bytes], list[memoryview] | None] | None = None
+        self._turns = asyncio.Semaphore()
         self._changed = asyncio.Event()
         self._leases: dict[str, _Lease] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -324,10 +328,23 @@ class CheckpointServer:
         if parts is None:
             raise _Refused(404, "this chunk is not here")
         await self._send_head(connection, 200, sum(part.nbytes for part in parts))
-        for part in gathered(parts):
-            async with asyncio.timeout(self._timeout):
-                await self._loop.sock_sendall(connection, part)
-            self.served_at = time.monotonic()
+        async with self._turn():
+            for part in gathered(parts):
+                async with asyncio.timeout(self._timeout):
+                    await self._loop.sock_sendall(connection, part)
+                self.served_at = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One reader after the other: the first passes on all of its chunk while the last would have an eighth."""
+        await self._turns.acquire()
+        end = self._loop.call_later(TURN_SECONDS, self._turns.release)
+        try:
+            yield
+        finally:
+            if self._loop.time() < end.when():
+                end.cancel()
+                self._turns.release()
 
     async def _send_head(
         self, connection: socket.socket, status: int, length: int, line: str = "", body: bytes = b""

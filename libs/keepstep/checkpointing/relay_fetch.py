@@ -29,6 +29,7 @@ from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import CHUNK_BYTES, chunk_length
 
 RELAY_STREAMS = 2
+"""Of one joiner. Each of several has one: what comes one after the other can be passed on sooner."""
 SOURCE_STREAMS = 2
 MAX_PEERS = 16
 """Joiners that one asks."""
@@ -126,7 +127,8 @@ class RelayFetch(Fetch):
         )
         with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
-                self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), RELAY_STREAMS)
+                streams = RELAY_STREAMS if self._alone else 1
+                self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
                 with self._serving(), self._telling():
                     self._look_after_lanes()
                     self._linger()

@@ -5,8 +5,9 @@ The rules:
 * Joiner k of n takes the chunks k, k + n, k + 2n, ... from the relay, in the order in which they are uploaded, and the
   others from the joiners whose they are; so each chunk leaves the relay once, and every uplink works all the time.
 * Of what a peer has, the chunk that the fewest others have comes first: soon there are many who have it.
-* When its own are done, a joiner takes from the relay what a peer has too, and, when ``PATIENCE_SECONDS`` bring nothing
-  else, what nobody has, one after the other: its owner may be slow, or gone.
+* When its own are done, and peers have all the others, the relay's uplink is free: a joiner takes from it what they
+  have too. When ``PATIENCE_SECONDS`` bring nothing else, it does so earlier, and takes what nobody has, one after the
+  other: its owner may be slow, or gone.
 * The source itself is asked only when ``use_source`` was called: it trains.
 * A chunk is asked of one at a time. One that a peer is slow with is taken from it when somebody else has nothing to do;
   one that the relay is slow with, when the source can be asked.
@@ -91,9 +92,9 @@ class Swarm:
         for has in self.peers.values():
             elsewhere |= has
         elsewhere &= self._todo
-        if elsewhere or now - self._fed < PATIENCE_SECONDS:
-            return self._rarest(elsewhere)
-        return self._rarest(self._todo)
+        if elsewhere != self._todo and now - self._fed < PATIENCE_SECONDS:
+            return None
+        return self._rarest(elsewhere or self._todo)
 
     def _rarest(self, candidates: int) -> int | None:
         """Each joiner begins to look at another place, so that not all ask for the same one."""
