@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -11,10 +12,10 @@ from aiohttp import web
 
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import MAX_BODY_BYTES, Problem, Route
+from keepstep_mesh.http import BODY_SECONDS, Problem, Route
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import bad, json_answer, number, those
-from keepstep_metrics import views
+from keepstep_metrics import dashboard, views
 from keepstep_metrics.core import MAX_EVENTS, Event, Job
 from keepstep_metrics.records import read_batch
 from keepstep_metrics.stream import stream
@@ -95,6 +96,7 @@ SHAPES = {
     "GET /v1/cluster": Shape(ClusterView),
     f"POST {ONE}/evict": Shape(None, status=202, body=OrderBody),
     f"POST {ONE}/drain": Shape(None, status=202, body=OrderBody),
+    **dashboard.SHAPES,
 }
 
 
@@ -118,6 +120,7 @@ def routes(metrics: Metrics) -> list[Route]:
         Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "passed on to the lighthouse: ask a group to leave"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services, store"),
         Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
+        *dashboard.routes(),
     ]
 
 
@@ -136,8 +139,12 @@ class _Api:
             metrics.traffic.refused += 1
             reason = metrics.store.trouble or "the disk is too slow for what comes"
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=AGAIN_SECONDS)
-        body = await request.content.read(MAX_BODY_BYTES + 1) if request.content_length is None else b""
-        body = body or await request.read()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            detail = f"the body did not come within {BODY_SECONDS:g} s"
+            raise Problem(HTTPStatus.REQUEST_TIMEOUT, detail) from None
         try:
             batch = read_batch(body)
         except ValueError as error:

@@ -93,7 +93,7 @@ class Metrics(Embedded):
         return self._live_changes[job]
 
     def now_view(self, job: Job) -> views.NowView:
-        return views.now_view(job, self.live(job.name))
+        return views.now_view(job, self.live(job.name), time.time())
 
     # ---- its life
 

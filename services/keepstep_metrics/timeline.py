@@ -59,7 +59,7 @@ class Timeline:
         self._assign(t, t, state)
 
     def fill(self, begin: float, end: float, state: State) -> None:
-        """``state`` from ``begin`` to ``end``, and, if nothing later is known, from then on. Nothing for end <= begin.
+        """``state`` from ``begin`` to ``end``, and, if nothing of ``end`` or later is known, from then on.
 
         Nothing is known of the time before the first mark but what is said here.
         """
@@ -78,14 +78,14 @@ class Timeline:
                     states.append(number)
                 self._forget()
             return
-        first, last = bisect_left(starts, begin), bisect_right(starts, end)
+        first, last = bisect_left(starts, begin), bisect_left(starts, end)
         after = states[last - 1] if last else number
         open_end = last == len(starts)
         new_starts, new_states = array("d"), array("B")
         if not first or states[first - 1] != number:
             new_starts.append(begin)
             new_states.append(number)
-        if not open_end and after != number:
+        if not open_end and after != number and starts[last] != end:
             new_starts.append(end)
             new_states.append(after)
         following = last

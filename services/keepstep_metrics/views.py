@@ -62,7 +62,7 @@ class GroupNow:
 class NowView:
     job: str
     t: float
-    """When something was last told."""
+    """This service's clock when it answers."""
     step: int
     quorum_id: int
     epoch: int
@@ -214,11 +214,11 @@ def summary(job: Job, now: float) -> JobSummary:
     return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, goodput(job, now - 3600, now).goodput)
 
 
-def now_view(job: Job, live: Live) -> NowView:
+def now_view(job: Job, live: Live, now: float) -> NowView:
     joining = {*job.joining, *live.joining}.difference(job.participants)
     return NowView(
         job=job.name,
-        t=job.last_seen,
+        t=now,
         step=job.step,
         quorum_id=job.quorum_id,
         epoch=job.epoch,

@@ -35,7 +35,7 @@ def test_every_moment_since_the_first_mark_is_in_the_state_that_was_said_last_of
             end = TICKS
         else:
             line.fill(begin, end, state)
-            if end >= last:
+            if end > last:
                 end = TICKS
             elif model[begin:end] and last > end and all(one is None for one in model[: end + 1]):
                 end = next(tick for tick in range(TICKS) if model[tick] is not None)

@@ -1,0 +1,53 @@
+// The page of the mesh itself: lighthouses and who leads, the services they know, the store, and all jobs.
+
+import { Rows, el, panel, say, table, textRow } from "./dom.js";
+import { clock, number, percent } from "./words.js";
+
+const REFRESH = 3_000; // ms
+const JOBS = [["job", ""], ["groups", "num"], ["step", "num"], ["goodput", "num"], ["last seen", ""]];
+const LIGHTHOUSES = [["address", ""], ["role", ""], ["epoch", "num"], ["trouble", ""]];
+const SERVICES = [["service", ""], ["name", ""], ["address", ""], ["says", "wide"]];
+
+export class ClusterPage {
+  constructor({ api, live, tell, jobs }) {
+    Object.assign(this, { api, tell, jobs });
+    this.stop = new AbortController();
+    this.store = el("p");
+    const [found, lighthouses, services] = [table("Jobs", JOBS), table("Lighthouses", LIGHTHOUSES), table("Services", SERVICES)];
+    this.jobRows = new Rows(found.body, jobRow, "no job has been seen yet");
+    this.lighthouses = new Rows(lighthouses.body, () => textRow(LIGHTHOUSES, (one) => [one.address, one.leader ? "leads" : "stands by", number(one.epoch), one.trouble ?? ""]), "none is known");
+    this.services = new Rows(services.body, () => textRow(SERVICES, (one) => [one.kind, one.name, one.address, details(one.details)]), "none is registered");
+    this.node = el("div", { class: "job" }, panel("Jobs", found.box), panel("Lighthouses", lighthouses.box, el("h3", {}, "Store"), this.store), el("section", { class: "panel full" }, el("h2", {}, "Services"), services.box));
+    api.follow("v1/stream", { heard: () => {}, live, signal: this.stop.signal });
+    this.refresh();
+    this.timer = setInterval(() => document.hidden || this.refresh(), REFRESH);
+  }
+
+  async refresh() {
+    try {
+      const [cluster, jobs] = await Promise.all([this.api.get("v1/cluster", {}, this.stop.signal), this.jobs()]);
+      this.lighthouses.show(cluster.lighthouses, (one) => one.address);
+      this.services.show(cluster.services, (one) => `${one.kind} ${one.name}`);
+      say(this.store, cluster.store_trouble ? `${cluster.store}: ${cluster.store_trouble}` : cluster.store);
+      this.jobRows.show(jobs, (one) => one.job);
+      this.tell(null);
+    } catch (error) {
+      if (!this.stop.signal.aborted) this.tell(error);
+    }
+  }
+
+  close() {
+    this.stop.abort();
+    clearInterval(this.timer);
+  }
+
+  repaint() {}
+}
+
+function jobRow(job) {
+  const cells = JOBS.slice(1).map(([, kind]) => el("td", { class: kind }));
+  const node = el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#/job/${encodeURIComponent(job)}` }, job)), ...cells);
+  return { node, update: (one) => [number(one.groups), number(one.step), percent(one.goodput), clock(one.last_seen)].forEach((text, i) => say(cells[i], text)) };
+}
+
+const details = (all) => Object.entries(all ?? {}).map(([name, value]) => `${name}: ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");

@@ -1,0 +1,69 @@
+// Building and updating the page. What comes from the API only ever becomes text: nothing here parses HTML.
+
+/** An element. `on...` attributes are listeners; true is an empty attribute; false and null are none. */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Sets the text of a node, and leaves alone what is the same. */
+export function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** A panel of the page with its heading. */
+export function panel(title, ...children) {
+  return el("section", { class: "panel" }, el("h2", {}, title), ...children);
+}
+
+/** A table in a box that scrolls. Columns are [heading, class]. */
+export function table(label, columns) {
+  const body = el("tbody");
+  const heads = columns.map(([text, kind]) => el("th", { scope: "col", class: kind }, text));
+  const whole = el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body);
+  return { body, box: el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, whole) };
+}
+
+/** Rows that are kept by key, so that an update changes only what changed. `make(key)` gives {node, update(item)}. */
+export class Rows {
+  constructor(parent, make, none = "none") {
+    this.parent = parent;
+    this.make = make;
+    this.none = parent.tagName === "TBODY" ? el("tr", {}, el("td", { class: "none", colspan: 20 }, none)) : el("li", { class: "none" }, none);
+    this.known = new Map();
+  }
+
+  show(items, keyOf) {
+    const seen = new Set();
+    let at = this.parent.firstChild;
+    for (const item of items) {
+      const key = keyOf(item);
+      if (seen.has(key)) continue;
+      seen.add(key);
+      if (!this.known.has(key)) this.known.set(key, this.make(key));
+      const row = this.known.get(key);
+      row.update(item);
+      if (row.node === at) at = at.nextSibling;
+      else this.parent.insertBefore(row.node, at);
+    }
+    for (const [key, row] of this.known) {
+      if (!seen.has(key)) {
+        row.node.remove();
+        this.known.delete(key);
+      }
+    }
+    if (seen.size) this.none.remove();
+    else this.parent.append(this.none);
+  }
+}
+
+/** A row of plain cells for `Rows`; `texts(item)` gives the text of each. */
+export function textRow(columns, texts) {
+  const cells = columns.map(([, kind]) => el("td", { class: kind }));
+  return { node: el("tr", {}, ...cells), update: (item) => texts(item).forEach((text, i) => say(cells[i], text)) };
+}

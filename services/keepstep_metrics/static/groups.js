@@ -1,0 +1,108 @@
+// The table of groups, and what is healing now. Both follow the stream.
+
+import { Rows, el, panel, say, table, textRow } from "./dom.js";
+import { STATES, age, byName, bytes, clock, duration, number, percent, stateName } from "./words.js";
+
+const COLUMNS = [["group", ""], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], ["loss", "num wide"], ["", "orders"]];
+
+export class Groups {
+  /** `order(action, name)`; `pick(name)`. */
+  constructor({ order, pick }) {
+    this.order = order;
+    this.pick = pick;
+    this.filter = el("input", { type: "search", placeholder: "name or state", "aria-label": "Show only groups of this name or state", oninput: () => this.show(this.now, this.t) });
+    this.chips = el("ul", { class: "chips", "aria-label": "Groups by state" });
+    this.counts = new Rows(this.chips, (state) => this.chip(state));
+    const { body, box } = table("Groups", COLUMNS);
+    this.rows = new Rows(body, (name) => this.row(name), "no such group");
+    this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box);
+  }
+
+  chip(state) {
+    const count = el("b");
+    return { node: el("li", {}, el("span", { class: `state ${state}` }, stateName(state)), " ", count), update: (item) => say(count, String(item.count)) };
+  }
+
+  row(name) {
+    const state = el("span");
+    const straggler = el("span", { class: "badge", hidden: true, title: "its steps take much longer than those of the others" }, "straggler");
+    const cells = COLUMNS.slice(2, 6).map(([, kind]) => el("td", { class: kind }));
+    const button = (action) => el("button", { type: "button", class: "small", "aria-label": `${action} ${name}`, onclick: () => this.order(action, name) }, action);
+    const node = el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, el("button", { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) }, name), " ", straggler),
+      el("td", {}, state),
+      ...cells,
+      el("td", { class: "orders" }, button("drain"), " ", button("evict")),
+    );
+    return {
+      node,
+      update: (group) => {
+        say(state, stateName(group.state));
+        state.className = `state ${Object.hasOwn(STATES, group.state) ? group.state : ""}`;
+        straggler.hidden = !group.straggler;
+        const texts = [age(this.t - group.since), number(group.step), duration(group.step_seconds_p50), number(group.loss)];
+        cells.forEach((cell, i) => say(cell, texts[i]));
+      },
+    };
+  }
+
+  show(now, t) {
+    if (!now) return;
+    this.now = now;
+    this.t = t;
+    const count = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
+    for (const { state } of now.groups) count[state] = (count[state] ?? 0) + 1;
+    this.counts.show(Object.keys(STATES).filter((state) => count[state]).map((state) => ({ state, count: count[state] })), (one) => one.state);
+    const wanted = this.filter.value.trim().toLowerCase();
+    const shown = now.groups.filter((one) => `${one.name} ${stateName(one.state)}`.toLowerCase().includes(wanted));
+    this.rows.show(shown.sort((a, b) => byName(a.name, b.name)), (one) => one.name);
+  }
+}
+
+const DONE = [["group", "name"], ["what", ""], ["step", "num wide"], ["size", "num"], ["took", "num"], ["from", "wide"], ["ended", ""]];
+
+/** Heals under way with bars, and transfers that ended. */
+export class Heals {
+  constructor() {
+    const list = el("ul", { class: "heals" });
+    this.rows = new Rows(list, () => bar(), "nothing is healing or uploading");
+    const { body, box } = table("Transfers that ended", DONE);
+    this.done = new Rows(
+      body,
+      () => textRow(DONE, (one) => [one.name, one.error ? `${one.kind} failed: ${one.error}` : one.kind, number(one.step), bytes(one.bytes_total ?? one.bytes_done), duration(one.ended - one.began), [one.via, one.source].filter(Boolean).join(", "), clock(one.ended)]),
+      "none yet",
+    );
+    this.node = panel("Healing", list, el("h3", {}, "Transfers that ended"), box);
+    this.uploads = [];
+  }
+
+  showNow(now) {
+    const heals = now.groups.filter((one) => one.heal).map((one) => ({ name: one.name, kind: "heal", ...one.heal }));
+    this.rows.show([...heals, ...this.uploads], (one) => `${one.kind} ${one.name}`);
+  }
+
+  showTransfers(transfers) {
+    this.uploads = transfers.filter((one) => one.ended == null && one.kind === "upload");
+    const done = transfers.filter((one) => one.ended != null).sort((a, b) => b.ended - a.ended).slice(0, 20);
+    this.done.show(done, (one) => `${one.kind} ${one.name} ${one.began}`);
+  }
+}
+
+function bar() {
+  const [what, much] = [el("span"), el("span", { class: "num" })];
+  const progress = el("progress", { max: 1 });
+  return {
+    node: el("li", {}, el("div", { class: "bar" }, what, much), progress),
+    update: (heal) => {
+      const share = heal.bytes_total ? heal.bytes_done / heal.bytes_total : null;
+      if (share == null) progress.removeAttribute("value");
+      else progress.value = share;
+      progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
+      say(what, `${heal.name} ${heal.kind === "heal" ? "heals" : "uploads"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` by way of ${heal.via}` : ""}`);
+      const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
+      say(much, `${bytes(heal.bytes_done)} of ${bytes(heal.bytes_total)}${share == null ? "" : ` (${percent(share)})`}, ${bytes(heal.bytes_per_second)}/s${left}`);
+    },
+  };
+}

@@ -1,0 +1,314 @@
+// The time line of every group as one picture. Only the rows in view are drawn, so 1,000 groups cost what 40 do.
+
+import { el, say } from "./dom.js";
+import { STATES, clock, duration, percent, stateName } from "./words.js";
+
+const AXIS = 1.7; // rem; a wall screen has a larger one than a phone
+const TALLEST = 1.7;
+const LOWEST = 5; // px of a row
+const WANTED = 0.55; // of the window for all rows, when they fit
+const HATCHES = { waiting_quorum: "dots", healing: "up", retrying: "cross", lost: "down", draining: "bars" };
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+const SHORTEST = 1; // s that can be zoomed to
+
+export class Timeline {
+  /** `zoom({since, until} | null)`: the range that somebody wants, null for the live one. `pick(name)`: a group. */
+  constructor({ zoom, pick }) {
+    this.zoom = zoom;
+    this.pick = pick;
+    this.groups = [];
+    this.range = { since: 0, until: 1 };
+    this.row = -1;
+    this.drag = null;
+    this.canvas = el("canvas");
+    this.spacer = el("div");
+    this.told = el("p", { class: "told", "aria-live": "polite" });
+    this.host = el(
+      "div",
+      { class: "timeline", tabindex: 0, role: "group", "aria-label": "Time line of every group. Left and right move, plus and minus zoom, 0 is live, up and down choose a group, enter picks it." },
+      this.canvas,
+      this.spacer,
+    );
+    this.context = this.canvas.getContext("2d");
+    this.listen();
+    this.idle();
+    new ResizeObserver(() => this.draw()).observe(this.host);
+  }
+
+  static legend() {
+    const items = Object.entries(STATES).map(([state, name]) => {
+      const swatch = el("canvas", { width: 36, height: 24, "aria-hidden": "true" });
+      return { state, swatch, node: el("li", {}, swatch, name) };
+    });
+    const paint = () => {
+      for (const { state, swatch } of items) {
+        const context = swatch.getContext("2d");
+        context.setTransform(2, 0, 0, 2, 0, 0);
+        context.fillStyle = colour(`--${state}`);
+        context.fillRect(0, 0, 18, 12);
+        if (HATCHES[state]) context.fillStyle = hatch(context, HATCHES[state]);
+        context.fillRect(0, 0, 18, 12);
+      }
+    };
+    paint();
+    return { node: el("ul", { class: "legend", "aria-label": "Colours and patterns" }, ...items.map((one) => one.node)), paint };
+  }
+
+  /** `groups`: [{name, spans: [[from, to, state]], shares}]; `range`: {since, until}. */
+  show(groups, range) {
+    this.groups = groups;
+    this.range = range;
+    this.draw();
+  }
+
+  draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.paint());
+  }
+
+  get gutter() {
+    return (this.host.clientWidth < 520 ? 4.6 : 7) * rem();
+  }
+
+  get axis() {
+    return Math.round(AXIS * rem());
+  }
+
+  get tall() {
+    const fair = (WANTED * innerHeight) / Math.max(1, this.groups.length);
+    return Math.round(Math.max(LOWEST, Math.min(TALLEST * rem(), fair)));
+  }
+
+  paint() {
+    const { host, canvas, context, tall, axis } = this;
+    const whole = axis + tall * this.groups.length;
+    const width = host.clientWidth;
+    const height = Math.min(whole, Math.max(160, Math.round(innerHeight * 0.62)));
+    host.style.height = `${height + 2}px`;
+    this.spacer.style.height = `${whole - height}px`;
+    const scale = devicePixelRatio || 1;
+    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+      canvas.width = Math.round(width * scale);
+      canvas.height = Math.round(height * scale);
+      canvas.style.width = `${width}px`;
+      canvas.style.height = `${height}px`;
+    }
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    const letters = Math.round(0.76 * rem());
+    context.font = `${letters}px system-ui, sans-serif`;
+    context.textBaseline = "middle";
+    const fills = Object.fromEntries(Object.keys(STATES).map((state) => [state, colour(`--${state}`)]));
+    const hatches = Object.fromEntries(Object.entries(HATCHES).map(([state, kind]) => [state, hatch(context, kind)]));
+    const ink = { text: colour("--text"), dim: colour("--dim"), line: colour("--line"), on: colour("--on-state"), row: colour("--hover") };
+    this.paintTimes(ink.line, (at) => context.fillRect(at, axis - 4, 1, height));
+    const first = Math.floor(host.scrollTop / tall);
+    const last = Math.min(this.groups.length, first + Math.ceil((height - axis) / tall) + 1);
+    const every = Math.max(1, Math.ceil((letters + 3) / tall)); // names of low rows would lie on each other
+    for (let index = first; index < last; index += 1) {
+      const top = axis + index * tall - host.scrollTop;
+      if (index === this.row) {
+        context.fillStyle = ink.row;
+        context.fillRect(0, top, width, tall);
+      }
+      this.paintRow(this.groups[index], top, width, fills, hatches, ink.on);
+      if (index % every === 0 || index === this.row) {
+        context.fillStyle = index === this.row ? ink.text : ink.dim;
+        context.fillText(shortened(context, this.groups[index].name, this.gutter - 10), 4, top + Math.max(tall, letters) / 2);
+      }
+    }
+    context.fillStyle = colour("--panel");
+    context.fillRect(0, 0, width, axis - 4); // over rows that scrolled
+    context.textAlign = "center";
+    this.paintTimes(ink.dim, (at, text) => at > this.gutter + 2 * rem() && at < width - 2 * rem() && context.fillText(text, at, axis / 2 - 1));
+    context.textAlign = "left";
+    if (this.drag?.moved) {
+      const [from, to] = [this.drag.from, this.drag.to].sort((a, b) => a - b);
+      context.fillStyle = colour("--select");
+      context.fillRect(from, axis, to - from, height);
+    }
+  }
+
+  paintRow({ spans }, top, width, fills, hatches, on) {
+    const { context, tall } = this;
+    const { since, until } = this.range;
+    const thick = tall > 8 ? tall - 3 : tall - 1;
+    const x = (t) => this.gutter + ((t - since) / (until - since)) * (width - this.gutter);
+    for (const [from, to, state] of spans) {
+      if (to < since || from > until) continue;
+      const left = Math.max(this.gutter, x(from));
+      // A short outage must be seen: nothing but training is thinner than 2 px.
+      const wide = Math.max(Math.min(width, x(to)) - left, state === "training" ? 0 : 2);
+      context.fillStyle = fills[state] ?? "gray";
+      context.fillRect(left, top, wide, thick);
+      if (hatches[state] && tall > 8 && wide > 3) {
+        context.fillStyle = hatches[state];
+        context.fillRect(left, top, wide, thick);
+      }
+      if (tall >= 1.1 * rem() && state !== "training" && wide > 40) {
+        const name = stateName(state);
+        const long = context.measureText(name).width;
+        if (long + 12 > wide) continue;
+        context.fillStyle = fills[state];
+        context.fillRect(left + 3, top + 2, long + 6, thick - 4); // no pattern behind text
+        context.fillStyle = on;
+        context.fillText(name, left + 6, top + thick / 2 + 0.5);
+      }
+    }
+  }
+
+  /** `paint(x, text)` at every round time of the range. */
+  paintTimes(ink, paint) {
+    const { gutter, context } = this;
+    const width = this.host.clientWidth - gutter;
+    const { since, until } = this.range;
+    const most = Math.max(2, width / (6 * rem()));
+    const step = STEPS.find((one) => (until - since) / one <= most) ?? STEPS.at(-1);
+    const offset = new Date(since * 1000).getTimezoneOffset() * 60; // so that hours are those of the wall clock
+    context.fillStyle = ink;
+    for (let t = Math.ceil((since - offset) / step) * step + offset; t <= until; t += step) {
+      paint(gutter + ((t - since) / (until - since)) * width, step < 60 ? clock(t) : clock(t).replace(/:\d\d$/, ""));
+    }
+  }
+
+  timeAt(x) {
+    const { since, until } = this.range;
+    return since + (Math.max(0, x - this.gutter) / (this.host.clientWidth - this.gutter)) * (until - since);
+  }
+
+  listen() {
+    const { host } = this;
+    const at = (event) => {
+      const box = host.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
+    host.addEventListener("scroll", () => this.draw(), { passive: true });
+    host.addEventListener("keydown", (event) => this.key(event));
+    host.addEventListener("pointerdown", (event) => {
+      const [x] = at(event);
+      if (event.button === 0 && x > this.gutter) this.drag = { from: x, to: x, moved: false };
+    });
+    host.addEventListener("pointermove", (event) => {
+      const [x, y] = at(event);
+      if (this.drag) {
+        if (!this.drag.moved && Math.abs(x - this.drag.from) > 6) {
+          this.drag.moved = true;
+          host.setPointerCapture(event.pointerId); // not before: a click is none of ours
+        }
+        this.drag.to = x;
+      }
+      this.choose(Math.floor((y - this.axis + host.scrollTop) / this.tall), this.timeAt(x));
+    });
+    host.addEventListener("pointerup", (event) => {
+      const drag = this.drag;
+      this.drag = null;
+      if (drag?.moved) this.ask(...[this.timeAt(drag.from), this.timeAt(drag.to)].sort((a, b) => a - b));
+      else if (event.button === 0 && this.groups[this.row]) this.pick(this.groups[this.row].name);
+      this.draw();
+    });
+    host.addEventListener("pointercancel", () => (this.drag = null));
+    host.addEventListener("pointerleave", () => {
+      if (this.drag) return;
+      this.row = -1;
+      this.idle();
+      this.draw();
+    });
+    host.addEventListener("dblclick", () => this.zoom(null));
+    host.addEventListener(
+      "wheel",
+      (event) => {
+        if (!event.ctrlKey && !event.shiftKey) return; // the page scrolls
+        event.preventDefault();
+        this.zoomBy((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, this.timeAt(at(event)[0]));
+      },
+      { passive: false },
+    );
+  }
+
+  key(event) {
+    const { since, until } = this.range;
+    const quarter = (until - since) / 4;
+    const actions = {
+      ArrowLeft: () => this.ask(since - quarter, until - quarter),
+      ArrowRight: () => this.ask(since + quarter, until + quarter),
+      "+": () => this.zoomBy(0.5),
+      "=": () => this.zoomBy(0.5),
+      "-": () => this.zoomBy(2),
+      0: () => this.zoom(null),
+      ArrowUp: () => this.choose(Math.max(0, this.row - 1), until),
+      ArrowDown: () => this.choose(Math.min(this.groups.length - 1, this.row + 1), until),
+      Enter: () => this.groups[this.row] && this.pick(this.groups[this.row].name),
+    };
+    if (event.ctrlKey || event.metaKey || event.altKey || !actions[event.key]) return;
+    event.preventDefault();
+    actions[event.key]();
+    const top = this.row * this.tall;
+    if (event.key.startsWith("Arrow") && this.row >= 0) {
+      const view = this.host.clientHeight - this.axis - this.tall;
+      this.host.scrollTop = Math.min(top, Math.max(top - view, this.host.scrollTop));
+    }
+  }
+
+  zoomBy(factor, around = (this.range.since + this.range.until) / 2) {
+    const { since, until } = this.range;
+    this.ask(around - (around - since) * factor, around + (until - around) * factor);
+  }
+
+  ask(since, until) {
+    if (until - since >= SHORTEST) this.zoom({ since, until });
+  }
+
+  /** Says in words what is at this row and time. */
+  choose(row, t) {
+    const group = this.groups[row];
+    this.row = group ? row : -1;
+    const span = group?.spans.findLast(([from, to]) => from <= t && t <= to);
+    const shares = Object.entries(group?.shares ?? {}).filter(([, share]) => share > 0);
+    const of = shares.map(([state, share]) => `${stateName(state)} ${percent(share)}`).join(", ");
+    if (!group) this.idle();
+    else if (span) say(this.told, `${group.name}: ${stateName(span[2])} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`);
+    else say(this.told, `${group.name}: not there at ${clock(t)} · ${of}`);
+    this.draw();
+  }
+
+  idle() {
+    say(this.told, "Drag to zoom in, double-click for live. Click a group to see its step time.");
+  }
+}
+
+/** A colour of the style sheet, as it is now (light or dark). */
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** The size of letters of the page, px. */
+export const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
+
+const made = new Map();
+
+/** A pattern over the colour, so that states differ for those who do not see colours. */
+function hatch(context, kind) {
+  const ink = colour("--hatch");
+  const key = `${kind} ${ink}`;
+  if (!made.has(key)) {
+    const tile = el("canvas", { width: 8, height: 8 });
+    const pen = tile.getContext("2d");
+    pen.strokeStyle = pen.fillStyle = ink;
+    pen.lineWidth = 1.6;
+    pen.beginPath();
+    const lines = { up: [[-2, 2, 2, -2], [-2, 10, 10, -2], [6, 10, 10, 6]], down: [[-2, 6, 2, 10], [-2, -2, 10, 10], [6, -2, 10, 2]], bars: [[4, 0, 4, 8]] };
+    for (const [x, y, toX, toY] of lines[kind] ?? (kind === "cross" ? [...lines.up, ...lines.down] : [])) {
+      pen.moveTo(x, y);
+      pen.lineTo(toX, toY);
+    }
+    pen.stroke();
+    if (kind === "dots") pen.fillRect(3, 3, 2, 2);
+    made.set(key, tile);
+  }
+  return context.createPattern(made.get(key), "repeat");
+}
+
+function shortened(context, text, wide) {
+  if (context.measureText(text).width <= wide) return text;
+  let end = text.length;
+  while (end > 1 && context.measureText(`${text.slice(0, end)}…`).width > wide) end -= 1;
+  return `${text.slice(0, end)}…`;
+}

@@ -1,0 +1,59 @@
+// The words of the page: states, and quantities as people read them.
+
+export const STATES = {
+  training: "training",
+  waiting_quorum: "waiting for quorum",
+  healing: "healing",
+  retrying: "retrying",
+  lost: "lost",
+  draining: "draining",
+};
+
+export const stateName = (state) => STATES[state] ?? String(state);
+
+export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
+
+const clockFormat = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+const dayFormat = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+
+/** Time of day of unix seconds; with the day when that is not today. */
+export function clock(t) {
+  if (t == null) return "–";
+  const date = new Date(t * 1000);
+  return (date.toDateString() === new Date().toDateString() ? clockFormat : dayFormat).format(date);
+}
+
+/** A length of time: 12 ms, 3.4 s, 5 min 2 s, 3 h 4 min. */
+export function duration(seconds) {
+  if (seconds == null) return "–";
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 59.95) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+
+/** How long something has gone on: one whole number, so that it does not flicker. */
+export function age(seconds) {
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([one]) => seconds >= one) ?? [1, "s"];
+  return `${Math.max(0, Math.floor(seconds / size))} ${unit}`;
+}
+
+export function bytes(count) {
+  if (count == null) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; count >= 1024 && unit < units.length - 1; unit += 1) count /= 1024;
+  return `${unit && count < 99.95 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
+}
+
+export const number = (value) => (value == null ? "–" : String(Number.isInteger(value) ? value : Number(value.toPrecision(4))));
+
+/** A share as percent; never 100 % when something is missing. */
+export function percent(share) {
+  if (share == null) return "–";
+  const value = share * 100;
+  return `${value < 100 && value > 99.9 ? "> 99.9" : value.toFixed(value === 0 || value === 100 ? 0 : 1)} %`;
+}
+
+export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;

@@ -1,0 +1,191 @@
+"""A real chromium without a window, steered by its DevTools protocol: no more is needed than aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEADLINE = 60.0
+CLOSE_SECONDS = 10.0
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",  # tests may run as root, and open only pages of our own
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
+
+
+class Page:
+    """One tab. What it asked for, said on its console and threw is kept."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser = browser
+        self._session = session
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        """Exceptions, errors and warnings of the console, and violations of the security policy."""
+
+    async def tell(self, method: str, **params: Any) -> dict[str, Any]:
+        return await self._browser.tell(method, self._session, **params)
+
+    def heard(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(params["exceptionDetails"])[:500])
+        elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
+            self.complaints.append(json.dumps(params["args"])[:500])
+        elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
+            self.complaints.append(
+                f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url')}"
+            )
+
+    async def run(self, expression: str) -> Any:
+        """The value of a JavaScript expression; promises are awaited."""
+        answer = await self.tell("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(f"{expression}: {answer['exceptionDetails']['exception'].get('description')}")
+        return answer["result"].get("value")
+
+    async def until(self, condition: str) -> Any:
+        """Waits, looking whenever the page draws, until a JavaScript expression is true; gives its value."""
+        look = f"let found; try {{ found = {condition} }} catch {{ }}; if (found) resolve(found)"
+        promise = f"new Promise((resolve) => {{ const look = () => {{ {look}; else setTimeout(look, 20) }}; look() }})"
+        try:
+            async with asyncio.timeout(DEADLINE):
+                return await self.run(promise)
+        except TimeoutError:
+            text = await self.run("document.body.innerText")
+            raise AssertionError(f"never true: {condition}; complaints: {self.complaints}; page:\n{text}") from None
+
+    async def press(self, key: str) -> None:
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+        code = {"Enter": 13, "Escape": 27, "Tab": 9}.get(key, 0)
+        for kind in ("keyDown", "keyUp"):
+            await self.tell(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                windowsVirtualKeyCode=code,
+                **(text if kind == "keyDown" else {}),
+            )
+
+    async def drag(self, x: float, y: float, to: float) -> None:
+        for kind, at in (("mousePressed", x), ("mouseMoved", (x + to) / 2), ("mouseMoved", to), ("mouseReleased", to)):
+            await self.tell("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+
+    async def screenshot(self, file: Path, *, whole: bool = False) -> None:
+        answer = await self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(answer["data"]))
+
+
+class Browser:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pages: dict[str, Page] = {}
+
+    async def tell(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json(
+            {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        )
+        async with asyncio.timeout(DEADLINE):
+            return await answer
+
+    async def listen(self) -> None:
+        async for message in self._socket:
+            said = json.loads(message.data)
+            waiting = self._waiting.pop(said.get("id", 0), None)
+            if waiting is None:
+                if page := self._pages.get(said.get("sessionId", "")):
+                    page.heard(said["method"], said["params"])
+            elif waiting.done():
+                pass  # whoever asked is gone
+            elif "error" in said:
+                waiting.set_exception(AssertionError(said["error"]["message"]))
+            else:
+                waiting.set_result(said["result"])
+
+    async def open(
+        self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, token: str = ""
+    ) -> Page:
+        """``scale``: pixels of the picture to one of the page. ``token``: as if it had been typed in."""
+        context = (await self.tell("Target.createBrowserContext"))["browserContextId"]
+        target = await self.tell("Target.createTarget", url="about:blank", browserContextId=context)
+        session = (await self.tell("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
+        page = self._pages[session] = Page(self, session)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await page.tell(f"{domain}.enable")
+        await page.tell(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await page.tell("Emulation.setEmulatedMedia", features=[scheme])
+        if token:
+            keep = f"sessionStorage.setItem('keepstep-token', {json.dumps(token)})"
+            await page.tell("Page.addScriptToEvaluateOnNewDocument", source=keep)
+        await page.tell("Page.navigate", url=url)
+        return page
+
+
+@contextlib.asynccontextmanager
+async def chromium(folder: Path) -> AsyncIterator[Browser]:
+    """Runs one with its profile in ``folder``; all of its processes have ended afterwards."""
+    home = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    with (folder / "chromium.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank",
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=home, start_new_session=True,
+        )  # fmt: skip
+    try:
+        file = folder / "DevToolsActivePort"
+        async with asyncio.timeout(DEADLINE):
+            while not file.exists() or file.read_text().count("\n") < 1:
+                assert process.returncode is None, (folder / "chromium.log").read_text()
+                await asyncio.sleep(0.05)
+        port, path = file.read_text().splitlines()[:2]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(f"ws://127.0.0.1:{port}{path}", max_msg_size=0) as socket,
+        ):
+            browser = Browser(socket)
+            listening = asyncio.create_task(browser.listen())
+            try:
+                yield browser
+            finally:
+                with contextlib.suppress(Exception):
+                    await browser.tell("Browser.close")
+                listening.cancel()
+                await asyncio.wait([listening])
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -1,0 +1,197 @@
+"""The page in a real browser, before a service that says what the test wants it to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from keepstep_mesh.auth import Tokens
+from keepstep_mesh.service import Endpoint, serving
+from tests.browser.devtools import CHROMIUM, Browser, Page, chromium
+from tests.browser.told import JOB, ToldMesh
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
+
+WORKER, ADMIN = "w" * 20, "a" * 20
+LIVE = "document.querySelector('#live').dataset.live === 'yes'"
+SHOWN = f"{LIVE} && document.querySelectorAll('.shares li b').length"
+
+
+@asynccontextmanager
+async def shown(folder: Path, mesh: ToldMesh, tokens: Tokens | None = None) -> AsyncIterator[tuple[Browser, Endpoint]]:
+    async with serving(mesh.service(), "127.0.0.1", 0, tokens=tokens) as endpoint, chromium(folder) as browser:
+        yield browser, endpoint
+
+
+def row(name: str) -> str:
+    """A JavaScript expression: the text of a group's row."""
+    return f"[...document.querySelectorAll('tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
+
+
+async def click(page: Page, selector: str) -> None:
+    await page.run(f"document.querySelector({selector!r}).click()")
+
+
+async def test_a_page_needs_nothing_but_the_service_and_complains_of_nothing(tmp_path):
+    async with shown(tmp_path, ToldMesh(4)) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        assert await page.run("location.hash") == f"#/job/{JOB}"
+        await page.run("location.hash = '#/cluster'")
+        await page.until("document.body.innerText.includes('http://10.0.0.1:29510')")
+        await page.until(LIVE)
+        assert {url[: len(endpoint.url) + 1] for url in page.requests} == {f"{endpoint.url}/"}
+        assert page.complaints == []
+        policy = await page.run("fetch('static/app.js').then((one) => one.headers.get('Content-Security-Policy'))")
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+
+
+async def test_a_state_that_changes_is_shown_as_it_happens(tmp_path):
+    mesh = ToldMesh(4)
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        mesh.turn("trainer-2", "lost")
+        mesh.happened("lost", "trainer-2", "trainer-2 is lost: its connection ended")
+        await page.until(f"{row('trainer-2')}.includes('lost')")
+        await page.until("document.querySelector('.headline').textContent.includes('trainer-2 is lost')")
+        await page.until("document.querySelector('.events').textContent.includes('its connection ended')")
+        mesh.heals["trainer-2"] = {
+            "bytes_done": 1 << 20, "bytes_total": 4 << 20, "bytes_per_second": 1e6, "seconds_left": 3.1,
+            "via": "relay-1", "source": "trainer-0",
+        }  # fmt: skip
+        mesh.turn("trainer-2", "healing")
+        await page.until("document.querySelector('progress').value === 0.25")
+        assert "1.0 MiB of 4.0 MiB (25.0 %)" in await page.run("document.querySelector('.heals').textContent")
+        mesh.heals.clear()
+        mesh.turn("trainer-2", "training")
+        await page.until("document.querySelector('.headline').textContent.includes('all training')")
+        assert await page.run("document.querySelector('progress')") is None
+
+
+async def test_what_the_service_says_is_shown_as_text_and_never_as_html(tmp_path):
+    mesh = ToldMesh(2)
+    evil = "<img src=x onerror='document.title=1'><b>bold</b>"
+    mesh.happened("joined", "trainer-0", evil)
+    mesh.waiting_for = evil
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(f"{SHOWN} && document.querySelector('.events').textContent.includes('<b>bold</b>')")
+        assert await page.run("document.querySelector('.waiting').textContent") == f"The next quorum waits: {evil}"
+        assert await page.run("document.querySelectorAll('main img').length") == 0
+        assert page.complaints == []
+
+
+async def test_an_admin_gives_an_order_once_it_is_confirmed(tmp_path):
+    mesh = ToldMesh(2)
+    async with shown(tmp_path, mesh, Tokens(worker=WORKER, admin=ADMIN)) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until("document.querySelector('#token').open")
+        await page.run("document.querySelector('#token-value').focus()")
+        for letter in ADMIN:
+            await page.press(letter)
+        await page.press("Enter")
+        await page.until(SHOWN)
+        await click(page, "[aria-label='evict trainer-1']")
+        await page.until("document.querySelector('#order').open")
+        await page.press("Escape")
+        await page.until("!document.querySelector('#order').open")
+        await click(page, "[aria-label='drain trainer-1']")
+        await page.until("document.querySelector('#order').open")
+        await page.run("document.querySelector('#order-reason').value = 'its node is needed'")
+        await click(page, "#order-yes")
+        await page.until("document.querySelector('.toast')?.textContent === 'trainer-1: drain is done'")
+        assert mesh.orders == [("drain", "trainer-1", {"reason": "its node is needed"})]
+        assert all("401" in one for one in page.complaints)
+
+
+async def test_a_worker_may_look_and_is_offered_no_orders(tmp_path):
+    async with shown(tmp_path, ToldMesh(2), Tokens(worker=WORKER, admin=ADMIN)) as (browser, endpoint):
+        page = await browser.open(endpoint.url, token=WORKER)
+        await page.until(SHOWN)
+        offered = "[...document.querySelectorAll('.orders button')].filter((one) => one.checkVisibility()).length"
+        assert await page.run(offered) == 0
+        admin = await browser.open(endpoint.url, token=ADMIN)
+        await admin.until(f"{SHOWN} && {offered} === 4")
+        assert page.complaints + admin.complaints == []
+
+
+async def test_the_time_line_is_zoomed_by_mouse_and_by_keys(tmp_path):
+    pressed = "[...document.querySelectorAll('.ranges [aria-pressed=true]')].map((one) => one.textContent).join()"
+    async with shown(tmp_path, ToldMesh(3)) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(f"{SHOWN} && {pressed} === '15 min'")
+        left, top, width = await page.run(
+            "(({left, top, width}) => [left, top, width])(document.querySelector('.timeline').getBoundingClientRect())"
+        )
+        await page.drag(left + 0.5 * width, top + 60, left + 0.75 * width)
+        await page.until(f"{pressed} === ''")
+        asked = "performance.getEntriesByType('resource').map((one) => new URL(one.name))"
+        asked += ".findLast((one) => one.pathname.endsWith('/timeline') && one.searchParams.has('until'))"
+        query = await page.until(f"{asked} && [...{asked}.searchParams]")
+        since, until = (float(dict(query)[name]) for name in ("since", "until"))
+        assert 150 < until - since < 350
+        await page.run("document.querySelector('.timeline').focus()")
+        await page.press("+")
+        half = (until - since) / 2
+        await page.until(
+            f"Math.abs({asked}.searchParams.get('until') - {asked}.searchParams.get('since') - {half}) < 1"
+        )
+        await page.press("ArrowDown")
+        await page.until("document.querySelector('.told').textContent.startsWith('trainer-2: training from')")
+        await page.press("Enter")
+        await page.until("document.querySelector('.charts').textContent.includes('trainer-2')")
+        await page.press("0")
+        await page.until(f"{pressed} === '15 min'")
+        assert page.complaints == []
+
+
+async def test_the_theme_follows_the_system_until_it_is_switched(tmp_path):
+    async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
+        page = await browser.open(endpoint.url, dark=True)
+        await page.until(SHOWN)
+        background = "getComputedStyle(document.body).backgroundColor"
+        dark = await page.run(background)
+        assert await page.run("document.documentElement.dataset.theme") == "dark"
+        await click(page, "#theme")
+        assert await page.run(background) != dark
+        assert await page.run("document.querySelector('#theme').textContent") == "Theme: light"
+        await page.tell("Page.reload")
+        await page.until(f"{SHOWN} && document.documentElement.dataset.theme === 'light'")
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 1024), (3840, 2160)])
+async def test_nothing_is_cut_off_on_a_phone_a_tablet_or_a_wall(tmp_path, width, height):
+    mesh = ToldMesh(40)
+    mesh.turn("trainer-3", "lost")
+    mesh.happened("quorum", "", f"quorum 12: {', '.join(mesh.names)}")
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url, width=width, height=height)
+        await page.until(SHOWN)
+        outside = (
+            "one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll') && one.checkVisibility()"
+        )
+        over = f"[...document.querySelectorAll('body *')].filter((one) => {outside})"
+        assert await page.run(f"{over}.map((one) => one.className || one.tagName)") == []
+        assert await page.run("document.documentElement.scrollWidth") <= width
+
+
+async def test_256_groups_are_shown_and_followed(tmp_path, record_property):
+    mesh = ToldMesh(256)
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        began = time.perf_counter()
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        record_property("load_seconds", time.perf_counter() - began)
+        drawn = "document.querySelector('.headline').textContent.includes('{} is lost')"
+        for name in mesh.names[:256:64]:
+            mesh.turn(name, "lost")
+            await page.until(drawn.format(name))
+            mesh.turn(name, "training")
+        await page.until("document.querySelector('.headline').textContent.includes('all training')")
+        assert page.complaints == []

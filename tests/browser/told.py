@@ -1,0 +1,213 @@
+"""A service that answers the metrics API with what a test tells it, to look at the page in situations of any size.
+
+What the answers mean is the business of the metrics service and its tests; this holds only their form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from keepstep_mesh.auth import Access
+from keepstep_mesh.http import Route, read_json
+from keepstep_mesh.service import Service
+from keepstep_metrics import dashboard
+
+JOB = "digits"
+STEP_SECONDS = 0.25
+
+
+class ToldMesh:
+    """A job of so many groups that has trained for ``past`` seconds. ``turn`` changes what a group does."""
+
+    def __init__(self, groups: int, past: float = 600.0) -> None:
+        self.t0 = time.time() - past
+        self.names = [f"trainer-{number}" for number in range(groups)]
+        self.spans: dict[str, list[list[Any]]] = {name: [[self.t0, None, "training"]] for name in self.names}
+        self.heals: dict[str, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.transfers: list[dict[str, Any]] = []
+        self.waiting_for: str | None = None
+        self._listeners: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = set()
+
+    # ---- what happens
+
+    def turn(self, name: str, state: str, t: float | None = None) -> None:
+        t = t or time.time()
+        self.spans[name][-1][1] = t
+        self.spans[name].append([t, None, state])
+        self.tell_now()
+
+    def happened(self, event: str, name: str, sentence: str, t: float | None = None) -> None:
+        told = {"id": len(self.events) + 1, "t": t or time.time(), "event": event, "name": name}
+        self.events.append({**told, "sentence": sentence, "detail": {}})
+        self._tell("event", self.events[-1])
+
+    def tell_now(self) -> None:
+        self._tell("now", self.now())
+
+    def _tell(self, kind: str, data: dict[str, Any]) -> None:
+        for listener in self._listeners:
+            listener.put_nowait((kind, data))
+
+    # ---- what is answered
+
+    def step(self, t: float) -> int:
+        return int((t - self.t0) / STEP_SECONDS)
+
+    def now(self) -> dict[str, Any]:
+        t = time.time()
+        training = [name for name in self.names if self.spans[name][-1][2] == "training"]
+        groups = [
+            {
+                "name": name,
+                "replica_id": f"{name}:1",
+                "state": self.spans[name][-1][2],
+                "since": self.spans[name][-1][0],
+                "step": self.step(t),
+                "step_seconds_p50": STEP_SECONDS + 0.001 * (index % 7),
+                "straggler": index == 5,
+                "heal": self.heals.get(name),
+                "loss": 2.3 * math.exp(-self.step(t) / 900),
+            }
+            for index, name in enumerate(self.names)
+        ]
+        joining = [name for name in self.names if self.spans[name][-1][2] == "healing"]
+        number = 1 + sum(len(spans) - 1 for spans in self.spans.values())
+        numbers = {"step": self.step(t), "quorum_id": number, "epoch": 1, "waiting_for": self.waiting_for}
+        return {"job": JOB, "t": t, **numbers, "participants": training, "joining": joining, "groups": groups}
+
+    def timeline(self, since: float, until: float) -> dict[str, Any]:
+        groups = []
+        for name, spans in self.spans.items():
+            cut = [[max(since, a), min(until, b or until), state] for a, b, state in spans if (b or until) > since]
+            whole = sum(b - a for a, b, _ in cut) or 1
+            shares: dict[str, float] = {}
+            for a, b, state in cut:
+                shares[state] = shares.get(state, 0) + (b - a) / whole
+            groups.append({"name": name, "spans": cut, "shares": shares})
+        return {"job": JOB, "since": since, "until": until, "groups": groups}
+
+    def steps(self, since: float, until: float, points: int) -> dict[str, Any]:
+        wide = (until - since) / points
+        t = [since + wide * (i + 0.5) for i in range(points)]
+        seen = [self.t0 <= one for one in t]
+
+        def column(make) -> list[float | None]:
+            return [make(one) if there else None for one, there in zip(t, seen, strict=True)]
+
+        def wave(one: float) -> float:
+            return 0.01 * math.sin(one / 9) + 0.004 * math.sin(one * 3.1)
+
+        return {
+            "job": JOB,
+            "t": t,
+            "step": column(self.step),
+            "committed_per_second": column(lambda one: 1 / (STEP_SECONDS + wave(one))),
+            "seconds": {
+                name: column(lambda one, i=i: STEP_SECONDS + wave(one + i)) for i, name in enumerate(self.names)
+            },
+            "quantiles": {
+                "p50": column(lambda one: STEP_SECONDS + wave(one)),
+                "p90": column(lambda one: STEP_SECONDS * 1.1 + wave(one)),
+                "p99": column(lambda one: STEP_SECONDS * 1.3 + 2 * abs(wave(one))),
+            },
+            "values": {"loss": column(lambda one: 2.3 * math.exp(-self.step(one) / 900) + abs(wave(one)))},
+        }
+
+    def goodput(self, since: float, until: float) -> dict[str, Any]:
+        seconds: dict[str, float] = {}
+        for group in self.timeline(since, until)["groups"]:
+            for a, b, state in group["spans"]:
+                seconds[state] = seconds.get(state, 0) + b - a
+        shares = {state: one / sum(seconds.values()) for state, one in seconds.items()}
+        numbers = {"steps_committed": self.step(until), "steps_discarded": len(self.failures)}
+        numbers |= {"failures": len(self.failures), "mean_time_to_recover": 0.8, "mean_time_to_return": 20.0}
+        return {"goodput": shares.get("training", 0), "shares": shares, "seconds": seconds, **numbers}
+
+    def stragglers(self) -> dict[str, Any]:
+        rows = [
+            {"name": name, "seconds": STEP_SECONDS * (1.4 if i == 5 else 1), "score": 8.2 if i == 5 else 0.1 * (i % 7),
+             "straggler": i == 5, "since": self.t0 + 60 if i == 5 else None}
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+        return {"median_seconds": STEP_SECONDS, "mad_seconds": 0.004, "groups": rows}
+
+    # ---- the service
+
+    def service(self) -> Service:
+        def answer(make):
+            async def handle(request: web.Request) -> web.Response:
+                until = float(request.query.get("until", time.time()))
+                since = float(request.query.get("since", until - 900))
+                return web.json_response(make(since, until, int(request.query.get("points", 300))))
+
+            return handle
+
+        async def order(request: web.Request) -> web.Response:
+            name, action = request.match_info["name"], request.match_info["action"]
+            self.orders.append((action, name, await read_json(request)))
+            return web.json_response({"sentence": f"{name}: {action} is done"}, status=202)
+
+        job = f"/v1/jobs/{JOB}"
+        about = {"job": JOB, "first_seen": self.t0, "groups": len(self.names), "goodput": 0.97}
+        cluster = {
+            "lighthouses": [
+                {"address": "http://10.0.0.1:29510", "leader": True, "epoch": 3, "trouble": None},
+                {"address": "http://10.0.0.2:29510", "leader": False, "epoch": 3, "trouble": None},
+            ],
+            "services": [
+                {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520", "details": {"disk": True}},
+            ],
+            "store": "etcd",
+            "store_trouble": None,
+        }  # fmt: skip
+        answers = {
+            "/v1/jobs": lambda *_: {"jobs": [{**about, "last_seen": time.time(), "step": self.step(time.time())}]},
+            "/v1/cluster": lambda *_: cluster,
+            f"{job}/now": lambda *_: self.now(),
+            f"{job}/timeline": lambda since, until, _: self.timeline(since, until),
+            f"{job}/steps": self.steps,
+            f"{job}/goodput": lambda since, until, _: self.goodput(since, until),
+            f"{job}/stragglers": lambda *_: self.stragglers(),
+            f"{job}/transfers": lambda *_: {"transfers": self.transfers},
+            f"{job}/failures": lambda *_: {"failures": self.failures},
+            f"{job}/events": lambda *_: {"events": self.events[-200:]},
+        }
+        routes = [Route("GET", path, answer(make), Access.READ) for path, make in answers.items()]
+        routes += [
+            *dashboard.routes(),
+            Route("GET", "/v1/stream", self._stream, Access.READ),
+            Route("POST", f"{job}/replicas/{{name}}/{{action}}", order, Access.ADMIN),
+        ]
+        return Service("metrics", routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        yield
+        for listener in self._listeners:
+            listener.put_nowait(None)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        heard: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
+        self._listeners.add(heard)
+        try:
+            if request.query.get("job"):
+                heard.put_nowait(("now", self.now()))
+            while news := await heard.get():
+                kind, data = news
+                await response.write(f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode())
+        finally:
+            self._listeners.discard(heard)
+        return response
