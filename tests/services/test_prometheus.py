@@ -185,7 +185,7 @@ def test_every_kind_of_event_that_a_query_names_is_one_that_the_lighthouse_logs(
 
 
 FIRING = {
-    "TrainingStands": ['keepstep_steps_total{job="j"} 7x60', 'keepstep_quorum_members{job="j"} 2x60'],
+    "TrainingStands": ['keepstep_steps_total{job="j"} 7x60', 'keepstep_groups{job="j",state="asking"} 2x60'],
     "GroupsAreLostOften": ['keepstep_events_total{job="j",kind="lost"} 0+1x60'],
     "StepsAreDiscarded": [
         'keepstep_group_steps_total{job="j",outcome="committed"} 0+9x60',
