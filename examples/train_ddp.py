@@ -46,6 +46,7 @@ for x, y in itertools.chain.from_iterable(epochs):
     optimizer.zero_grad()  # begins the step: asks who takes part
     loss = nn.functional.cross_entropy(replicated(x), y)
     loss.backward()  # averages the gradients over the groups that take part
+    manager.record(loss=loss.item())  # for the metrics service
     if optimizer.step() and manager.current_step() % 10 == 0:  # commits the step if all of it worked
         print(f"step {manager.current_step()} loss {loss.item():.4f}", flush=True)
         if checkpoint and manager.current_step() % 100 == 0:

@@ -18,6 +18,7 @@ from keepstep_mesh.rest import bad, json_answer, number, those
 from keepstep_metrics import dashboard, views
 from keepstep_metrics.core import MAX_EVENTS, Event, Job
 from keepstep_metrics.records import read_batch
+from keepstep_metrics.store import StoreError
 from keepstep_metrics.stream import stream
 
 if TYPE_CHECKING:
@@ -152,9 +153,9 @@ class _Api:
         taken = metrics.take(batch, body)
         try:
             await metrics.store.written(WRITE_SECONDS)
-        except TimeoutError:
-            reason = metrics.store.trouble or "the disk is too slow"
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=AGAIN_SECONDS) from None
+        except StoreError as error:
+            metrics.traffic.refused += 1
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
         return json_answer(Taken(taken, batch.first + len(batch.records) - 1))
 
     # ---- out

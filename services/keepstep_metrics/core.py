@@ -141,10 +141,11 @@ class Job:
 
     # ---- steps
 
-    def take_step(self, replica_id: str, one: Step) -> None:
+    def take_step(self, replica_id: str, one: Step) -> list[str]:
+        """The groups that are stragglers since this step."""
         group = self.group(replica_id)
         if group is None:
-            return
+            return []
         t = one.t
         if replica_id not in group.ends:
             group.replica_id = replica_id
@@ -155,7 +156,8 @@ class Job:
             group.steps.count(t, 1)
         if t - self.judged_at >= JUDGE_SECONDS:
             self.judged_at = t
-            self._judge(t)
+            return self._judge(t)
+        return []
 
     def _fill(self, group: Group, replica_id: str, one: Step, t: float) -> None:
         begin, end = t - one.seconds, min(t, group.ends.get(replica_id, t))
@@ -191,13 +193,22 @@ class Job:
             if failure.name == group.name and failure.recovered_at is None:
                 failure.recovered_at = t
 
-    def _judge(self, now: float) -> None:
+    def _judge(self, now: float) -> list[str]:
         compared = {
             name: median(group.busy)
             for name, group in self.groups.items()
             if len(group.busy) >= RECENT_STEPS // 4 and now - group.committed_at < SILENT_SECONDS
         }
-        stragglers.judge(self.standings, compared, now)
+        return stragglers.judge(self.standings, compared, now)
+
+    def straggler_event(self, name: str, t: float, number: int) -> Event:
+        """What is said of a group that became one."""
+        found = stragglers.spread({one: standing.seconds for one, standing in self.standings.items()})
+        standing = self.standings[name]
+        detail = {"seconds": standing.seconds, "median": found.median if found else 0.0, "score": standing.score}
+        event = Event(number, t, "straggler", name, sentence("straggler", name, detail), detail)
+        self.events.append(event)
+        return event
 
     # ---- what lighthouses and relays tell
 
@@ -371,7 +382,9 @@ class MetricsCore:
             job.changes += 1
             match record:
                 case Step():
-                    job.take_step(batch.name, record)
+                    for slow in job.take_step(batch.name, record):
+                        self.last_event += 1
+                        made.append((name, job.straggler_event(slow, record.t, self.last_event)))
                 case StateSaid():
                     self._take_state(job, batch.name, record)
                 case Happening():

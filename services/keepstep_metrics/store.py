@@ -11,6 +11,7 @@ NORMAL: https://sqlite.org/pragma.html#pragma_synchronous).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -110,11 +111,15 @@ class Store:
         self._wake.set()
 
     async def written(self, seconds: float) -> None:
-        """Returns when everything that was added until now is written. TimeoutError after ``seconds``."""
+        """Returns when everything that was added until now is written. Raises ``StoreError`` if it is not within
+        ``seconds``, or the disk does not take it; it is kept, and tried again, all the same.
+        """
         upto = self._last
-        if self._written_upto < upto:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._written:
-                await self._written.wait_for(lambda: self._written_upto >= upto)
+                await self._written.wait_for(lambda: self._written_upto >= upto or self.trouble is not None)
+        if self._written_upto < upto:
+            raise StoreError(self.trouble or f"the disk takes nothing for {seconds:g} s")
 
     def snapshot(self, plain: dict[str, Any]) -> None:
         """A picture of the core after everything that was added until now."""
@@ -148,6 +153,8 @@ class Store:
             if self.trouble is None:
                 log.error("nothing is written; trying on", path=str(self._path), reason=str(error))
             self.trouble = f"{self._path} takes nothing: {error}"
+            async with self._written:
+                self._written.notify_all()
             return False
         self.trouble = None
         self._pending_bytes -= sum(len(body) for _, _, body in rows)

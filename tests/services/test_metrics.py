@@ -146,6 +146,43 @@ async def test_what_was_acknowledged_survives_a_kill_and_counts_once(tmp_path: P
             await process.wait()
 
 
+async def test_a_full_disk_is_said_and_nothing_that_was_taken_then_is_lost(tmp_path: Path) -> None:
+    worker, now = Teller("a:1"), time.time()
+    batches = [worker.batch(step(now - 60 + at, at + 1, reason="x" * 500)) for at in range(40)]
+    async with metrics(data_dir=tmp_path) as one, client(one.address) as asking:
+
+        async def disk(pages: int) -> None:
+            await one.store._in_thread(one.store._connection.execute, f"PRAGMA max_page_count = {pages}")
+
+        await disk(12)  # SQLite's own limit: an insert fails as it does on a disk that is full
+        taken = 0
+        async with asking.http.post(f"{one.address}/v1/ingest", data=batches[0]) as answer:
+            assert answer.status == 200
+        for body in batches[1:]:
+            async with asking.http.post(f"{one.address}/v1/ingest", data=body) as answer:
+                taken += answer.status == 200
+                if answer.status != 200:
+                    assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+                    assert "is full" in (await answer.json(content_type=None))["detail"]
+                    break
+        else:
+            raise AssertionError("the disk was never full")
+        await asking.call("GET", "/readyz", 503)
+        await disk(100_000)
+        for body in batches[taken + 1 :]:  # sent again, as a sender does
+            async with asyncio.timeout(DEADLINE):
+                while True:
+                    async with asking.http.post(f"{one.address}/v1/ingest", data=body) as answer:
+                        if answer.status == 200:
+                            break
+                    await asyncio.sleep(0.05)
+        await asking.call("GET", "/readyz")
+        before = await asking.get(f"goodput?since={now - 100}&until={now}")
+    assert before["steps_committed"] == 40
+    async with metrics(data_dir=tmp_path) as one, client(one.address) as asking:
+        assert await asking.get(f"goodput?since={now - 100}&until={now}") == before
+
+
 async def test_a_second_service_on_the_same_data_is_refused(tmp_path: Path) -> None:
     async with metrics(data_dir=tmp_path):
         with pytest.raises(Exception, match="give another --data-dir"):

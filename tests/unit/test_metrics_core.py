@@ -137,6 +137,8 @@ def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_i
             assert told == {"a": False, "b": False, "c": True, "d": False}
     found = views.stragglers_view(world.job)
     assert found.groups[0].straggler  # of its last 64 steps most are slow
+    (said,) = (one.sentence for one in world.job.events if one.event == "straggler")
+    assert said.startswith("c is slow: 0.90")
     for second in range(60, 110):
         for name in "abcd":
             world.steps(name, second, second + 1, busy_seconds=0.4)
