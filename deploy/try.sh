@@ -49,7 +49,7 @@ state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Heal
 
 all_healthy() {
   local one
-  for one in $("${compose[@]}" ps -q); do
+  for one in $("${compose[@]}" ps -aq); do
     case $(docker inspect -f '{{index .Config.Labels "com.docker.compose.service"}}' "$one")/$(state "$one") in
       setup/exited*) ;;
       */'running healthy'*) ;;
