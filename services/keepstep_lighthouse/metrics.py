@@ -22,6 +22,8 @@ LOGGED_BAD_MESSAGES = 10
 """Within ``LOGGED_SECONDS``; the others are only counted."""
 LOGGED_SECONDS = 10.0
 
+FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
+"""Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
 UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
 """Of no group at work."""
 
@@ -68,7 +70,8 @@ class _Lighthouse(Collector):
             services.add_metric([kind], count)
         yield services
         events = CounterMetricFamily("keepstep_events", "entries of the event log", labels=["job", "kind"])
-        for (name, kind), count in one.events.counts.items():
+        counts = {(job, kind): 0 for job in one.jobs for kind in FROM_ZERO} | one.events.counts
+        for (name, kind), count in counts.items():
             events.add_metric([name, kind], count)
         yield events
         yield from _of_jobs(one.jobs.values(), time.monotonic())

@@ -46,6 +46,7 @@ async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_
             'keepstep_heal_seconds_total{job="job"} 2.0',
             'keepstep_events_total{job="job",kind="healed"} 1.0',
             'keepstep_events_total{job="job",kind="joined"} 2.0',
+            'keepstep_events_total{job="job",kind="replicas_differ"} 0.0',
             'keepstep_group_step{group="r0",job="job"} 1.0',
         ):
             assert line in text.splitlines(), line
