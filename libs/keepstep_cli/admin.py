@@ -270,11 +270,12 @@ def verify_replicas(link: Link, *, wait: float) -> None:
 async def _comparison(link: Link, order: Any, wait: float) -> Any:
     """The event that answers ``order``. ClickException after ``wait`` seconds."""
     import asyncio
+    import contextlib
 
-    path = ("jobs", link.job, "events")
+    follow = link.lighthouse.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
     try:
-        async with asyncio.timeout(wait):
-            async for event in link.lighthouse.follow(*path, after=order["id"], told=_to_stderr, follow=1):
+        async with asyncio.timeout(wait), contextlib.aclosing(follow) as events:
+            async for event in events:
                 if event["kind"] in COMPARED and event["detail"]["order"] >= order["detail"]["order"]:
                     return event
     except TimeoutError:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -127,7 +127,9 @@ class Lighthouse:
                 return found
         raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
 
-    async def follow(self, *path: str, after: int, told: Callable[[str], None], **query: int) -> AsyncIterator[Any]:
+    async def follow(
+        self, *path: str, after: int, told: Callable[[str], None], **query: int
+    ) -> AsyncGenerator[Any, None]:
         """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
 
         ``told`` hears of that. ``Unreachable`` when none answers for ``PATIENCE_SECONDS``.
@@ -137,11 +139,12 @@ class Lighthouse:
         begun, gone_since, said = False, 0.0, ""
         while True:
             try:
-                async for event in self._follow_one(path, {**query, "after": after}):
-                    begun, gone_since, said = True, 0.0, ""
-                    if event is not None:
-                        after = max(after, event["id"])
-                        yield event
+                async with contextlib.aclosing(self._follow_one(path, {**query, "after": after})) as events:
+                    async for event in events:
+                        begun, gone_since, said = True, 0.0, ""
+                        if event is not None:
+                            after = max(after, event["id"])
+                            yield event
                 why = f"the lighthouse ended the events; asking for those after {after}"
             except Unreachable as error:
                 if not begun or (gone_since and time.monotonic() - gone_since > PATIENCE_SECONDS):
@@ -157,7 +160,7 @@ class Lighthouse:
                 told(why)
             await asyncio.sleep(ASK_AGAIN_SECONDS)
 
-    async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncIterator[Any]:
+    async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncGenerator[Any, None]:
         """None as soon as it is there, then the events."""
         async with self._answer("GET", path, None, params=query) as answer:
             if answer.content_type != "text/event-stream":

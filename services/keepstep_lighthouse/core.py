@@ -60,7 +60,7 @@ from keepstep_lighthouse.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.groups import NEVER, Group
+from keepstep_lighthouse.groups import NEVER, Group, Tally
 from keepstep_lighthouse.job_state import JobState
 from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.rounds import Round
@@ -253,8 +253,6 @@ class JobCore:
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
         if not layouts.fits(state, group, request):
             return
-        if group.answered_at is not None:
-            group.step_seconds, group.answered_at = now - group.answered_at, None
         self._groups.open(group, request, now)
         if last is None and (group.member or not state.record.members):
             self._takeover.asks(group, request.step)
@@ -431,6 +429,10 @@ class JobCore:
         ``GONE_SECONDS``, the last first.
         """
         return replica_views(self._groups, self.record, self._takeover.absent, self._state.gone, now)
+
+    @property
+    def tally(self) -> Tally:
+        return self._groups.tally
 
     def heals(self, now: float) -> tuple[HealView, ...]:
         """Those under way, sorted by replica_id."""

@@ -16,7 +16,7 @@ import socket
 import time
 import uuid
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -53,6 +53,8 @@ class Happened:
 
 class EventLog:
     def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """By job and kind, since this process started."""
         self._kept: dict[str, list[Happened]] = {}
         self._forgotten: dict[str, int] = {}
         """Number of the last event that left the memory, by job."""
@@ -68,6 +70,7 @@ class EventLog:
 
     def add(self, job: str, kind: str, replica_id: str, detail: dict[str, Data], now_unix: float) -> Happened:
         self._last_id += 1
+        self.counts[job, kind] += 1
         happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
         self._keep(happened)
         self.on_event(happened)

@@ -79,6 +79,21 @@ class Group:
         return None if self.healing is None or self.healing.ended else self.healing
 
 
+@dataclass(slots=True)
+class Tally:
+    """Sums since this lighthouse leads, over all groups; in seconds."""
+
+    waits: int = 0
+    """Requests that were answered with a quorum."""
+    wait_seconds: float = 0.0
+    """From a group's request to its answer."""
+    committed: int = 0
+    """Steps of groups, each from an answer to the next request."""
+    discarded: int = 0
+    step_seconds: float = 0.0
+    """All of these steps together."""
+
+
 class Groups:
     """All groups of one job that are healthy or may still come back within the reconnect grace."""
 
@@ -103,6 +118,7 @@ class Groups:
         """How many healing groups the next quorum waits for, by failed tries of their name."""
         self.failed_heals: OrderedDict[str, int] = OrderedDict()
         """By stable name; a heal that was completed forgets."""
+        self.tally = Tally()
         self._clock_start = 0.0
         self._arrivals = 0
         self._deadlines: list[tuple[float, str, int]] = []
@@ -197,6 +213,11 @@ class Groups:
             self.failed_heals.pop(group.name, None)
         self._stop_healing(group)
         group.heal_given_up = False
+        if group.answered_at is not None:
+            group.step_seconds, group.answered_at = now - group.answered_at, None
+            self.tally.step_seconds += group.step_seconds
+            self.tally.committed += request.commit_failures == 0
+            self.tally.discarded += request.commit_failures > 0
         group.request = request
         group.highest_request = max(group.highest_request, request.request)
         group.asked_at = now
@@ -249,6 +270,8 @@ class Groups:
         for group in chosen:
             if group.request is not None:
                 group.answered_request = group.request.request
+                self.tally.waits += 1
+                self.tally.wait_seconds += now - group.asked_at
             group.answer = announce
             group.answered_session = -1 if group.session is None else group.session
             group.answered_at = now

@@ -67,6 +67,12 @@ class Job:
         self.sessions: dict[int, Session] = {}
         self.rounds = 0
         """Quorums announced, confirmed ones too."""
+        self.steps = 0
+        """By which the job went on under this lighthouse."""
+        self.healed_bytes = 0
+        self.heal_seconds = 0.0
+        self._step: int | None = None
+        """Of the last quorum that was announced."""
         self._stored = stored
         self._written = record
         """The record as last written."""
@@ -206,6 +212,9 @@ class Job:
     def _announce(self, announce: Announce) -> None:
         """Who knows the member list gets the short answer. Each of the two is packed once."""
         self.rounds += 1
+        if self._step is not None:
+            self.steps += max(0, announce.step - self._step)
+        self._step = announce.step
         epoch, version = self.term.epoch, announce.version
         listed = (epoch, version) if announce.uniform else None
         short = full = None
@@ -228,6 +237,10 @@ class Job:
 
     def _log(self, entry: LogEntry, made: list[Happened]) -> None:
         made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))
+        match entry.kind, entry.detail:
+            case "healed", {"bytes": int(size), "seconds": int() | float() as seconds}:
+                self.healed_bytes += size
+                self.heal_seconds += seconds
         log.info(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
 
     # ---- 3. time

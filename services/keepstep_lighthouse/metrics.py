@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from keepstep_lighthouse.views import ReplicaState
@@ -16,10 +16,16 @@ from keepstep_mesh.logging import get_logger
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
+    from keepstep_lighthouse.jobs import Job
 
 LOGGED_BAD_MESSAGES = 10
 """Within ``LOGGED_SECONDS``; the others are only counted."""
 LOGGED_SECONDS = 10.0
+
+FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
+"""Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
+UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
+"""Of no group at work."""
 
 log = get_logger("keepstep.lighthouse")
 
@@ -46,7 +52,7 @@ class _Lighthouse(Collector):
     def __init__(self, lighthouse: Lighthouse) -> None:
         self._lighthouse = lighthouse
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         one = self._lighthouse
         yield GaugeMetricFamily("keepstep_lighthouse_ready", "1 while it may decide", float(one.term is not None))
         yield GaugeMetricFamily(
@@ -63,22 +69,51 @@ class _Lighthouse(Collector):
         for kind, count in Counter(record.kind for record in one.registry.records).items():
             services.add_metric([kind], count)
         yield services
-        quorum_id = GaugeMetricFamily("keepstep_quorum_id", "number of the current quorum", labels=["job"])
-        members = GaugeMetricFamily("keepstep_quorum_members", "groups in the current quorum", labels=["job"])
-        step = GaugeMetricFamily("keepstep_quorum_step", "step of the last announced quorum", labels=["job"])
-        rounds = CounterMetricFamily("keepstep_quorum_rounds", "quorums announced and confirmed", labels=["job"])
-        groups = GaugeMetricFamily("keepstep_groups", "replica groups by what they do", labels=["job", "state"])
-        now = time.monotonic()
-        for name, job in one.jobs.items():
-            quorum = job.core.quorum_view(now)
-            quorum_id.add_metric([name], quorum.quorum_id)
-            members.add_metric([name], len(quorum.members))
-            step.add_metric([name], quorum.step)
-            rounds.add_metric([name], job.rounds)
-            states = Counter(replica.state for replica in job.core.replicas(now))
-            for state in ReplicaState:
-                groups.add_metric([name, state.value], states[state])
-        yield from (quorum_id, members, step, rounds, groups)
+        events = CounterMetricFamily("keepstep_events", "entries of the event log", labels=["job", "kind"])
+        counts = {(job, kind): 0 for job in one.jobs for kind in FROM_ZERO} | one.events.counts
+        for (name, kind), count in counts.items():
+            events.add_metric([name, kind], count)
+        yield events
+        yield from _of_jobs(one.jobs.values(), time.monotonic())
+
+
+def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
+    quorum_id = GaugeMetricFamily("keepstep_quorum_id", "number of the current quorum", labels=["job"])
+    members = GaugeMetricFamily("keepstep_quorum_members", "groups in the current quorum", labels=["job"])
+    step = GaugeMetricFamily("keepstep_quorum_step", "step of the last announced quorum", labels=["job"])
+    rounds = CounterMetricFamily("keepstep_quorum_rounds", "quorums announced and confirmed", labels=["job"])
+    waits = SummaryMetricFamily(
+        "keepstep_quorum_wait_seconds", "from a group's request for a quorum to the answer", labels=["job"]
+    )
+    steps = CounterMetricFamily("keepstep_steps", "steps by which the job went on", labels=["job"])
+    step_seconds = SummaryMetricFamily(
+        "keepstep_step_seconds", "from a group's quorum to its next request, committed or not", labels=["job"]
+    )
+    of_groups = CounterMetricFamily("keepstep_group_steps", "the same steps, by outcome", labels=["job", "outcome"])
+    healed = CounterMetricFamily("keepstep_healed_bytes", "taken over by groups that healed", labels=["job"])
+    heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "all heals together", labels=["job"])
+    groups = GaugeMetricFamily("keepstep_groups", "replica groups by what they do", labels=["job", "state"])
+    group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
+    for job in jobs:
+        name, quorum, tally, replicas = job.name, job.core.quorum_view(now), job.core.tally, job.core.replicas(now)
+        quorum_id.add_metric([name], quorum.quorum_id)
+        members.add_metric([name], len(quorum.members))
+        step.add_metric([name], quorum.step)
+        rounds.add_metric([name], job.rounds)
+        waits.add_metric([name], tally.waits, tally.wait_seconds)
+        steps.add_metric([name], job.steps)
+        step_seconds.add_metric([name], tally.committed + tally.discarded, tally.step_seconds)
+        of_groups.add_metric([name, "committed"], tally.committed)
+        of_groups.add_metric([name, "discarded"], tally.discarded)
+        healed.add_metric([name], job.healed_bytes)
+        heal_seconds.add_metric([name], job.heal_seconds)
+        states = Counter(replica.state for replica in replicas)
+        for state in ReplicaState:
+            groups.add_metric([name, state.value], states[state])
+        for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
+            group_step.add_metric([name, replica.name], replica.step)
+    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds)
+    yield from (groups, group_step)
 
 
 def registry(lighthouse: Lighthouse) -> CollectorRegistry:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.services.rest.scene import JOB, scene
 
-from keepstep_mesh.messages import Heartbeat, Leave
-from lighthouse_driver import DEADLINE, eventually, worker
+from keepstep_mesh.messages import Healing, Heartbeat, Leave
+from lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 
 async def test_health_readiness_and_metrics() -> None:
@@ -25,6 +27,38 @@ async def test_health_readiness_and_metrics() -> None:
             'keepstep_groups{job="job",state="training"} 2.0',
         ):
             assert line in lines
+
+
+async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_names() -> None:
+    async with scene() as (_, rest, members):
+        await members[0].send(told := Healing(100, 100, 50.0, 1, "r1:1", "direct", 2.0), replace(told, ended=True))
+        await round_of(members, step=1)
+        await round_of(members, step=1, commit_failures=1)
+        async with rest.http.get(f"{rest.address}/metrics") as response:
+            text = await response.text()
+        for line in (
+            'keepstep_steps_total{job="job"} 1.0',
+            'keepstep_quorum_wait_seconds_count{job="job"} 6.0',
+            'keepstep_step_seconds_count{job="job"} 4.0',
+            'keepstep_group_steps_total{job="job",outcome="committed"} 2.0',
+            'keepstep_group_steps_total{job="job",outcome="discarded"} 2.0',
+            'keepstep_healed_bytes_total{job="job"} 100.0',
+            'keepstep_heal_seconds_total{job="job"} 2.0',
+            'keepstep_events_total{job="job",kind="healed"} 1.0',
+            'keepstep_events_total{job="job",kind="joined"} 2.0',
+            'keepstep_events_total{job="job",kind="replicas_differ"} 0.0',
+            'keepstep_group_step{group="r0",job="job"} 1.0',
+        ):
+            assert line in text.splitlines(), line
+        assert "r0:1" not in text
+
+
+async def test_a_group_that_comes_back_as_another_incarnation_is_in_the_metrics_once() -> None:
+    async with scene() as (one, rest, members), worker(one.address, "r0:2"):
+        members[0].cut()
+        async with rest.http.get(f"{rest.address}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        assert len([line for line in lines if line.startswith('keepstep_group_step{group="r0"')]) == 1
 
 
 async def test_the_cluster_is_told_under_the_address_that_was_asked() -> None:

@@ -1,0 +1,9 @@
+"""Prints what these extras of pyproject.toml need, one requirement a line: ``needs.py services durable``."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+extras = [need for extra in sys.argv[1:] for need in project["optional-dependencies"][extra]]
+print(*project["dependencies"], *extras, sep="\n")
