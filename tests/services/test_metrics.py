@@ -185,6 +185,14 @@ async def test_a_full_disk_is_said_and_nothing_that_was_taken_then_is_lost(tmp_p
         assert await asking.get(f"goodput?since={now - 100}&until={now}") == before
 
 
+async def test_events_are_forgotten_when_they_are_older_than_was_said(tmp_path: Path) -> None:
+    async with metrics(data_dir=tmp_path, keep_events=30.0, snapshot_every=0.05) as one, client(one.address) as asking:
+        now = time.time()
+        await asking.tell(Teller(), event(now - 60, "joined", "a:1"), event(now, "lost", "a:1", reason="killed"))
+        found = await asking.until("events", lambda it: len(it["events"]) == 1)
+        assert [it["event"] for it in found["events"]] == ["lost"]
+
+
 async def test_a_second_service_on_the_same_data_is_refused(tmp_path: Path) -> None:
     async with metrics(data_dir=tmp_path):
         with pytest.raises(Exception, match="give another --data-dir"):

@@ -79,8 +79,8 @@ async def test_up_runs_a_relay_that_the_lighthouse_knows_and_that_survives_a_res
     up = ("up", "--bind", "127.0.0.1:0", "--state-dir", str(tmp_path), "--log-level", "error")
     for restart in range(2):
         async with process(*up) as mesh, asyncio.timeout(DEADLINE):
-            lighthouse, relay = [(await mesh.stdout.readline()).decode().split() for _ in range(2)]
-            assert (lighthouse[0], relay[0]) == ("lighthouse", "relay")
+            lighthouse, relay, metrics = [(await mesh.stdout.readline()).decode().split() for _ in range(3)]
+            assert (lighthouse[0], relay[0], metrics[0]) == ("lighthouse", "relay", "metrics")
             async with client(relay[1]) as worker:
                 if not restart:
                     await worker.store(TWO)
