@@ -195,7 +195,8 @@ class Attempt:
             return ready.result()
         began = time.monotonic()
         try:
-            concurrent.futures.wait([ready], SEEN_TO_WAIT_SECONDS)
+            return ready.result(SEEN_TO_WAIT_SECONDS)
+        except TimeoutError:
             if not ready.done():
                 self._context.telemetry.state("waiting_quorum")
             return ready.result(limit)
