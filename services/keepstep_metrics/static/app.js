@@ -19,6 +19,7 @@ const api = new Api(askToken);
 let page = null;
 let heardAt = null;
 let shows = 0;
+let orders = 0;
 const jobRows = new Rows(byId("jobs"), (job) => ({ node: el("option", { value: job }, job), update: () => {} }));
 jobRows.none = el("option", { value: "" }, "none yet");
 
@@ -58,6 +59,7 @@ function live(yes, pause) {
 
 async function order(action, name) {
   const { title, what, done } = ORDERS[action];
+  const mine = ++orders;
   const dialog = byId("order");
   const job = wanted().job;
   say(byId("order-title"), `${title} ${name}?`);
@@ -66,8 +68,14 @@ async function order(action, name) {
   byId("order-reason").value = "";
   dialog.returnValue = "no";
   dialog.showModal();
-  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  if (dialog.returnValue !== "yes") return;
+  await new Promise((resolve) => {
+    dialog.addEventListener("close", function closed() {
+      if (dialog.open && mine === orders) return; // it is told late: of the question before
+      dialog.removeEventListener("close", closed);
+      resolve();
+    });
+  });
+  if (mine !== orders || dialog.returnValue !== "yes") return;
   try {
     const reason = byId("order-reason").value.trim() || "from the dashboard";
     const answer = await api.post(`v1/jobs/${encodeURIComponent(job)}/replicas/${encodeURIComponent(name)}/${action}`, { reason });
