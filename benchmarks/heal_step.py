@@ -108,11 +108,11 @@ def measure(side: Side, joins: int, mebibytes: int, log: Path) -> Found:
             group.start()
         for turn in range(joins):
             last_commit(others, time.time(), (GROUPS - 1).__eq__)
-            time.sleep(FAR_SECONDS + (NEAR_SECONDS if turn == 0 else 0))
+            time.sleep(FAR_SECONDS + (NEAR_SECONDS if turn == 0 else 0))  # steps far from any join are what is measured
             cue = time.time()
             joiner.start()
             joined = last_commit([joiner], cue, GROUPS.__eq__)
-            time.sleep(NEAR_SECONDS + FAR_SECONDS)
+            time.sleep(NEAR_SECONDS + FAR_SECONDS)  # and those near it, then far again
             found.add(steps_of(others[0]), cue, joined)
             found.heals += _heals(Path(f"{joiner.commits}.jsonl"))
             print(f"join of {mebibytes} MiB, {side.name}: one step took {found.stalls[-1]:.2f} s", flush=True)

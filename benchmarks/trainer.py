@@ -81,7 +81,7 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
             if ballast:
                 torch._foreach_add_([tensor[:1] for tensor in ballast], 1.0)
         if options.pause:
-            time.sleep(options.pause)
+            time.sleep(options.pause)  # in place of loading data
     manager.shutdown()
 
 

@@ -71,7 +71,7 @@ class SlowReader(HTTPTransport[Any]):
     def recv_checkpoint(self, *where: Any, progress: Callable[[int, int], None], **options: Any) -> Any:
         def slowly(done: int, total: int) -> None:
             progress(done, total)
-            time.sleep(self._seconds_a_chunk)
+            time.sleep(self._seconds_a_chunk)  # a heal that is slow by order
 
         return super().recv_checkpoint(*where, progress=slowly, **options)
 

@@ -109,7 +109,7 @@ async def test_a_fast_joiner_does_not_wait_for_a_slow_one():
 
 
 def slowly(_number, _so_far, data):
-    time.sleep(len(data) / 1e6)
+    time.sleep(len(data) / 1e6)  # a network of 1 MB/s
     return data
 
 
