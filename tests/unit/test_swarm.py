@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-
 import pytest
 
-from keepstep.checkpointing.swarm import PATIENCE_SECONDS, RELAY, SLOW_SECONDS, SOURCE, Swarm
+from keepstep.checkpointing.swarm import (
+    PATIENCE_FACTOR,
+    PATIENCE_SECONDS,
+    PEERS_AT_ONCE,
+    RELAY,
+    SLOW_SECONDS,
+    SOURCE,
+    Swarm,
+)
+from swarm_model import Network
 
 
 def bits(*chunks):
@@ -52,6 +58,33 @@ def test_the_rarest_chunk_of_a_peer_comes_first():
     assert swarm.take("a", 0.0) == 2
 
 
+def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
+    swarm = Swarm(12, 0, 6, 0.0)
+    for peer in "abcd":
+        swarm.tells(peer, bits(*range(12)))
+    asked = [swarm.take(peer, 0.0) for peer in "abcd"]
+    assert sum(chunk is not None for chunk in asked) == PEERS_AT_ONCE
+    assert swarm.take("c", SLOW_SECONDS + 0.1) is not None, "those who were asked first are slow"
+
+
+def test_what_comes_from_the_relay_instead_of_a_peer_does_not_make_it_wait_again():
+    swarm = Swarm(4, 0, 2, 0.0)
+    swarm.tells("a", bits(1, 3))
+    for _ in (0, 2):
+        swarm.came(swarm.take(RELAY, 0.0), 0.0)
+    late = PATIENCE_SECONDS
+    swarm.came(swarm.take(RELAY, late), late)
+    assert swarm.take(RELAY, late) is not None
+
+
+def test_a_joiner_on_a_slow_network_waits_longer_before_it_takes_more_from_the_relay():
+    swarm = Swarm(4, 0, 2, 0.0)
+    for _ in (0, 2):
+        swarm.came(swarm.take(RELAY, 0.0), 10.0)
+    assert swarm.take(RELAY, 10.0 + PATIENCE_SECONDS) is None
+    assert swarm.take(RELAY, 10.0 + PATIENCE_FACTOR * 10.0) is not None
+
+
 def test_the_source_is_asked_only_when_it_has_to_be():
     swarm = Swarm(2, 0, 1, 0.0)
     assert swarm.take(SOURCE, 0.0) is None
@@ -77,8 +110,8 @@ def test_a_forgotten_peer_is_not_asked():
 
 
 def test_a_peer_is_slow_only_once_there_is_nothing_else_to_do():
-    swarm = Swarm(2, 0, 2, 0.0)
-    swarm.tells("a", bits(0, 1))
+    swarm = Swarm(2, 1, 2, 0.0)
+    swarm.tells("a", bits(0))
     swarm.take("a", 0.0)
     assert swarm.slow(SLOW_SECONDS + 1) == set()
     swarm.came(swarm.take(RELAY, 0.0), 0.1)
@@ -101,72 +134,18 @@ def test_a_peer_cannot_say_that_it_has_more_chunks_than_there_are():
     assert swarm.peers_finished()
 
 
-def swarm_of(joiners, chunks, seed, lost=None):
-    """Everybody, and the relay, has an uplink of one chunk a second: a peer that is asked while it sends lets wait.
-
-    The source uploads one chunk a second. Joiner ``lost`` dies after a third of the time. Gives the seconds until all
-    others have all, and how many chunks the relay sent.
-    """
-    rng = random.Random(seed)
-    swarms = [Swarm(chunks, me, joiners, 0.0) for me in range(joiners)]
-    free = dict.fromkeys(range(joiners), 0.0)
-    events, sent, now, number = [], 0, 0.0, 0
-    lanes = {(me, of) for me in range(joiners) for of in (RELAY, *range(joiners)) if of != me}
-    alive = set(range(joiners))
-    slots = []
-
-    def ask():
-        nonlocal sent, number
-        for me, of in rng.sample(sorted(lanes, key=str), len(lanes)):
-            if me not in alive or (of != RELAY and of not in alive):
-                continue
-            chunk = swarms[me].take(of if of == RELAY else f"j{of}", now)
-            if chunk is None:
-                continue
-            lanes.discard((me, of))
-            if of == RELAY:  # which sends what has come, whoever asked first
-                begins = max(now, chunk + 1.0)
-                while any(abs(begins - one) < 1.0 for one in slots):
-                    begins = min(one for one in slots if abs(begins - one) < 1.0) + 1.0
-                slots.append(begins)
-            else:
-                begins = max(now, free[of])
-                free[of] = begins + 1.0
-            sent += of == RELAY
-            number += 1
-            heapq.heappush(events, (begins + 1.0, number, me, of, chunk))
-
-    while not all(swarms[me].finished for me in alive):
-        ask()
-        assert events or swarms[0].idle(now) < 2 * PATIENCE_SECONDS, "nobody asks for anything any more"
-        if not events or events[0][0] > now + 0.1:
-            now += 0.1
-        else:
-            now, _, me, of, chunk = heapq.heappop(events)
-            lanes.add((me, of))
-            if me in alive and (of == RELAY or of in alive):
-                swarms[me].came(chunk, now)
-            elif me in alive:
-                swarms[me].failed(chunk)
-        if lost in alive and now > chunks / 3:
-            alive.discard(lost)
-            for swarm in swarms:
-                swarm.forget(f"j{lost}")
-        for me in alive:
-            for other in alive - {me}:
-                swarms[me].tells(f"j{other}", swarms[other].done)
-    return now, sent
+@pytest.mark.parametrize("seed", range(5))
+def test_eight_joiners_take_little_longer_than_one_and_the_relay_sends_one_copy(seed):
+    alone, together = Network(1, 48, seed), Network(8, 48, seed)
+    assert together.run() <= 1.25 * alone.run()
+    assert together.sent_by[RELAY] <= 1.05 * 48
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_eight_joiners_take_little_longer_than_one_and_the_relay_sends_little_more_than_one_copy(seed):
-    alone, _ = swarm_of(1, 48, seed)
-    together, sent = swarm_of(8, 48, seed)
-    assert together <= 1.2 * alone
-    assert sent <= 1.2 * 48
+def test_of_few_chunks_eight_joiners_take_about_half_as_long_again_as_one(seed):
+    assert Network(8, 16, seed).run() <= 1.6 * Network(1, 16, seed).run()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_others_get_everything_when_one_is_lost(seed):
-    seconds, _ = swarm_of(6, 30, seed, lost=2)
-    assert seconds <= 3 * 31
+    assert Network(6, 30, seed).run(lost="j2") <= 1.8 * Network(1, 30, seed).run()

@@ -35,6 +35,7 @@ import msgpack
 
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.staging import Snapshot
+from keepstep.checkpointing.swarm import PEERS_AT_ONCE
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import CHUNK_BYTES, DIGEST_BYTES
@@ -47,7 +48,7 @@ SHORT_BYTES = 64 << 10
 """Parts that are shorter are sent together."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
-"""A chunk that is lent has the uplink to itself for so long at most."""
+"""A chunk that is lent shares the uplink with only one more for so long at most."""
 
 _REQUEST_LINE = re.compile(
     r"(GET|DELETE) /(checkpoint|content|manifest|lease|chunk)/([0-9a-zA-Z_-]{1,64})"
@@ -107,7 +108,7 @@ class CheckpointServer:
         self.served_at = 0.0
         """When a part of a chunk that was lent was last sent; monotonic time."""
         self._lent: Callable[[bytes], list[memoryview] | None] | None = None
-        self._turns = asyncio.Semaphore()
+        self._turns = asyncio.Semaphore(PEERS_AT_ONCE)
         self._changed = asyncio.Event()
         self._leases: dict[str, _Lease] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -341,8 +342,10 @@ class CheckpointServer:
         parts = lent(digest) if lent is not None else None
         if parts is None:
             raise _Refused(404, "this chunk is not here")
-        await self._send_head(connection, 200, sum(part.nbytes for part in parts))
+        if self._turns.locked():
+            raise _Refused(503, "others are being served; ask another joiner, or again")
         async with self._turn():
+            await self._send_head(connection, 200, sum(part.nbytes for part in parts))
             for part in gathered(parts):
                 async with asyncio.timeout(self._timeout):
                     await self._loop.sock_sendall(connection, part)
@@ -350,7 +353,7 @@ class CheckpointServer:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """One reader after the other: the first passes on all of its chunk while the last would have an eighth."""
+        """Few readers at a time: the first passes on all of its chunk while the last would have an eighth."""
         await self._turns.acquire()
         end = self._loop.call_later(TURN_SECONDS, self._turns.release)
         try:

@@ -99,7 +99,7 @@ class RelayFetch(Fetch):
         self._token = token
         self._checkpoint = LiveCheckpoint(exchange)
         self._changed = threading.Condition(self._lock)
-        self._failures = dict.fromkeys(self._relays, 0)
+        self._failures = defaultdict(int, dict.fromkeys(self._relays, 0))
         """In a row, by address."""
         self._connections: defaultdict[str, set[Connection]] = defaultdict(set)
         """Those of each kind of lane, also some that are closed already."""
@@ -173,7 +173,7 @@ class RelayFetch(Fetch):
         end = began + LINGER_SHARE * (began - self._swarm.began)
         with self._changed:
             while not self._swarm.peers_finished() and now < end:
-                self._changed.wait_for(lambda: self._ended, TELL_SECONDS)
+                self._changed.wait_for(lambda: self._ended or self._swarm.peers_finished(), TELL_SECONDS)
                 now = time.monotonic()
                 if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
                     return
@@ -209,12 +209,12 @@ class RelayFetch(Fetch):
                     connection.interrupt()
 
     def _tell(self) -> None:
-        """Says to a relay what is here, and learns what others have, until the end."""
-        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+        """Says to a relay what is here, at once when it is all, and learns what others have, until the end."""
         connection: Connection | None = None
         swarm = self._swarm
         try:
             while self._ended is None and not self._told_enough:
+                told_all = swarm.finished
                 try:
                     if connection is None:
                         relay = self._relays[min(self._working_relays() or self._relays)]
@@ -225,11 +225,19 @@ class RelayFetch(Fetch):
                     if connection is not None:
                         self._close(connection)
                         connection = None
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ended or self._told_enough, pause)
+                self._pause_telling(told_all)
         finally:
             if connection is not None:
                 self._close(connection)
+
+    def _pause_telling(self, told_all: bool) -> None:
+        """Shorter once all is told: then it waits for nothing but what it learns."""
+        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or self._told_enough or (self._swarm.finished and not told_all),
+                pause / 4 if told_all else pause,
+            )
 
     def _meet(self, others: dict[str, tuple[str, int]]) -> None:
         for name, (address, _) in others.items():
@@ -339,11 +347,13 @@ class RelayFetch(Fetch):
         raise BrokenConnection(f"chunk {chunk} arrived damaged")
 
     def _goes_on(self, source: str, address: str, problem: Exception) -> bool:
-        """After something went wrong: whether the lane asks again. What is not there yet is no failure of a relay."""
+        """After something went wrong: whether the lane asks again. To be told to ask again later is no failure."""
         pause = LOOK_SECONDS
+        later = {RELAY: (NOT_HERE, NOT_YET), SOURCE: ()}.get(source, (NOT_YET,))
         with self._changed:
-            if source != RELAY or not (isinstance(problem, Refusal) and problem.status in (NOT_HERE, NOT_YET)):
-                failures = self._failures[address] = self._failures.get(address, 0) + 1
+            if not (isinstance(problem, Refusal) and problem.status in later):
+                self._failures[address] += 1
+                failures = self._failures[address]
                 pause = min(0.05 * 2.0**failures, 1.0)
                 log.info("no chunk", step=self._step, of=source, at=address, failures=failures, reason=str(problem))
             if source == RELAY or self._failures[address] < MAX_FAILURES:

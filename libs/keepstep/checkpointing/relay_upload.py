@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from keepstep.checkpointing.budget import Budget
 from keepstep.checkpointing.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
@@ -24,7 +25,6 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import CHUNK_BYTES, read_envelope
 
-STREAMS = 2
 STALL_SECONDS = 10.0
 LOOK_SECONDS = 0.1
 """Between two looks at what other groups have still to upload."""
@@ -160,23 +160,21 @@ class Upload:
         if self._sent > MAX_COPIES * len(self._snapshot.pack):
             raise TransferError(f"relays lack what was sent {MAX_COPIES} times")
         alive = self._alive()
-        by_relay: dict[str, dict[bytes, int]] = {address: {} for address in alive}
+        by_relay: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
         for chunk in chunks:
             digest = self._table.chunk_digests[chunk]
             by_relay[home(digest, alive)][digest] = chunk  # equal chunks are one
         faults: list[BaseException] = []
 
-        def put(address: str, numbers: list[int]) -> None:
+        def put(address: str, numbers: Iterable[int]) -> None:
             try:
                 self._put_some(address, numbers)
             except BaseException as error:  # noqa: BLE001  raised below
                 faults.append(error)
 
         streams = [
-            threading.Thread(target=put, args=(address, numbers), name="keepstep-upload-stream", daemon=True)
+            threading.Thread(target=put, args=(address, parts.values()), name="keepstep-upload-stream", daemon=True)
             for address, parts in by_relay.items()
-            for stream in range(STREAMS)
-            if (numbers := [*parts.values()][stream::STREAMS])
         ]
         for one in streams:
             one.start()
@@ -185,7 +183,7 @@ class Upload:
         if faults:
             raise faults[0]
 
-    def _put_some(self, address: str, chunks: list[int]) -> None:
+    def _put_some(self, address: str, chunks: Iterable[int]) -> None:
         with self._failing(address), self._connected(address) as connection:
             for chunk in chunks:
                 data = self._snapshot.pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]

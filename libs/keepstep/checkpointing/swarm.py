@@ -5,9 +5,10 @@ The rules:
 * Joiner k of n takes the chunks k, k + n, k + 2n, ... from the relay, in the order in which they are uploaded, and the
   others from the joiners whose they are; so each chunk leaves the relay once, and every uplink works all the time.
 * Of what a peer has, the chunk that the fewest others have comes first: soon there are many who have it.
-* When its own are done, and peers have all the others, the relay's uplink is free: a joiner takes from it what they
-  have too. When ``PATIENCE_SECONDS`` bring nothing else, it does so earlier, and takes what nobody has, one after the
-  other: its owner may be slow, or gone.
+* It asks ``PEERS_AT_ONCE`` peers at a time, and a peer serves as few: what comes quickly is passed on soon, and neither
+  an uplink nor a downlink waits for one that is busy with others.
+* When nothing else comes for a while it takes more from the relay, one chunk after the other: those who should bring
+  them may be slow, or gone.
 * The source itself is asked only when ``use_source`` was called: it trains.
 * A chunk is asked of one at a time. One that a peer is slow with is taken from it when somebody else has nothing to do;
   one that the relay is slow with, when the source can be asked.
@@ -19,7 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+PEERS_AT_ONCE = 2
+"""With one, all wait while the two ends find each other; with more, every copy takes longer to come."""
 PATIENCE_SECONDS = 0.5
+PATIENCE_FACTOR = 4.0
+"""The while is ``PATIENCE_SECONDS``, or this many times what the fastest chunk took, if that is longer."""
 SLOW_SECONDS = 1.0
 SLOW_FACTOR = 4.0
 """A peer is slow with a chunk after ``SLOW_SECONDS``, or this many times what one took so far, if that is longer."""
@@ -57,8 +62,9 @@ class Swarm:
     _own: int = field(init=False)
     _came: float = field(init=False)
     _fed: float = field(init=False)
-    """When a chunk last came that was this joiner's own, or that a peer had."""
+    """When a chunk last came that was this joiner's own, or that a peer brought."""
     _chunk_seconds: float = 0.0
+    _fastest: float = 0.0
 
     def __post_init__(self) -> None:
         self._todo = (1 << self.chunks) - 1
@@ -85,16 +91,17 @@ class Swarm:
         if source == SOURCE:
             return _first(self._todo) if self.use_source else None
         if source != RELAY:
-            return self._rarest(self._todo & self.peers.get(source, 0))
+            return self._rarest(self._todo & self.peers.get(source, 0)) if self._asks_few_peers(now) else None
         if self._todo & self._own:
             return _first(self._todo & self._own)
-        elsewhere = 0
-        for has in self.peers.values():
-            elsewhere |= has
-        elsewhere &= self._todo
-        if elsewhere != self._todo and now - self._fed < PATIENCE_SECONDS:
+        if now - self._fed < max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._fastest):
             return None
-        return self._rarest(elsewhere or self._todo)
+        return self._rarest(self._todo)
+
+    def _asks_few_peers(self, now: float) -> bool:
+        """One that is slow does not count."""
+        asked = (one for one in self.asked.values() if one.of not in (RELAY, SOURCE))
+        return sum(now - one.since <= self._slow_after() for one in asked) < PEERS_AT_ONCE
 
     def _rarest(self, candidates: int) -> int | None:
         """Each joiner begins to look at another place, so that not all ask for the same one."""
@@ -107,8 +114,9 @@ class Swarm:
         """It is here, and verified."""
         asked = self.asked.pop(chunk)
         seconds = now - asked.since
-        if asked.of != RELAY or self._own >> chunk & 1 or any(has >> chunk & 1 for has in self.peers.values()):
+        if asked.of != RELAY or self._own >> chunk & 1:
             self._fed = now
+        self._fastest = min(self._fastest or seconds, seconds)
         self._chunk_seconds = 0.8 * (self._chunk_seconds or seconds) + 0.2 * seconds
         self._came = now
         self.done |= 1 << chunk
@@ -130,9 +138,12 @@ class Swarm:
         """Who has been so slow with a chunk that another should be asked, now that there is nothing else to do."""
         if self._todo:
             return set()
-        limit = max(SLOW_SECONDS, SLOW_FACTOR * self._chunk_seconds)
+        limit = self._slow_after()
         never = (SOURCE,) if self.use_source else (SOURCE, RELAY)  # it may have to wait for what is uploaded
         return {one.of for one in self.asked.values() if one.of not in never and now - one.since > limit}
+
+    def _slow_after(self) -> float:
+        return max(SLOW_SECONDS, SLOW_FACTOR * self._chunk_seconds)
 
     def peers_finished(self) -> bool:
         """Whether every peer has all of it."""
