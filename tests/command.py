@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+START_SECONDS = 60.0
+
 
 def environment(**variables: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables
@@ -37,6 +39,16 @@ async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.su
     command = (sys.executable, "-m", "keepstep_cli", *arguments)
     async with killed_at_the_end(*command, stderr=subprocess.PIPE, env=environment(**variables)) as started:
         yield started
+
+
+@asynccontextmanager
+async def service_process(name: str, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """``keepstep <name>`` on a free port, and its address."""
+    async with process(name, "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
+        async with asyncio.timeout(START_SECONDS):
+            line = (await started.stdout.readline()).decode()
+        assert line.startswith(f"{name} http"), line + (await started.stderr.read()).decode()
+        yield started, line.split()[1]
 
 
 class Command:

@@ -8,16 +8,18 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgpack
 
-from command import process
+from command import service_process
 from keepstep_metrics.app import Metrics, MetricsSettings
 
 DEADLINE = 60.0
 JOB = "job"
+metrics_process = partial(service_process, "metrics")
 
 
 @asynccontextmanager
@@ -28,16 +30,6 @@ async def metrics(**settings: Any) -> AsyncIterator[Metrics]:
         yield one
     finally:
         await one.stop()
-
-
-@asynccontextmanager
-async def metrics_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """``keepstep metrics``, and its address."""
-    async with process("metrics", "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
-        async with asyncio.timeout(DEADLINE):
-            line = (await started.stdout.readline()).decode()
-        assert line.startswith("metrics http"), line + (await started.stderr.read()).decode()
-        yield started, line.split()[1]
 
 
 def step(t: float, number: int, seconds: float = 1.0, *, committed: bool = True, **more: Any) -> dict[str, Any]:

@@ -9,18 +9,20 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgpack
 
-from command import process
+from command import service_process
 from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope, read_envelope
 from keepstep_relay.app import Relay, RelaySettings
 
 DEADLINE = 60.0
 JOB = "job"
+relay_process = partial(service_process, "relay")
 
 
 @asynccontextmanager
@@ -31,16 +33,6 @@ async def relay(**settings: Any) -> AsyncIterator[Relay]:
         yield one
     finally:
         await one.stop()
-
-
-@asynccontextmanager
-async def relay_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """``keepstep relay``, and its address."""
-    async with process("relay", "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
-        async with asyncio.timeout(DEADLINE):
-            line = (await started.stdout.readline()).decode()
-        assert line.startswith("relay http"), line + (await started.stderr.read()).decode()
-        yield started, line.split()[1]
 
 
 @asynccontextmanager

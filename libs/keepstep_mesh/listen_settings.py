@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from keepstep_mesh.auth import Tokens, watched_tokens
+from keepstep_mesh.auth import ClientToken, Tokens, watched_tokens
 from keepstep_mesh.reloading import FromFiles
-from keepstep_mesh.settings import Settings, base_url, bind_address, boolean
+from keepstep_mesh.settings import Settings, base_url, bind_address, boolean, split_addresses
 from keepstep_mesh.tls import TlsFiles, tls_of_client, tls_of_service
 
 
@@ -29,6 +32,46 @@ class ListenSettings:
     def own_token(self) -> str | None:
         """The one of those it takes that it shows to other services."""
         return (self.tokens.value if isinstance(self.tokens, FromFiles) else self.tokens).for_services()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredSettings(ListenSettings):
+    """Of a service that registers with ``lighthouses``, as ``name``, with the token ``token``."""
+
+    service: ClassVar[str]
+    lighthouses: tuple[str, ...] = ()
+    name: str | None = None
+    token: ClientToken | None = None
+
+    def shown_token(self) -> str | None:
+        """What it shows to lighthouses: the token that it was given, else one of those that it takes."""
+        return self.token.latest() if self.token else self.own_token()
+
+    def service_name(self, port: int) -> str:
+        """``name``, else one that is the same after a restart."""
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or self.service
+        return self.name or f"{host}-{port}"
+
+
+def settings_of_service(
+    service: str, flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None
+) -> Settings:
+    """``flags`` as ``<service>_<name>``, like the variables ``KEEPSTEP_<SERVICE>_<NAME>`` and what stands in ``file``;
+    but ``lighthouse`` is everybody's.
+    """
+    given = {name if name == "lighthouse" else f"{service}_{name}": value for name, value in flags.items()}
+    return Settings(flags=given, environ=environ, file=file or {})
+
+
+def read_registered_settings(settings: Settings, service: str, bind: str) -> dict[str, Any]:
+    """The fields of ``RegisteredSettings``; see ``read_listen_settings``."""
+    lighthouses = settings.get("lighthouse", str, "")
+    return {
+        **read_listen_settings(settings, service, bind),
+        "lighthouses": split_addresses(lighthouses) if lighthouses else (),
+        "name": settings.get(f"{service}_name", str, None),
+        "token": ClientToken(settings.environ),
+    }
 
 
 def read_listen_settings(settings: Settings, service: str, bind: str) -> dict[str, Any]:

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.listen_settings import ListenSettings, read_listen_settings
-from keepstep_mesh.settings import Settings, duration, split_addresses
+from keepstep_mesh.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
+from keepstep_mesh.settings import duration
 
 DAY = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings(ListenSettings):
+class MetricsSettings(RegisteredSettings):
     """``data_dir``: of the SQLite file; None: nothing survives a restart. In seconds, ``keep_events``: how long events
     are kept; ``snapshot_every``: between snapshots of the history, which take the place of the journal.
-
-    ``lighthouses``: where it registers, as ``name``, with the token ``token``.
     """
+
+    service = "metrics"
 
     bind: str = "127.0.0.1:29530"
     data_dir: Path | None = None
     keep_events: float = 30 * DAY
     snapshot_every: float = 300.0
-    lighthouses: tuple[str, ...] = ()
-    name: str | None = None
-    token: ClientToken | None = None
-
-    def shown_token(self) -> str | None:
-        """What it shows to lighthouses: the token that it was given, else one of those that it takes."""
-        return self.token.latest() if self.token else self.own_token()
-
-    def service_name(self, port: int) -> str:
-        """``name``, else one that is the same after a restart."""
-        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "metrics"
-        return self.name or f"{host}-{port}"
 
 
 def read_settings(
@@ -51,8 +36,7 @@ def read_settings(
     In the environment they are ``KEEPSTEP_METRICS_<NAME>``, but ``KEEPSTEP_LIGHTHOUSE``; in the file
     ``metrics_<name>``. Raises ``ValueError`` that names the source of what is wrong, ``AuthError`` for tokens.
     """
-    given = {"lighthouse" if name == "lighthouse" else f"metrics_{name}": value for name, value in flags.items()}
-    settings = Settings(flags=given, environ=environ, file=file or {})
+    settings = settings_of_service(MetricsSettings.service, flags, environ, file)
     default = MetricsSettings()
     times = {
         name: settings.get(f"metrics_{name}", duration, getattr(default, name))
@@ -61,12 +45,8 @@ def read_settings(
     for name, seconds in times.items():
         if seconds <= 0:
             raise ValueError(f"{name} must be more than 0")
-    lighthouses = settings.get("lighthouse", str, "")
     return MetricsSettings(
-        **read_listen_settings(settings, "metrics", default.bind),
+        **read_registered_settings(settings, MetricsSettings.service, default.bind),
         **times,
         data_dir=settings.path("metrics_data_dir"),
-        lighthouses=split_addresses(lighthouses) if lighthouses else (),
-        name=settings.get("metrics_name", str, None),
-        token=ClientToken(environ),
     )

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.listen_settings import ListenSettings, read_listen_settings
-from keepstep_mesh.settings import Settings, byte_size, duration, split_addresses, whole
+from keepstep_mesh.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
+from keepstep_mesh.settings import byte_size, duration, whole
 from keepstep_relay.events import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelaySettings(ListenSettings):
+class RelaySettings(RegisteredSettings):
     """``memory``: bytes of the memory tier. ``data_dir``: of the disk tier, ``durable``: URL of the durable one, None:
     there is none. In seconds, ``max_wait``: longest that a reader waits for what is still to come; ``body_timeout``:
     longest that a chunk or manifest may take on its way in or out.
-
-    ``lighthouses``: where it registers, as ``name``, with the token ``token``.
     """
+
+    service = "relay"
 
     bind: str = "127.0.0.1:29520"
     memory: int = 4 << 30
@@ -32,18 +29,6 @@ class RelaySettings(ListenSettings):
     limits: Limits = field(default_factory=Limits)
     max_wait: float = 60.0
     body_timeout: float = 60.0
-    lighthouses: tuple[str, ...] = ()
-    name: str | None = None
-    token: ClientToken | None = None
-
-    def shown_token(self) -> str | None:
-        """What it shows to lighthouses: the token that it was given, else one of those that it takes."""
-        return self.token.latest() if self.token else self.own_token()
-
-    def service_name(self, port: int) -> str:
-        """``name``, else one that is the same after a restart."""
-        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "relay"
-        return self.name or f"{host}-{port}"
 
 
 LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -68,8 +53,7 @@ def read_settings(
     In the environment they are ``KEEPSTEP_RELAY_<NAME>``, but ``KEEPSTEP_LIGHTHOUSE``; in the file ``relay_<name>``.
     Raises ``ValueError`` that names the source of what is wrong, ``AuthError`` for tokens.
     """
-    given = {"lighthouse" if name == "lighthouse" else f"relay_{name}": value for name, value in flags.items()}
-    settings = Settings(flags=given, environ=environ, file=file or {})
+    settings = settings_of_service(RelaySettings.service, flags, environ, file)
     default = RelaySettings()
 
     told = {
@@ -82,19 +66,15 @@ def read_settings(
             raise ValueError(f"{name} must be 0 or more, not {value:g}")
         if value == 0 and name in NOT_ZERO:
             raise ValueError(f"{name} must be more than 0")
-    lighthouses = settings.get("lighthouse", str, "")
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:
         raise ValueError(f"the memory tier needs at least {MIN_MEMORY >> 20} MiB, not {memory} bytes")
     return RelaySettings(
-        **read_listen_settings(settings, "relay", default.bind),
+        **read_registered_settings(settings, RelaySettings.service, default.bind),
         memory=memory,
         data_dir=settings.path("relay_data_dir"),
         durable=settings.get("relay_durable", str, None),
         limits=Limits(**{into: told[name] for name, (into, _) in LIMITS.items()}),
         max_wait=settings.get("relay_max_wait", duration, default.max_wait),
         body_timeout=body_timeout,
-        lighthouses=split_addresses(lighthouses) if lighthouses else (),
-        name=settings.get("relay_name", str, None),
-        token=ClientToken(environ),
     )
