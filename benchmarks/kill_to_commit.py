@@ -35,9 +35,18 @@ POLL = 0.005
 class Group:
     """One group. Its next process waits, imports done, for the one at work to be killed."""
 
-    def __init__(self, side: Side, number: int, server: Lighthouse, folder: Path, log: Path, *flags: str) -> None:
-        """``flags``: more of the trainer's."""
-        self.flags = flags
+    def __init__(
+        self,
+        side: Side,
+        number: int,
+        server: Lighthouse,
+        folder: Path,
+        log: Path,
+        *flags: str,
+        command: tuple[str, ...] = (),
+    ) -> None:
+        """``flags``: more of the trainer's. ``command`` stands before its own."""
+        self.flags, self.command = flags, command
         self.side, self.number, self.server, self.folder, self.log = side, number, server, folder, log
         self.incarnation = 0
         self.commits = folder
@@ -47,7 +56,15 @@ class Group:
     def prepare(self) -> None:
         """Launches the next process; returns once that has its imports done."""
         self.incarnation += 1
-        command = [self.side.python, HERE / "trainer.py", "--library", self.side.name, "--out", self._next_commits()]
+        command = [
+            *self.command,
+            self.side.python,
+            HERE / "trainer.py",
+            "--library",
+            self.side.name,
+            "--out",
+            self._next_commits(),
+        ]
         command += ["--lighthouse", self.server.address, "--group", str(self.number), "--groups", str(GROUPS)]
         command += ["--min-replicas", str(GROUPS - 1), "--pause", str(PAUSE), "--timeout", str(COLLECTIVE_TIMEOUT)]
         command += self.flags
