@@ -76,8 +76,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
         show = print_json if as_json else _shower(stack)
         while True:
             try:
-                show(await look(lighthouse, job))
-                answered, waits = time.monotonic(), False
+                found = await look(lighthouse, job)
             except ClickException as error:
                 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND:
                     answered = time.monotonic()
@@ -86,6 +85,9 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
                 if not waits:
                     waits = True
                     told(f"{error.message.splitlines()[0]}; asking again")
+            else:
+                answered, waits = time.monotonic(), False
+                show(found)
             await asyncio.sleep(LOOK_SECONDS)
 
 
