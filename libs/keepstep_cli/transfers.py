@@ -26,6 +26,8 @@ LOOK_SECONDS = 1.0
 RELAY_SECONDS = 3.0
 """How long a relay has to answer: one that does not is named, and holds up no look for longer."""
 BAR_WIDTH = 16
+DONE = ("part", "committed")
+"""States of checkpoints to which nothing more comes."""
 WIDE_ENOUGH = 108
 """Columns of a terminal that has room for bars."""
 
@@ -50,7 +52,7 @@ async def _uploads(lighthouse: Lighthouse, job: str, relay: Found) -> list[Found
         lines = error.message.splitlines()
         relay["trouble"] = next((line.strip() for line in lines if relay["address"] in line), lines[0])
         return []
-    return [_upload(relay["name"], one) for one in answer["checkpoints"] if one["committed"] is None]
+    return [_upload(relay["name"], one) for one in answer["checkpoints"] if one["state"] not in DONE]
 
 
 def _upload(relay: str, checkpoint: Found) -> Found:

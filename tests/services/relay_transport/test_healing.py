@@ -121,6 +121,7 @@ async def test_two_relays_have_a_part_each():
             assert source.passed < 2 * MIB
             for url in (one, other):
                 assert 0 < await received_mib(url) < 128
+                await groups.uploaded(url, state="part")
 
 
 async def test_a_relay_that_wants_tokens_and_mutual_tls_gets_them(tmp_path):
