@@ -22,6 +22,7 @@ import msgpack
 from torch.distributed.distributed_c10d import Store
 
 from keepstep.rendezvous_server import PATH, KeyValueServer, RendezvousError, Table
+from keepstep_mesh.addresses import Lookup
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
 
@@ -197,6 +198,7 @@ class _There:
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[socket.socket] = set()
+        self._lookups: set[Lookup] = set()
         self._met = False
         self._aborted = threading.Event()
         self._reason = ""
@@ -228,6 +230,8 @@ class _There:
             for sock in self._busy:
                 with contextlib.suppress(OSError):  # not connected yet, or the host closed it first
                     sock.shutdown(socket.SHUT_RDWR)
+            for lookup in self._lookups:
+                lookup.interrupt()
         self.close()
 
     def close(self) -> None:
@@ -281,7 +285,7 @@ class _There:
             self._aborted.wait(RETRY_SECONDS)
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
-        family, kind, protocol, _, peer = socket.getaddrinfo(*self._peer, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, peer = self._look_up(deadline)[0]
         sock = socket.socket(family, kind, protocol)
         with self._lock:
             self._busy.add(sock)
@@ -300,6 +304,17 @@ class _There:
         connection = http.client.HTTPConnection(*self._peer)
         connection.sock = sock
         return connection
+
+    def _look_up(self, deadline: float) -> list[Any]:
+        lookup = Lookup(*self._peer)
+        with self._lock:
+            self._check()
+            self._lookups.add(lookup)
+        try:
+            return lookup.result(max(deadline - time.monotonic(), 0.0))
+        finally:
+            with self._lock:
+                self._lookups.discard(lookup)
 
     def _check(self) -> None:
         if self._aborted.is_set():

@@ -270,7 +270,6 @@ def verify_replicas(link: Link, *, wait: float) -> None:
 async def _comparison(link: Link, order: Any, wait: float) -> Any:
     """The event that answers ``order``. ClickException after ``wait`` seconds."""
     import asyncio
-    import contextlib
 
     follow = link.lighthouse.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
     try:

@@ -39,3 +39,9 @@ class Missing(ClickException):
     """Something is not installed."""
 
     exit_code = 5
+
+
+class Unwritable(ClickException):
+    """What was to be printed could not be. What the command did is done."""
+
+    exit_code = 6

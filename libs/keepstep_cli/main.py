@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
+from typing import Any
 
 import click
 
@@ -16,14 +16,27 @@ from keepstep_cli.metrics import metrics
 from keepstep_cli.relay import relay
 from keepstep_cli.run import run
 from keepstep_cli.serve import lighthouse, up
+from keepstep_cli.standard_output import check_standard_output
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Keepstep(click.Group):
+    """Ends with ``Unwritable`` when what it prints cannot be written."""
+
+    def main(self, *arguments: Any, **how: Any) -> Any:
+        check_standard_output()
+        return super().main(*arguments, **how)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        finally:
+            sys.stdout.flush()
+
+
+@click.group(cls=Keepstep, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="keepstep", prog_name="keepstep")
 def main() -> None:
     """Keeps PyTorch training in step while its machines fail."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names may have what a terminal or a locale has not
 
 
 for command in (up, lighthouse, relay, metrics, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):

@@ -26,6 +26,8 @@ LOOK_SECONDS = 1.0
 RELAY_SECONDS = 3.0
 """How long a relay has to answer: one that does not is named, and holds up no look for longer."""
 BAR_WIDTH = 16
+DONE = ("part", "committed")
+"""States of checkpoints to which nothing more comes."""
 WIDE_ENOUGH = 108
 """Columns of a terminal that has room for bars."""
 
@@ -50,7 +52,7 @@ async def _uploads(lighthouse: Lighthouse, job: str, relay: Found) -> list[Found
         lines = error.message.splitlines()
         relay["trouble"] = next((line.strip() for line in lines if relay["address"] in line), lines[0])
         return []
-    return [_upload(relay["name"], one) for one in answer["checkpoints"] if one["committed"] is None]
+    return [_upload(relay["name"], one) for one in answer["checkpoints"] if one["state"] not in DONE]
 
 
 def _upload(relay: str, checkpoint: Found) -> Found:
@@ -76,8 +78,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
         show = print_json if as_json else _shower(stack)
         while True:
             try:
-                show(await look(lighthouse, job))
-                answered, waits = time.monotonic(), False
+                found = await look(lighthouse, job)
             except ClickException as error:
                 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND:
                     answered = time.monotonic()
@@ -86,6 +87,9 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
                 if not waits:
                     waits = True
                     told(f"{error.message.splitlines()[0]}; asking again")
+            else:
+                answered, waits = time.monotonic(), False
+                show(found)
             await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -1,10 +1,13 @@
-"""Our own address, as others reach it, and hosts as URLs write them."""
+"""Our own address, as others reach it, those of others, and hosts as URLs write them."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -54,3 +57,43 @@ def outward_address() -> str:
         return address_towards("192.0.2.1")  # TEST-NET-1: routed like any address, owned by nobody
     except OSError:
         return "127.0.0.1"
+
+
+class Lookup:
+    """The TCP addresses of a host, as ``socket.getaddrinfo`` gives them.
+
+    That call has no deadline and cannot be interrupted, so a daemon thread makes it, unless ``host`` is an address.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._to = host, port
+        self._found: Future[list[Any]] = Future()
+        try:
+            self._found.set_result(self._look(socket.AI_NUMERICHOST))
+        except (OSError, ValueError):
+            threading.Thread(target=self._look_up, name="keepstep-lookup", daemon=True).start()
+
+    def _look(self, flags: int = 0) -> list[Any]:
+        return [*socket.getaddrinfo(*self._to, type=socket.SOCK_STREAM, flags=flags)]
+
+    def _look_up(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # interrupted meanwhile
+            try:
+                self._found.set_result(self._look())
+            except (OSError, ValueError) as error:
+                self._found.set_exception(error)
+
+    def result(self, seconds: float) -> list[Any]:
+        """``OSError``, or ``ValueError`` for what cannot be a host; ``TimeoutError`` after ``seconds``,
+        ``ConnectionAbortedError`` after ``interrupt``.
+        """
+        try:
+            return self._found.result(seconds)
+        except CancelledError:
+            raise ConnectionAbortedError("interrupted") from None
+        except TimeoutError:
+            raise TimeoutError(f"the name {self._to[0]} was not found within {seconds:.1f} s") from None
+
+    def interrupt(self) -> None:
+        """From any thread: who waits for the result waits no longer."""
+        self._found.cancel()

@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from urllib.parse import quote
 
 import aiohttp
@@ -163,8 +164,8 @@ class LighthouseSession:
         """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
 
         Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``TlsError`` for files that cannot be used, ``VersionError`` when either side is too old, ``Banned`` when the
-        group may not come in.
+        ``ProtocolError`` for the name of a job that is none, ``TlsError`` for files that cannot be used,
+        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
         """
         if self._ended is not None:
             raise self._ended
@@ -353,8 +354,11 @@ class LighthouseSession:
     def _problem(self, address: str, error: Exception) -> None:
         reason = explained(error, address)
         self._last_problem = f"{address}: {reason}"
-        if isinstance(error, UpgradeError) and error.status in (401, 403) and not self._started.done():
+        refusal = error if isinstance(error, UpgradeError) and not self._started.done() else None
+        if refusal is not None and refusal.status in (401, 403):
             self._end(AuthError(f"{self._last_problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?"))
+        elif refusal is not None and refusal.status == HTTPStatus.BAD_REQUEST and refusal.said:
+            self._end(ProtocolError(self._last_problem))  # what is wrong with the job's name stays wrong
         elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
             self._problem_logged = self._loop.time()
             self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)

@@ -289,11 +289,13 @@ MAX_PROBLEM_BYTES = 64 * 1024
 
 
 class UpgradeError(ProtocolError):
-    """The server answered the upgrade with something else."""
+    """The server answered the upgrade with something else. ``said``: its sentence; empty: it is none of keepstep."""
 
     def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"answers {status} instead of opening a session: {said[:500]}")
+        why = said[:500] or "what answers there is no service of keepstep"
+        super().__init__(f"answers {status} instead of opening a session: {why}")
         self.status = status
+        self.said = said
 
 
 def _what_was_said(body: bytes) -> str:
@@ -302,7 +304,7 @@ def _what_was_said(body: bytes) -> str:
         problem = json.loads(body)
         return str(problem.get("detail") or problem["title"])
     except (ValueError, AttributeError, KeyError):
-        return "what answers there is no service of keepstep"
+        return ""
 
 
 async def _upgraded(response: aiohttp.ClientResponse, key: str) -> asyncio.Transport:

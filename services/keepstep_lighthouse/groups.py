@@ -332,9 +332,10 @@ class Groups:
 
     def give_up_heals(self) -> list[Group]:
         """A quorum is formed without those that still heal: the limit of their next try is doubled."""
-        given_up = [group for group in self.healing.values() if not group.heal_given_up]
-        for group in given_up:
+        given_up = [group for group in self.healing.values() if not group.heal_given_up and group.heal is not None]
+        for group in self.healing.values():
             group.heal_given_up = True
+        for group in given_up:
             self.failed_heals[group.name] = group.failed_heals + 1
             self.failed_heals.move_to_end(group.name)
         self.heals_waited_for.clear()

@@ -16,7 +16,7 @@ from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import bad, json_answer, number, read_body
 from keepstep_mesh.settings import split_addresses
 from keepstep_relay import answers, requests
-from keepstep_relay.events import Facts, HolderSaid, Key, Kind, ReadFrom, RootSaid
+from keepstep_relay.events import Facts, HolderSaid, Key, Kind, RankReported, ReadFrom, RootSaid
 from keepstep_relay.views import (
     CheckpointDetail,
     CheckpointsView,
@@ -59,6 +59,8 @@ class ResultBody:
     rank: int = 0
     error: str | None = None
     """None: all that this rank has to store is stored."""
+    part: bool = False
+    """True: what is not here is at other relays. Only of live states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class _Admin:
     async def result(self, request: web.Request) -> web.Response:
         key, body = requests.key(request), await read_body(request, ResultBody)
         error = None if body.error is None else body.error[:MAX_TEXT]
-        await self._store.report(key, body.rank, error)
+        await self._store.report(RankReported(key, body.rank, error, body.part))
         if error is not None:
             raise Problem(HTTPStatus.GONE, f"{key} is aborted: rank {body.rank} failed: {error}")
         return self._view(key)

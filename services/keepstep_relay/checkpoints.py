@@ -123,9 +123,9 @@ class CheckpointStore:
             envelope = await self.chunks.in_thread(read_envelope, manifest)
         return Table(envelope.root, envelope.pack_bytes, envelope.chunk_digests)
 
-    async def report(self, key: Key, rank: int, error: str | None) -> None:
+    async def report(self, said: RankReported) -> None:
         """Commits if it was the last rank. Raises ``RefusedError``, ``DiskError``, ``DamagedError``."""
-        await self._seal(key, RankReported(key, rank, error))
+        await self._seal(said.key, said)
 
     async def commit(self, key: Key) -> None:
         """Returns when it is committed. Raises as ``report`` does, and ``TimeoutError``."""

@@ -9,9 +9,11 @@ The rules that this file keeps:
 * The first root of a rank counts; who comes with another is told so, and its table is not taken.
 * An upload ends when a rank that has not reported says nothing for ``upload_seconds``, or reports an error. A chunk
   that comes is a sign of life of every rank whose table has it.
-* Dropped without being asked are only committed checkpoints beyond the count or age of their kind, never the newest
-  of a job and kind, never one that was read from within ``reading_seconds``; for want of room only live ones beyond
-  the count, that nobody reads from at that moment.
+* A live state may be shared by several relays, each of which has a part. When all ranks say that the rest is at others,
+  nobody is waited for, and the part is dropped when nobody has read from it for ``reading_seconds``.
+* Of what is committed, dropped without being asked are only checkpoints beyond the count or age of their kind, never
+  the newest of a job and kind, never one that was read from within ``reading_seconds``; for want of room only live ones
+  beyond the count, that nobody reads from at that moment.
 * A chunk is in the durable tier while one of its checkpoints is copied there, and goes from it with the last of them.
 * Memory is taken back from chunks that nobody reads now and that all their checkpoints have in another tier: first
   from those that no open upload or transfer needs, the longest unused first.
@@ -26,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
+from keepstep_relay import invariants
 from keepstep_relay.events import (
     Aborted,
     Begun,
@@ -45,6 +48,7 @@ from keepstep_relay.events import (
     HolderSaid,
     Keep,
     Key,
+    Kind,
     Limits,
     RankReported,
     ReadFrom,
@@ -62,13 +66,11 @@ from keepstep_relay.events import (
     Tier,
     Wake,
 )
-from keepstep_relay.inventory import NEVER, Checkpoint, Chunk, Ended, Holder
+from keepstep_relay.inventory import MAX_ENDED, NEVER, Checkpoint, Chunk, Ended, Holder
 from keepstep_relay.retention import retirements
 
 MAX_NAMED = 10
 """Silent ranks, in a reason."""
-MAX_ENDED = 1000
-"""Checkpoints that are gone and of which it is still known why."""
 
 
 class RelayCore:
@@ -96,8 +98,8 @@ class RelayCore:
                 return self._lost(digest, tier, now)
             case Copied(key):
                 return self._copied(key, now)
-            case RankReported(key, rank, error):
-                return self._report(key, rank, error, now)
+            case RankReported():
+                return self._report(event, now)
             case CommitAsked(key):
                 return self._commit(key)
             case Sealed(key):
@@ -174,7 +176,9 @@ class RelayCore:
         """When something ends by itself; ``NEVER`` if nothing does."""
         ends = [NEVER]
         for one in self.checkpoints.values():
-            if one.committed_at is None and not one.sealing:
+            if one.is_part:
+                ends.append(one.read_until)
+            elif one.committed_at is None and not one.sealing:
                 ends.append(one.longest_silent_since + self.limits.upload_seconds)
             ends.extend(holder.until for holder in one.holders.values())
         ends.extend(due.at for due in retirements(self.checkpoints.values(), self.limits))
@@ -317,10 +321,11 @@ class RelayCore:
         if one.committed_at is None:
             one.heard.setdefault(rank, now)
 
-    def _report(self, key: Key, rank: int, error: str | None, now: float) -> list[Decision]:
-        if error is not None:
+    def _report(self, said: RankReported, now: float) -> list[Decision]:
+        key, rank = said.key, said.rank
+        if said.error is not None:
             self._rank(self._upload(key), rank)
-            return self._abort(key, f"rank {rank} failed: {error}", now)
+            return self._abort(key, f"rank {rank} failed: {said.error}", now)
         one = self.checkpoint(key)
         self._rank(one, rank)
         if one.committed_at is not None:
@@ -328,10 +333,15 @@ class RelayCore:
         self._alive(one, rank, now)
         if rank not in one.tables:
             raise RefusedError(Cause.CONFLICT, f"the manifest of rank {rank} of {key} is not here")
-        if one.lacking[rank]:
+        if one.lacking[rank] and not said.part:
             raise RefusedError(Cause.CONFLICT, f"{one.lacking[rank]} chunks of rank {rank} of {key} are not here")
+        if said.part and one.facts.kind is not Kind.LIVE:
+            raise RefusedError(Cause.CONFLICT, f"{key} is to last: all of it has to come to one relay")
+        one.part |= said.part
         one.reported.add(rank)
         one.heard.pop(rank, None)
+        if one.is_part:
+            one.read_until = max(one.read_until, now + self.limits.reading_seconds)
         return self._commit(key) if len(one.reported) == one.facts.ranks and one.complete else []
 
     def _commit(self, key: Key) -> list[Decision]:
@@ -417,7 +427,10 @@ class RelayCore:
             one.holders = {name: holder for name, holder in one.holders.items() if holder.until > now}
             if one.committed_at is not None or one.sealing:
                 continue
-            if one.longest_silent_since + self.limits.upload_seconds <= now:
+            if one.is_part and one.read_until <= now:
+                reason = f"it was a part, and nobody read from it for {self.limits.reading_seconds:g} s"
+                decisions += self._end(one, reason, None, now)
+            elif one.longest_silent_since + self.limits.upload_seconds <= now:
                 silent = list(islice(one.silent_since(now - self.limits.upload_seconds), MAX_NAMED + 1))
                 ranks = ", ".join(map(str, silent[:MAX_NAMED])) + (" and others" if len(silent) > MAX_NAMED else "")
                 reason = f"nothing was heard of rank {ranks} for {self.limits.upload_seconds:g} s"
@@ -490,39 +503,6 @@ class RelayCore:
         users = (self.checkpoints[key] for key, _ in chunk.users)
         return any(one.committed_at is None or one.read_until > now for one in users)
 
-    # ---- what always holds
-
     def validate(self) -> None:
         """Raises ``AssertionError`` that says which invariant is broken."""
-        used: dict[bytes, set[tuple[Key, int]]] = {}
-        for key, one in self.checkpoints.items():
-            assert one.key == key
-            assert key not in self.ended, "a checkpoint that is there and gone"
-            assert set(one.tables) == set(one.lacking) <= set(range(one.facts.ranks))
-            assert one.reported <= set(one.tables), "a rank reported without a table"
-            if one.committed_at is None:
-                assert not any(one.lacking[rank] for rank in one.reported), "a rank reported that lacks chunks"
-                assert one.sealing or one.longest_silent_since < NEVER, "an upload that nobody is waited for stays"
-            for rank, table in one.tables.items():
-                assert one.root(rank) == table.root
-                here = {digest for digest in table.digests if self.chunks[digest].tiers}
-                assert one.lacking[rank] == len(set(table.digests) - here), "lacking chunks miscounted"
-                for number, digest in enumerate(table.digests):
-                    used.setdefault(digest, set()).add((key, rank))
-                    assert self.chunks[digest].length == table.length(number)
-            assert not (one.sealing and one.committed_at is not None)
-            if one.committed_at is not None or one.sealing:
-                assert len(one.tables) == one.facts.ranks, "committed without a table"
-                assert not one.heard.keys() & one.reported, "a rank that is done and waited for"
-        for digest, chunk in self.chunks.items():
-            assert chunk.users == used.get(digest, set()), "users of a chunk miscounted"
-            assert chunk.readers >= 0
-            assert chunk.users or chunk.readers, "a chunk that nothing needs"
-            copied = any(self.checkpoints[key].copied for key, _ in chunk.users)
-            assert copied or Tier.DURABLE not in chunk.tiers, "in a copy that is no more"
-            assert (digest in self.memory) == (Tier.MEMORY in chunk.tiers), "memory miscounted"
-        for tier in Tier:
-            held = sum(chunk.length for chunk in self.chunks.values() if tier in chunk.tiers)
-            assert self.tier_bytes[tier] == held, "bytes of a tier miscounted"
-        assert len(self.checkpoints) <= self.limits.checkpoints
-        assert len(self.ended) <= MAX_ENDED
+        invariants.check(self)

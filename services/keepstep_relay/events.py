@@ -32,6 +32,8 @@ class State(enum.Enum):
     PLANNED = "planned"
     """All tables are here; no chunk came since."""
     UPLOADING = "uploading"
+    PART = "part"
+    """All that comes to this relay is here; others have the rest, and nobody has committed it."""
     COMMITTED = "committed"
     ABORTED = "aborted"
 
@@ -165,11 +167,12 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """``error`` None: all that this rank has to store is stored."""
+    """``error`` None: all that this rank has to store is stored; ``part``: here, or at other relays."""
 
     key: Key
     rank: int
     error: str | None = None
+    part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

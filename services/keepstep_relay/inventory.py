@@ -9,6 +9,8 @@ from keepstep_mesh.pace import Pace
 from keepstep_relay.events import Facts, Key, State, Table, Tier
 
 NEVER = float("inf")
+MAX_ENDED = 1000
+"""Checkpoints that are gone and of which it is still known why."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class Checkpoint:
     lacking: dict[int, int] = field(default_factory=dict)
     """Different chunks of each table that are not here."""
     reported: set[int] = field(default_factory=set)
+    part: bool = False
+    """A rank that has reported has chunks at other relays."""
     holders: dict[tuple[int, str], Holder] = field(default_factory=dict)
     arrived: bool = False
     sealing: bool = False
@@ -63,9 +67,16 @@ class Checkpoint:
     def state(self) -> State:
         if self.committed_at is not None:
             return State.COMMITTED
+        if self.is_part:
+            return State.PART
         if len(self.tables) < self.facts.ranks:
             return State.BEGUN
         return State.UPLOADING if self.arrived else State.PLANNED
+
+    @property
+    def is_part(self) -> bool:
+        """Nothing more comes, and it cannot be committed here."""
+        return self.part and len(self.reported) == self.facts.ranks and self.committed_at is None and not self.sealing
 
     @property
     def complete(self) -> bool:

@@ -322,7 +322,7 @@ async def _groups_parted(run: Run) -> None:
             one, other = groups[turn % 3], groups[(turn + 1) % 3]
             async with asyncio.timeout(TURN_SECONDS):
                 mesh.part(one, other)
-                await asyncio.sleep(PARTED_SECONDS)
+                await asyncio.sleep(PARTED_SECONDS)  # how long they are parted is what the row is about
                 mesh.mend()
                 mended = time.time()
                 await mesh.advance(*groups, steps=STEPS_AFTER)
@@ -345,7 +345,7 @@ async def _relay_killed(run: Run) -> None:
                 async with run.gap(mesh, *others):
                     await mesh.start(victim.name, **SEVERAL_CHUNKS)
                     await mesh.until(lambda group=victim: group.lines[-1]["event"] == "started", "it is up")
-                    await asyncio.sleep(at.uniform(0.0, 0.3))
+                    await asyncio.sleep(at.uniform(0.0, 0.3))  # any moment of the heal
                     relay.kill()
                     await mesh.advance(*groups, steps=1)
                 assert _heals(mesh, victim) > heals, "it did not heal"

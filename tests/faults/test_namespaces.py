@@ -53,7 +53,7 @@ async def until_it_listens(host: Host) -> None:
             try:
                 _, writer = await asyncio.open_connection(host.address, 7)
             except OSError:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # it does not tell that it listens
             else:
                 writer.close()
                 await writer.wait_closed()
@@ -78,7 +78,7 @@ async def test_a_cut_holds_what_two_hosts_say_and_no_other(network: Namespaces) 
             assert await said(asker, b"before\n") == b"before\n"
             network.cut("server", "near")
             answer = asyncio.create_task(said(asker, b"during\n"))
-            done, _ = await asyncio.wait([answer], timeout=0.5)
+            done, _ = await asyncio.wait([answer], timeout=0.5)  # nothing tells that nothing comes
             assert not done
             network.mend()
             assert await answer == b"during\n"

@@ -158,6 +158,7 @@ class Proxy:
 
 
 def eventually(condition, seconds=30.0):
+    """For what nothing tells."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"

@@ -88,7 +88,7 @@ class Counter:
             try:
                 return int(await self._store.get("n") or b"0")
             except StoreError:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # etcd does not tell when it is back
 
     async def until_it_advances(self, by: int = 20) -> None:
         goal = self.acknowledged + by

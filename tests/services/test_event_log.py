@@ -59,7 +59,7 @@ async def test_who_waits_is_woken_by_news_of_its_job_only() -> None:
     waiting = asyncio.create_task(events.news("job").wait())
     await asyncio.sleep(0)
     fill(events, 1, "other")
-    _, pending = await asyncio.wait((waiting,), timeout=0.05)
+    _, pending = await asyncio.wait((waiting,), timeout=0.05)  # nothing tells that nothing comes
     assert pending
     fill(events, 1)
     async with asyncio.timeout(DEADLINE):

@@ -200,7 +200,7 @@ async def test_silence_is_a_loss_although_the_connection_stands() -> None:
         async def beat() -> None:
             while True:
                 await members[0].send(Heartbeat())
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # a tenth of the heartbeat timeout
 
         beating = asyncio.create_task(beat())
         assert (await members[0].next(MemberLost)).replica_id == "r1:1"

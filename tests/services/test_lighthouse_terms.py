@@ -100,7 +100,7 @@ async def test_no_answer_goes_out_before_its_quorum_is_written(monkeypatch: pyte
             await late.hello()
             waiting: list[asyncio.Task[Any]] = [asyncio.create_task(one.until(QuorumAnswer)) for one in members]
             waiting.append(asyncio.create_task(late.until(Welcome)))
-            _, pending = await asyncio.wait(waiting, timeout=0.1)
+            _, pending = await asyncio.wait(waiting, timeout=0.1)  # nothing tells that nothing comes
             assert len(pending) == 3
             store.go_on.set()
             *answers, welcome = await asyncio.gather(*waiting)
@@ -130,7 +130,7 @@ async def test_what_comes_after_a_write_waits_for_it_in_order(monkeypatch: pytes
             for member in members[:2]:
                 await member.ask(1)
             told = asyncio.create_task(members[2].message())
-            _, pending = await asyncio.wait((order, told), timeout=0.1)
+            _, pending = await asyncio.wait((order, told), timeout=0.1)  # nothing tells that nothing comes
             assert len(pending) == 2
             store.go_on.set()
             assert await told == Evicted("slow disk", 0.0)

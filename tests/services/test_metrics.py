@@ -177,7 +177,7 @@ async def test_a_full_disk_is_said_and_nothing_that_was_taken_then_is_lost(tmp_p
                     async with asking.http.post(f"{one.address}/v1/ingest", data=body) as answer:
                         if answer.status == 200:
                             break
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.05)  # nothing tells that there is room
         await asking.call("GET", "/readyz")
         before = await asking.get(f"goodput?since={now - 100}&until={now}")
     assert before["steps_committed"] == 40

@@ -109,7 +109,7 @@ async def prometheus(folder: Path, config: Path) -> AsyncIterator[Prometheus]:
                     await one.get("status/runtimeinfo")
                     break
                 except (aiohttp.ClientError, ValueError):
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.1)  # it does not tell that it listens
         yield one
 
 

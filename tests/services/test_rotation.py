@@ -58,7 +58,7 @@ async def test_during_a_rotation_both_tokens_count_and_after_it_the_new_one(tmp_
             await eventually(lambda: not reread.is_set())
             async with asyncio.timeout(DEADLINE):
                 while (await status(endpoint.url, OLD), await status(endpoint.url, NEW)) != expected:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.01)  # no answer tells that the next one is another
             assert (await status(endpoint.url, OLD), await status(endpoint.url, NEW)) == expected
 
 

@@ -13,7 +13,7 @@ import pytest
 from asking_group import Group
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh.auth import Tokens
-from keepstep_mesh.errors import AuthError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
 from keepstep_mesh.session import Connected, Disconnected
@@ -181,4 +181,11 @@ async def test_a_lighthouse_with_tokens_wants_the_workers() -> None:
             await members[0].ask()
         with pytest.raises(AuthError, match="KEEPSTEP_TOKEN"):
             async with groups(1, one.address, token="x" * 20):
+                pass
+
+
+async def test_the_name_of_a_job_that_is_none_ends_the_start_at_once_with_the_lighthouses_words() -> None:
+    async with lighthouse() as one:
+        with pytest.raises(ProtocolError, match=r"answers 400 .*: 'no such name' is no name of a job: up to"):
+            async with Group(one.address, job="no such name"):
                 pass

@@ -71,7 +71,7 @@ class Peer:
     def changes_within(self, seconds: float) -> bool:
         """Whether something still writes to the tensor of the last operation."""
         before = self.tensor.clone()
-        time.sleep(seconds)
+        time.sleep(seconds)  # a write that comes late tells nobody
         return not torch.equal(before, self.tensor)
 
     def usage(self) -> dict[str, int]:

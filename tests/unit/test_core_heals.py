@@ -77,6 +77,16 @@ def test_a_heal_that_has_ended_is_gone_and_its_group_still_waited_for_as_one_tha
     assert logged(driver.reports("a", BEGUN)) == [("heal_began", "a")], "the next one is a heal of its own"
 
 
+def test_a_heal_that_has_ended_is_not_given_up_when_its_group_is_late(driver: Driver) -> None:
+    driver.reports("b", HEALED)
+    driver.asks("a", 1)
+    driver.passes(1000.0)
+    assert [one.detail["members"] for one in driver.log if one.kind == "quorum"][-1] == ["a"]
+    assert "heal_given_up" not in [one.kind for one in driver.log]
+    driver.asks("b", 8)
+    assert driver.core._groups.failed_heals == {}
+
+
 def test_a_heal_that_fails_says_why(driver: Driver) -> None:
     driver.reports("b", BEGUN)
     driver.reports("b", FAILED)

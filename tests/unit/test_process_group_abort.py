@@ -57,7 +57,7 @@ class Configuring:
             self.error = error
 
     def is_stuck(self) -> bool:
-        self._thread.join(0.3)
+        self._thread.join(0.3)  # a wait that goes on tells nobody
         return self._thread.is_alive()
 
     def freed(self) -> Exception | None:
@@ -143,7 +143,7 @@ def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
 
     thread = threading.Thread(target=configure)
     thread.start()
-    thread.join(0.3)
+    thread.join(0.3)  # by then it waits for the others, in C++, which tells nobody
     group.abort("enough")
     thread.join(60)
     assert "enough" in str(errors[0])

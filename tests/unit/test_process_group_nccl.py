@@ -190,7 +190,7 @@ def test_abort_frees_a_configure_that_waits_for_a_peer(alone) -> None:
 
     thread = threading.Thread(target=configure)
     thread.start()
-    thread.join(2)
+    thread.join(2)  # by then it waits for the others, in C++, which tells nobody
     assert thread.is_alive()
     begun = time.monotonic()
     one.group.abort("r1 was lost")

@@ -175,6 +175,44 @@ def test_ranks_commit_together():
     assert relay(RankReported(C1, 1)) == [Seal(C1, (A, B))], "the last report commits"
 
 
+def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_from_it_for_a_while():
+    relay = Driver(upload_seconds=10, reading_seconds=20)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)))
+    relay(ChunkCame(A, MEMORY), RankReported(C1, 0, part=True), at=5)
+    assert relay.core.deadline() == 10, "rank 1 is waited for"
+    assert relay(RankReported(C1, 1, part=True), at=6) == []
+    assert relay.core.checkpoints[C1].state is State.PART
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 chunks of")
+    relay(ChunkTaken(A), ChunkLetGo(A), at=25)
+    assert relay(Tick(), at=44.9) == []
+    assert relay(Tick(), at=45) == [
+        Forget(C1, "it was a part, and nobody read from it for 20 s"),
+        Drop((A, B, C)),
+        Wake((C1, A, B, C)),
+    ]
+    assert relay.core.deadline() == NEVER
+
+
+def test_a_part_that_is_all_of_it_is_committed():
+    relay = Driver()
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))
+    assert relay(RankReported(C1, 0, part=True)) == [Seal(C1, (A,))]
+
+
+def test_a_part_that_lost_a_chunk_is_an_upload_again():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, B)), ChunkCame(A, MEMORY), RankReported(C1, 0, part=True))
+    relay(ChunkLost(A, MEMORY), at=3)
+    assert relay.core.checkpoints[C1].state is State.UPLOADING
+    assert relay.core.deadline() == 13
+
+
+def test_what_is_to_last_is_never_a_part():
+    relay = Driver()
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableCame(C1, 0, table(A)))
+    relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of it has to come to one relay")
+
+
 def test_a_rank_that_failed_ends_the_upload():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))

@@ -148,9 +148,9 @@ class Onlooker(RuleBasedStateMachine):
             self.tiers[Tier.DURABLE] |= self.copies[key]
             self.step(Copied(key))
 
-    @rule(key=KEYS, rank=RANKS, error=st.sampled_from([None, None, "x"]))
-    def report(self, key: Key, rank: int, error: str | None) -> None:
-        self.step(RankReported(key, rank, error))
+    @rule(key=KEYS, rank=RANKS, error=st.sampled_from([None, None, "x"]), part=st.booleans())
+    def report(self, key: Key, rank: int, error: str | None, part: bool) -> None:
+        self.step(RankReported(key, rank, error, part))
 
     @rule(key=KEYS)
     def commit(self, key: Key) -> None:

@@ -19,6 +19,7 @@ from keepstep import rendezvous_server
 from keepstep.rendezvous import KeyValueServer, RendezvousAbortedError, RendezvousError, RendezvousStore, Table
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
+from unanswered import unanswered_name
 
 LONG = timedelta(minutes=10)
 NEW = Table("job", 1, 7, 0)
@@ -284,6 +285,11 @@ async def test_a_host_that_never_comes_up_is_a_timeout_and_can_be_aborted() -> N
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     await times_out_and_can_be_aborted(address, "no rendezvous host listened")
+
+
+async def test_a_host_whose_name_nobody_answers_for_is_a_timeout_and_can_be_aborted() -> None:
+    with unanswered_name() as name:
+        await times_out_and_can_be_aborted(f"{name}:80", f"the name {name} was not found")
 
 
 async def test_a_host_that_dies_is_an_error_at_once() -> None:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgpack
 
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep_mesh.addresses import Lookup
 
 MAX_REASON_BYTES = 8192
 MAX_JSON_BYTES = 64 << 20
@@ -97,6 +98,7 @@ class Connection:
         fields = {"Host": f"{endpoint.host}:{endpoint.port}", **endpoint.headers()}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._interrupted = False
+        self._lookup: Lookup | None = None
         self._socket = socket.socket()
 
     @property
@@ -106,7 +108,7 @@ class Connection:
     def connect(self) -> None:
         to = self._endpoint
         try:
-            found = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
+            found = self._look_up()
             while found:
                 family, kind, protocol, _, address = found.pop(0)
                 try:
@@ -117,8 +119,15 @@ class Connection:
                         raise
         except TransferTimeout:
             raise
-        except (OSError, UnicodeError) as error:  # the latter for what cannot be a host
+        except (OSError, ValueError) as error:  # the latter for what cannot be a host
             raise BrokenConnection(f"cannot connect to {to.address}: {error}") from error
+
+    def _look_up(self) -> list[Any]:
+        seconds = min(self._patience, self._deadline.remaining())
+        self._lookup = Lookup(self._endpoint.host, self._endpoint.port)
+        if self._interrupted:
+            raise ConnectionAbortedError("interrupted")
+        return self._lookup.result(seconds)
 
     def _connect(self, unconnected: socket.socket, address: Any) -> None:
         self._socket.close()
@@ -246,6 +255,8 @@ class Connection:
     def interrupt(self) -> None:
         """Ends what another thread does with this connection, be it connecting."""
         self._interrupted = True
+        if self._lookup is not None:
+            self._lookup.interrupt()
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would go on in plain text
 

@@ -75,9 +75,11 @@ class LiveCheckpoint:
         target = f"{self._path}/manifest?rank={self._exchange.rank}"
         return _plan(connection.ask_json("PUT", target, raw=manifest))
 
-    def finish(self, connection: Connection) -> None:
-        """All of this rank is there. Returns when the relay has made it last, if it was the last rank."""
-        connection.ask_json("POST", f"{self._path}/result", {"rank": self._exchange.rank})
+    def finish(self, connection: Connection, *, part: bool) -> None:
+        """All of this rank is there; ``part``: or at other relays. Returns when the relay has made it last, if it has
+        all, and this was the last rank.
+        """
+        connection.ask_json("POST", f"{self._path}/result", {"rank": self._exchange.rank, "part": part})
 
     def hold(self, connection: Connection, address: str, has: int, chunks: int) -> dict[str, tuple[str, int]]:
         """Says which chunks are served at ``address``. Who else serves some: address and chunks, by name."""

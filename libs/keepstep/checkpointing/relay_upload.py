@@ -112,8 +112,7 @@ class Upload:
         lacked, changed, patience = -1, time.monotonic(), PATIENCE_SECONDS
         while not self._ended.is_set():
             lacks = self._lacking()
-            if not lacks:
-                self._finish()
+            if not lacks and self._finish():
                 return
             if lacks != lacked:
                 lacked, changed = lacks, time.monotonic()
@@ -149,12 +148,15 @@ class Upload:
             if (found.get(where := home(digest, alive)) is None) or found[where] >> chunk & 1
         )
 
-    def _finish(self) -> None:
-        """With several relays none has all of it, and it is not made to last: the joiners need it now."""
-        if len(self._relays) == 1:
-            for address in self._alive():
-                with self._failing(address), self._connected(address) as connection:
-                    self._checkpoint.finish(connection)
+    def _finish(self) -> bool:
+        """Whether all relays know that no more comes. Of several, none needs to have all of it."""
+        told, alive = 0, self._alive()
+        for address in alive:
+            with self._failing(address), self._connected(address) as connection:
+                with _full_disk_allowed():
+                    self._checkpoint.finish(connection, part=len(self._relays) > 1)
+                told += 1
+        return told == len(alive)
 
     def _put(self, chunks: list[int]) -> None:
         if self._sent > MAX_COPIES * len(self._snapshot.pack):
@@ -190,12 +192,8 @@ class Upload:
                 delay = self._budget.delay(data.nbytes, time.monotonic())
                 if self._ended.wait(min(delay, self._deadline.remaining())):
                     return
-                try:
+                with _full_disk_allowed():
                     put_chunk(connection, self._table.chunk_digests[chunk], data)
-                except Refusal as refusal:
-                    if refusal.status != FULL:
-                        raise
-                    # it is in the relay's memory all the same, and served from there
                 with self._lock:
                     self._sent += data.nbytes
                 self._failures[address] = 0
@@ -239,3 +237,13 @@ class Upload:
             log.warning("relay failed an upload", relay=address, failures=failures, reason=str(error))
             pause = max(getattr(error, "retry_after", 0.0), FIRST_PAUSE_SECONDS * 2.0**failures)
             self._ended.wait(min(pause, MAX_PAUSE_SECONDS, self._deadline.remaining()))
+
+
+@contextlib.contextmanager
+def _full_disk_allowed() -> Iterator[None]:
+    """What the relay could not write is in its memory all the same, and served from there."""
+    try:
+        yield
+    except Refusal as refusal:
+        if refusal.status != FULL:
+            raise

@@ -112,6 +112,17 @@ async def test_uploads_are_shown_of_each_relay_with_what_is_there_of_all() -> No
         assert re.search(r" west +s8 +8 +begun +0 B +0 B/s +- ", out), out
 
 
+async def test_a_part_to_which_nothing_more_comes_is_no_upload() -> None:
+    async with groups() as (at, _), registered(at, "east") as address, client(address) as uploader:
+        await uploader.upload(THREE, "s7", 7, chunks=[0])
+        assert [one["id"] for one in (await as_json(*at))["uploads"]] == ["s7"]
+        done = await uploader.call("POST", f"{uploader.checkpoints}/s7/result", json={"part": True})
+        assert (done["state"], done["lacking"], done["committed"]) == ("part", 2, None)
+        assert (await as_json(*at))["uploads"] == []
+        listed = await keepstep("checkpoint", "ls", "--job", "job", *at)
+        assert re.search(r" s7 +7 +live +part ", listed.out), listed.out
+
+
 async def test_the_rate_of_an_upload_is_that_of_the_last_seconds() -> None:
     async with groups() as (at, _), registered(at, "east") as address, client(address) as uploader:
         await uploader.upload(THREE, "s7", 7, chunks=[])

@@ -28,7 +28,7 @@ def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(
             m.start_quorum()
             assert m.should_commit()
             ready.wait(30)
-            done.wait(30)
+            assert done.wait(30)
 
     def stranger() -> str:
         ready.wait(30)

@@ -24,6 +24,16 @@ def test_no_lighthouse_is_a_timeout_that_names_it(monkeypatch):
         Manager(ProcessGroupGloo(), lighthouse_addr="http://127.0.0.1:9", replica_id="a")
 
 
+def test_a_job_whose_name_is_none_is_an_error_at_once_in_the_lighthouses_words(monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_JOB", "no such name")
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    try:
+        with pytest.raises(KeepstepError, match="'no such name' is no name of a job"):
+            Manager(ProcessGroupGloo(), lighthouse_addr=server.address(), replica_id="a")
+    finally:
+        server.shutdown()
+
+
 def test_an_asynchronous_quorum_that_fails_rejects_the_step_only(monkeypatch):
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     try:

@@ -18,7 +18,7 @@ from keepstep.checkpointing import TransferError
 from keepstep.checkpointing.relay_client import LiveCheckpoint
 from relay_driver import Client, client, state
 
-from .scene import CHUNK_MIB, DEADLINE, JOB, Groups, before, flip_once, mortal_relay, relay, sent_by
+from .scene import CHUNK_MIB, JOB, Groups, before, flip_once, mortal_relay, received_mib, relay, sent_by, sent_mib
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -165,7 +165,7 @@ async def says(what: bytes, *, drip: bool = False) -> AsyncIterator[Liar]:
                     await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
                 writer.write(what)
                 while drip:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.05)  # far less than anybody's patience
                     writer.write(b"x")
                     await writer.drain()
                 await writer.drain()
@@ -203,11 +203,15 @@ async def test_a_peer_that_lies_about_what_it_has_costs_little(lie):
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://a..b:80", f"http://{'x' * 300}:80", "https://h:1"])
-async def test_an_address_of_a_peer_that_is_none_costs_nothing(address):
+async def test_an_address_of_a_peer_that_is_none_costs_nothing(address, caplog):
+    caplog.set_level(logging.INFO)
     async with relay() as url:
         with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, address):
             groups.stage()
             await groups.heal(0)
+            assert groups.joiners[0].via == "relay"
+            assert await sent_mib(url) > CHUNK_MIB
+    assert "another joiner cannot be asked" in caplog.text or f"at={address}" in caplog.text
 
 
 class claimed:  # noqa: N801 - used as a function
@@ -272,6 +276,8 @@ async def test_a_relay_whose_answer_has_no_end_is_done_without(wrong):
         with Groups([liar.url], joiners=2, mib=64) as groups:
             groups.stage()
             await groups.heal()
+            assert {one.via for one in groups.joiners} == {"direct"}
+            assert liar.asked
 
 
 async def test_beside_a_relay_that_talks_nonsense_the_other_one_is_used():
@@ -279,9 +285,9 @@ async def test_beside_a_relay_that_talks_nonsense_the_other_one_is_used():
         with Groups([liar.url, url], mib=128) as groups:
             groups.stage()
             await groups.heal()
-            async with client(url, job=JOB) as worker, asyncio.timeout(DEADLINE):
-                while not await worker.list():  # noqa: ASYNC110 - nothing to wait on
-                    await asyncio.sleep(0.02)
+            assert groups.joiners[0].via == "relay"
+            await groups.uploaded(url)
+            assert await received_mib(url) == pytest.approx(128, abs=0.1), "the part of the other one too"
 
 
 # ---- another state under the same name

@@ -17,6 +17,7 @@ from tests.services.checkpoint_ends import MIB, eventually
 
 from keepstep.checkpointing import TransferError
 from relay_driver import relay_process
+from unanswered import unanswered_name
 
 from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, until
 
@@ -70,6 +71,24 @@ async def test_who_is_still_connecting_ends_at_once_too():
             assert time.monotonic() - began < AT_ONCE
         for one in waiting:
             one.close()
+
+
+async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():
+    with unanswered_name() as name, Groups([f"http://{name}:80"], joiners=2) as groups:
+        groups.stage()
+        receiving = asyncio.create_task(groups.receiving())
+
+        def waits():
+            connections = [one for fetch in groups.joiners[0]._fetches for one in tuple(fetch._open)]
+            return any(name in one.address and one._lookup is not None for one in connections)
+
+        await asyncio.to_thread(eventually, waits)
+        began = time.monotonic()
+        groups.joiners[0].abort_receive("no more")
+        with pytest.raises(TransferError, match=r"was aborted: no more"):
+            await receiving
+        groups.sources[0].shutdown()
+        assert time.monotonic() - began < AT_ONCE
 
 
 async def test_a_script_that_just_ends_does_not_wait_for_its_upload():

@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 from tests.services.checkpoint_ends import MIB, eventually, peer
 
 from keepstep.checkpointing import TransferError
 
-from .scene import CHUNK_MIB, Groups, arrived, relay, sent_mib, source, until
+from .scene import CHUNK_MIB, Groups, arrived, received_mib, relay, sent_mib, source, until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SOON = 10.0
@@ -33,6 +34,8 @@ async def test_a_source_killed_in_the_middle_of_its_upload_costs_nothing_while_a
                 dying.kill()
                 await healing
             await groups.uploaded(url)
+            assert groups.joiners[0].via == "relay"
+            assert await received_mib(url) >= 64, "what the other did not bring too"
 
 
 async def test_the_source_of_the_manifest_killed_in_the_middle_costs_nothing_while_another_uploads():
@@ -48,6 +51,9 @@ async def test_the_source_of_the_manifest_killed_in_the_middle_costs_nothing_whi
                 groups.joiners[0].source_lost("s1: its connection broke")
 
             await groups.heal(url=address, progress=until(CHUNK_MIB, lambda: threading.Thread(target=kill).start()))
+            assert await asyncio.to_thread(dying.wait, SOON) == -signal.SIGKILL
+            assert groups.joiners[0].via == "relay"
+            assert await sent_mib(url) > CHUNK_MIB
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -93,6 +99,8 @@ async def test_a_source_that_freezes_after_its_upload_is_not_needed():
         ):
             await groups.uploaded(url)
             await groups.heal(url=address, progress=until(CHUNK_MIB, lambda: os.kill(frozen.pid, signal.SIGSTOP)))
+            assert psutil.Process(frozen.pid).status() == psutil.STATUS_STOPPED
+            assert await sent_mib(url) >= 64
 
 
 # ---- joiners

@@ -121,6 +121,19 @@ async def test_two_relays_have_a_part_each():
             assert source.passed < 2 * MIB
             for url in (one, other):
                 assert 0 < await received_mib(url) < 128
+                await groups.uploaded(url, state="part")
+
+
+async def test_the_parts_of_a_state_outlast_the_time_limit_of_uploads():
+    async with relay("--upload-timeout", "1") as one, relay("--upload-timeout", "1") as other:
+        with Groups([one, other], mib=64) as groups, sent_by(groups) as source:
+            groups.stage()
+            for url in (one, other):
+                await groups.uploaded(url, state="part")
+            await asyncio.sleep(1.5)  # by then an upload would be over; that a part goes on tells nobody
+            await groups.heal(url=source.url)
+            assert groups.joiners[0].via == "relay"
+            assert source.passed < MIB
 
 
 async def test_a_relay_that_wants_tokens_and_mutual_tls_gets_them(tmp_path):

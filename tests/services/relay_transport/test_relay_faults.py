@@ -7,13 +7,15 @@ import os
 import signal
 import socket
 
+import psutil
 import pytest
 from tests.services.checkpoint_ends import MIB
 
 from keepstep_mesh.testing import ChaosProxy
 from relay_driver import relay_process
+from unanswered import unanswered_name
 
-from .scene import CHUNK_MIB, DEADLINE, Groups, mortal_relay, received_mib, relay, sent_by, sent_mib, until
+from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, mortal_relay, received_mib, relay, sent_by, sent_mib, until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -29,30 +31,36 @@ async def test_a_relay_killed_before_the_upload_begins():
             assert {one.via for one in groups.joiners} == {"direct"}
 
 
-async def test_a_relay_killed_in_the_middle_of_the_upload():
+async def test_a_relay_killed_in_the_middle_of_the_upload(caplog):
     async with mortal_relay() as (kill, url):
-        with Groups([url], sources=2, joiners=2, mib=64, uplink=32 * MIB) as groups:
+        with Groups([url], sources=2, joiners=2, mib=64, uplink=32 * MIB) as groups, sent_by(groups) as source:
             groups.stage()
-            healing = asyncio.create_task(groups.heal())
-            while await received_mib(url) < CHUNK_MIB:  # noqa: ASYNC110 - nothing to wait on
-                await asyncio.sleep(0.01)
+            healing = asyncio.create_task(groups.heal(url=source.url))
+            await arrived(url, CHUNK_MIB)
             kill()
             await healing
+            assert source.passed > CHUNK_MIB * MIB
+    assert f"relay failed an upload relay={url}" in caplog.text
 
 
 async def test_a_relay_killed_in_the_middle_of_the_download():
     async with mortal_relay() as (kill, url):
-        with Groups([url], joiners=2, mib=128) as groups:
+        with Groups([url], joiners=2, mib=128) as groups, sent_by(groups) as source:
             groups.stage()
             await groups.uploaded(url)
-            await groups.heal(progress=until(24, kill))
+            await groups.heal(progress=until(24, kill), url=source.url)
+            assert "relay" in {one.via for one in groups.joiners}
+            assert source.passed > CHUNK_MIB * MIB
 
 
 async def test_a_relay_killed_when_all_chunks_are_there():
-    async with mortal_relay() as (kill, url):
+    async with relay_process() as (process, url):
         with Groups([url], joiners=2, mib=64) as groups:
             groups.stage()
-            await groups.heal(progress=until(64, kill))
+            await groups.heal(progress=until(64, lambda: os.kill(process.pid, signal.SIGKILL)))
+            async with asyncio.timeout(DEADLINE):
+                assert await process.wait() == -signal.SIGKILL
+            assert "relay" in {one.via for one in groups.joiners}
 
 
 async def test_a_connection_to_the_relay_that_breaks_is_made_again():
@@ -121,9 +129,12 @@ async def test_a_frozen_relay_is_waited_for_only_so_long(when):
             groups.stage()
             if when == "before":
                 await groups.heal()
+                assert {one.via for one in groups.joiners} == {"direct"}
             else:
                 await groups.uploaded(url)
                 await groups.heal(progress=until(24, lambda: os.kill(process.pid, signal.SIGSTOP)))
+                assert "relay" in {one.via for one in groups.joiners}
+            assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
             os.kill(process.pid, signal.SIGCONT)
 
 
@@ -145,6 +156,15 @@ async def test_an_address_that_is_none_costs_nothing(address):
     with Groups([address]) as groups:
         groups.stage()
         await groups.heal()
+        assert groups.joiners[0].via == "direct"
+
+
+async def test_a_relay_whose_name_nobody_answers_for_is_waited_for_only_so_long(caplog):
+    with unanswered_name() as name, Groups([f"http://{name}:80"], joiners=2) as groups:
+        groups.stage()
+        await groups.heal()
+        assert {one.via for one in groups.joiners} == {"direct"}
+        assert f"the name {name} was not found" in caplog.text
 
 
 async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog):
@@ -166,6 +186,7 @@ async def test_a_relay_that_takes_no_connection_is_given_up():
         with Groups([f"http://127.0.0.1:{full.getsockname()[1]}"], joiners=2) as groups:
             groups.stage()
             await groups.heal()
+            assert {one.via for one in groups.joiners} == {"direct"}
         for one in waiting:
             one.close()
 
@@ -209,6 +230,6 @@ async def test_of_two_relays_one_is_gone_before_and_the_other_gets_all():
         with Groups([one, other], mib=64) as groups:
             groups.stage()
             await groups.heal()
-            async with asyncio.timeout(DEADLINE):
-                while await received_mib(other) < 64:  # noqa: ASYNC110 - nothing to wait on
-                    await asyncio.sleep(0.02)
+            await groups.uploaded(other)
+            assert groups.joiners[0].via == "relay"
+            assert await received_mib(other) == pytest.approx(64, abs=0.1)

@@ -27,6 +27,17 @@ async def test_an_address_where_nothing_listens_is_passed_over() -> None:
         assert worker.session.lighthouse == lighthouse.url
 
 
+async def test_a_server_of_another_kind_is_passed_over_whatever_it_says() -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nwhat")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as other, scripted_lighthouse() as lighthouse:
+        elsewhere = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        async with in_session(lighthouse, elsewhere, lighthouse.url) as (worker, _):
+            assert worker.session.lighthouse == lighthouse.url
+
+
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
     monkeypatch.setattr(session_core, "CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
