@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, contextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -19,6 +20,17 @@ from relay_driver import DEADLINE, client, metric, relay_process
 
 CHUNK_MIB = 8
 Flip = Callable[[int, int, bytes], bytes | None]
+
+
+@contextmanager
+def switched_off() -> Iterator[str]:
+    """The address of a relay whose host takes no connection: whoever connects waits."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(4):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        yield f"http://127.0.0.1:{full.getsockname()[1]}"
 
 
 class Groups:

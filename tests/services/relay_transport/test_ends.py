@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +18,7 @@ from keepstep.checkpointing import TransferError
 from relay_driver import relay_process
 from unanswered import unanswered_name
 
-from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, until
+from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, switched_off, until
 
 AT_ONCE = 2.0
 """Seconds, on a busy machine."""
@@ -54,23 +53,16 @@ async def test_who_gives_up_ends_at_once(end, joiners, frozen):
 
 
 async def test_who_is_still_connecting_ends_at_once_too():
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        with Groups([f"http://127.0.0.1:{full.getsockname()[1]}"], joiners=2) as groups:
-            groups.stage()
-            receiving = asyncio.create_task(groups.receiving())
-            await asyncio.to_thread(eventually, lambda: any(fetch._open for fetch in groups.joiners[0]._fetches))
-            began = time.monotonic()
-            groups.joiners[0].abort_receive("no more")
-            with pytest.raises(TransferError, match=r"was aborted: no more"):
-                await receiving
-            groups.sources[0].shutdown()
-            assert time.monotonic() - began < AT_ONCE
-        for one in waiting:
-            one.close()
+    with switched_off() as relay, Groups([relay], joiners=2) as groups:
+        groups.stage()
+        receiving = asyncio.create_task(groups.receiving())
+        await asyncio.to_thread(eventually, lambda: any(fetch._open for fetch in groups.joiners[0]._fetches))
+        began = time.monotonic()
+        groups.joiners[0].abort_receive("no more")
+        with pytest.raises(TransferError, match=r"was aborted: no more"):
+            await receiving
+        groups.sources[0].shutdown()
+        assert time.monotonic() - began < AT_ONCE
 
 
 async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 
 import psutil
 import pytest
@@ -15,7 +14,19 @@ from keepstep_mesh.testing import ChaosProxy
 from relay_driver import relay_process
 from unanswered import unanswered_name
 
-from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, mortal_relay, received_mib, relay, sent_by, sent_mib, until
+from .scene import (
+    CHUNK_MIB,
+    DEADLINE,
+    Groups,
+    arrived,
+    mortal_relay,
+    received_mib,
+    relay,
+    sent_by,
+    sent_mib,
+    switched_off,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -178,17 +189,10 @@ async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog):
 
 async def test_a_relay_that_takes_no_connection_is_given_up():
     """Its host answers nothing, as one that is switched off."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        with Groups([f"http://127.0.0.1:{full.getsockname()[1]}"], joiners=2) as groups:
-            groups.stage()
-            await groups.heal()
-            assert {one.via for one in groups.joiners} == {"direct"}
-        for one in waiting:
-            one.close()
+    with switched_off() as relay, Groups([relay], joiners=2) as groups:
+        groups.stage()
+        await groups.heal()
+        assert {one.via for one in groups.joiners} == {"direct"}
 
 
 # ---- no room
