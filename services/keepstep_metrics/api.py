@@ -15,7 +15,7 @@ from keepstep_mesh.http import Problem, Route, read_whole
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import bad, json_answer, number, those
 from keepstep_metrics import dashboard, views
-from keepstep_metrics.core import MAX_EVENTS, MAX_WHOLE, Event, Job
+from keepstep_metrics.core import MAX_WHOLE, Event, Job
 from keepstep_metrics.records import read_batch
 from keepstep_metrics.store import StoreError
 from keepstep_metrics.stream import stream
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HOUR = 3600.0
 MAX_POINTS = 5000
 POINTS = 500
-LIMIT = 200
+LIMIT, MAX_LIMIT = 200, 2000
 WRITE_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
 
@@ -90,7 +90,7 @@ SHAPES = {
         query={
             "since_id": "number of the last event that is known; the first newer ones are answered. Not given: the "
             "newest",
-            "limit": f"how many at most, up to {MAX_EVENTS}; {LIMIT} unless said",
+            "limit": f"how many at most, up to {MAX_LIMIT}; {LIMIT} unless said",
         },
     ),
     "GET /v1/cluster": Shape(ClusterView),
@@ -181,7 +181,7 @@ class _Api:
         return json_answer(views.failures(self._job(request), number(request, "limit", LIMIT)))
 
     async def events(self, request: web.Request) -> web.Response:
-        job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_EVENTS)
+        job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_LIMIT)
         if "since_id" in request.query:
             found = await self._metrics.store.events(job, min(number(request, "since_id", 0), MAX_WHOLE), limit)
         else:

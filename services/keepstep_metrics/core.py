@@ -24,8 +24,8 @@ MAX_JOBS = 100
 MAX_GROUPS = 5000
 """Of one job; stable names."""
 MAX_SENDERS = 20_000
-MAX_EVENTS = 2000
-"""Of a job, in memory."""
+MAX_EVENTS = 500
+"""Of a job, in memory: for readers of its stream that were away for a moment."""
 MAX_FAILURES = 1000
 MAX_OPEN_FAILURES = 100
 """Looked through at each commit."""

@@ -193,12 +193,14 @@ def _record(plain: Any, source: str) -> Record | None:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The same with text for keys, so that it can be written as JSON."""
+    """The same as JSON has it: text for keys, and for what it does not know."""
     if isinstance(value, dict | list) and not depth:
         raise BadBatchError(f"detail must not be nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
         return {str(key): _plain(one, depth - 1) for key, one in value.items()}
-    return [_plain(one, depth - 1) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(one, depth - 1) for one in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def _is_finite(value: Any) -> bool:

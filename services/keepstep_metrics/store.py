@@ -240,7 +240,7 @@ class Store:
             connection.executemany(
                 "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (one.id, job, one.t, one.event, one.name, one.sentence, json.dumps(one.detail, default=repr))
+                    (one.id, job, one.t, one.event, one.name, one.sentence, json.dumps(one.detail))
                     for job, one in events
                 ),
             )

@@ -139,6 +139,12 @@ def test_a_group_whose_loss_nobody_told_of_is_lost_when_a_quorum_forms_without_i
     assert world.states("b", 70)[1:] == [(10, 70, "training")]
 
 
+def test_a_quorum_of_many_is_a_short_sentence_and_all_of_them_take_part() -> None:
+    world = joined(*(f"g{number}" for number in range(1000)))
+    assert len(world.job.participants) == 1000
+    assert world.job.events[-1].sentence.endswith("g18, g19 and 980 more")
+
+
 def test_a_quorum_that_is_told_late_does_not_take_the_place_of_a_later_one() -> None:
     world = joined("a:1", "b:1")
     world.happens(30, "quorum", quorum_id=3, members=["a:1", "b:1"])
