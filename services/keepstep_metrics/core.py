@@ -363,7 +363,7 @@ class MetricsCore:
         """(name, boot) -> records that the sender dropped."""
         self.dropped_total = 0
         self.left_out = 0
-        """Records for which there was no job, and no room for one, or whose time is yet to come."""
+        """Records of one job or group too many, or whose time is yet to come."""
 
     def apply(self, batch: Batch, now: float) -> tuple[int, list[tuple[str, Event]]]:
         """How many records were new, and the events that they made, each with its job."""
@@ -384,7 +384,7 @@ class MetricsCore:
                 continue
             name = record.job if isinstance(record, Happening | Upload) else batch.job
             job = self._job(name, now) if name and record.t <= now + AHEAD_SECONDS else None
-            if job is None:
+            if job is None or (batch.source == "worker" and job.group(batch.name) is None):
                 self.left_out += 1
                 continue
             job.last_seen = max(job.last_seen, now)

@@ -42,7 +42,7 @@ class _Metrics(Collector):
             "keepstep_metrics_sender_dropped_records", "dropped by senders", one.core.dropped_total
         )
         yield CounterMetricFamily(
-            "keepstep_metrics_left_out_records", "of one job too many, or of the future", one.core.left_out
+            "keepstep_metrics_left_out_records", "of one job or group too many, or of the future", one.core.left_out
         )
         yield GaugeMetricFamily("keepstep_metrics_streams", "open streams of events", one.news.streams)
         yield GaugeMetricFamily(

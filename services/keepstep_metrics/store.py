@@ -156,9 +156,12 @@ class Store:
         try:
             if rows:
                 await self._in_thread(self._commit, rows, events)
-        except (sqlite3.Error, OSError) as error:
+        except BaseException as error:
+            # One that was cancelled may have been done all the same; it is done again, and rows replace themselves.
             self._pending = rows + self._pending
             self._events = events + self._events
+            if not isinstance(error, sqlite3.Error | OSError):
+                raise
             if self.trouble is None:
                 log.error("nothing is written; trying on", path=str(self._path), reason=str(error))
             self.trouble = f"{self._path} takes nothing: {error}"
@@ -236,7 +239,7 @@ class Store:
     def _commit(self, rows: list[tuple[int, float, bytes]], events: list[tuple[str, Event]]) -> None:
         with self._transaction() as connection:
             if self._path is not None:
-                connection.executemany("INSERT INTO journal VALUES (?, ?, ?)", rows)
+                connection.executemany("INSERT OR REPLACE INTO journal VALUES (?, ?, ?)", rows)
             connection.executemany(
                 "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (

@@ -6,10 +6,12 @@ import asyncio
 import signal
 import socket
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -18,8 +20,8 @@ import pytest
 from aiohttp import web
 
 from keepstep_metrics import stream
-from keepstep_metrics.app import FILE
-from keepstep_metrics.store import StoreError
+from keepstep_metrics.app import FILE, Metrics, MetricsSettings
+from keepstep_metrics.store import Store, StoreError
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, metrics_process, step
 
@@ -85,6 +87,31 @@ async def test_after_a_disk_was_full_all_goes_on_and_what_is_kept_grows_no_more(
     assert before["steps_committed"] == told
     async with metrics(data_dir=small_disk) as one, client(one.address) as asking:
         assert await asking.get(f"goodput?since={now - 1001}&until={now}") == before
+
+
+async def test_who_waits_for_the_disk_when_the_service_stops_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, commit = threading.Event(), threading.Event(), Store._commit
+
+    def slow(*what: Any) -> None:
+        writing.set()
+        assert go_on.wait(DEADLINE)
+        commit(*what)
+
+    monkeypatch.setattr(Store, "_commit", slow)
+    one, worker = Metrics(MetricsSettings(bind="127.0.0.1:0", data_dir=tmp_path)), Teller("a:1")
+    await one.start()
+    async with client(one.address) as asking, asyncio.timeout(DEADLINE):
+        telling = asyncio.create_task(asking.tell(worker, step(time.time(), 1)))
+        await asyncio.to_thread(writing.wait, DEADLINE)
+        stopping = asyncio.create_task(one.stop())
+        await eventually(lambda: not one.serving)
+        go_on.set()
+        assert await telling == 1
+        await stopping
+    async with metrics(data_dir=tmp_path) as one, client(one.address) as asking:
+        assert (await asking.get("goodput"))["steps_committed"] == 1
 
 
 async def test_a_detail_that_is_no_json_stops_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.openapi import plain
 from keepstep_metrics import views
-from keepstep_metrics.core import MetricsCore
+from keepstep_metrics.core import MAX_GROUPS, MetricsCore
 from keepstep_metrics.lighthouse import NOTHING
 from keepstep_metrics.records import BadBatchError, read_batch
 from metrics_driver import JOB, Teller, event, step
@@ -131,6 +131,9 @@ def test_records_that_find_no_room_are_counted() -> None:
     core = MetricsCore()
     core.apply(read_batch(Teller("a:1").batch(step(T + 1000, 1), step(T, 1))), T)
     assert (core.left_out, core.jobs[JOB].step) == (1, 1)
+    for number in range(MAX_GROUPS + 1):
+        core.apply(read_batch(Teller(f"g{number}:1").batch(step(T, 1))), T)
+    assert (core.left_out, len(core.jobs[JOB].groups)) == (3, MAX_GROUPS)
 
 
 def test_of_too_many_jobs_those_go_of_which_nothing_was_heard_for_long() -> None:
