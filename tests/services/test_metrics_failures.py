@@ -89,6 +89,21 @@ async def test_after_a_disk_was_full_all_goes_on_and_what_is_kept_grows_no_more(
         assert await asking.get(f"goodput?since={now - 1001}&until={now}") == before
 
 
+@pytest.mark.parametrize("small_disk", ["3M"], indirect=True)
+async def test_a_disk_with_no_room_for_a_snapshot_takes_batches(small_disk: Path) -> None:
+    store = await Store.open(small_disk / FILE)
+    writing = asyncio.create_task(store.run())
+    try:
+        store.snapshot({"large": bytes(8 << 20)})
+        store.add(1.0, b"a batch", [])
+        await store.written(DEADLINE)
+        assert await store.load() == (None, [(1.0, b"a batch")])
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
+        await store.close()
+
+
 async def test_who_waits_for_the_disk_when_the_service_stops_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
