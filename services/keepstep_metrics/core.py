@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
-from math import log2
 from statistics import median
 from typing import Any
 
 from keepstep_metrics import stragglers
+from keepstep_metrics.histogram import BINS, bin_of
 from keepstep_metrics.records import MAX_TEXT, MAX_VALUES, Batch, Happening, StateSaid, Step, Upload
 from keepstep_metrics.sentences import name_of, sentence
 from keepstep_metrics.series import Series
@@ -42,11 +41,6 @@ SHORT_WAIT = 0.05
 JUDGE_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 """A group that committed nothing for so long is not compared with others."""
-
-BINS_PER_DOUBLING = 4
-LOWEST_BIN_SECONDS = 0.001
-BINS = 84
-"""Of the histogram of step times: from 1 ms to 17 minutes, each a fifth wider than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,24 +446,6 @@ class MetricsCore:
 AT_WORK = {State.TRAINING, State.HEALING, State.RETRYING}
 CAN_GO = {State.LOST, State.GONE, State.TRAINING}
 SAID = {one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)}
-
-
-def bin_of(seconds: float) -> int:
-    if seconds <= LOWEST_BIN_SECONDS:
-        return 0
-    return min(BINS - 1, int(BINS_PER_DOUBLING * log2(seconds / LOWEST_BIN_SECONDS)) + 1)
-
-
-def quantile(histogram: Any, share: float) -> float | None:
-    """Seconds below which this share of the counted lie, to a tenth; None where nothing was counted."""
-    total = sum(histogram)
-    if not total:
-        return None
-    counted = accumulate(histogram)
-    number = next(number for number, count in enumerate(counted) if count >= share * total)
-    if number == 0:
-        return LOWEST_BIN_SECONDS
-    return float(LOWEST_BIN_SECONDS * 2 ** ((number - 0.5) / BINS_PER_DOUBLING))
 
 
 def _whole(value: Any) -> int:

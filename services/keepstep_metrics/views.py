@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics import stragglers
-from keepstep_metrics.core import BINS, Group, Job, Transfer, quantile
+from keepstep_metrics.core import Group, Job, Transfer
+from keepstep_metrics.histogram import BINS, quantile
 from keepstep_metrics.lighthouse import Live, LiveUpload
 from keepstep_metrics.timeline import LIVING, State, merged
 

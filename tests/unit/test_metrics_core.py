@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_metrics import views
-from keepstep_metrics.core import BINS, MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore, bin_of, quantile
+from keepstep_metrics.core import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
+from keepstep_metrics.histogram import BINS, bin_of, quantile
 from keepstep_metrics.lighthouse import NOTHING
 from keepstep_metrics.records import BadBatchError, read_batch
 from keepstep_metrics.timeline import State
