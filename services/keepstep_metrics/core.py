@@ -223,7 +223,7 @@ class Job:
         return event
 
     def _form(self, t: float, members: Any) -> None:
-        """A quorum. Who was at work and is not in it was lost, though nobody told: its lighthouse died just then."""
+        """A quorum. A group that was at work and is not in it is lost, though nobody told: the lighthouse died too."""
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)
         for name in self.groups.keys() - {*self.participants}:
