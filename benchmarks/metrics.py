@@ -119,7 +119,7 @@ def memory(groups: int) -> dict[str, float]:
     for number, at in enumerate(day(), 1):
         for group in range(groups):
             told = Step(start + at, number, 7, True, "", groups, 1.0, 0.0, 0.0, 0.9, {"loss": 1.5})
-            job.take_step(f"g{group}:{int(at // 8640)}", told)
+            job.take_step(f"g{group}:{int(at // 8640)}", told, start + at)
             if number % 240 == group % 240:
                 what = Happening(start + at, number, "job", "lost", f"g{group}:{int(at // 8640)}", 1, {"reason": "x"})
                 job.take_event(what, number)

@@ -32,7 +32,7 @@ MAX_PROBLEM_BYTES = 64 * 1024
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
 BODY_SECONDS = 10.0
-"""Longest that the JSON body of a request may take to come."""
+"""Longest that the body of a request may take to come."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -258,16 +258,21 @@ def _explained(request: web.Request, error: web.HTTPException) -> str:
     return error.text or error.reason
 
 
+async def read_whole(request: web.Request) -> bytes:
+    """The body. 413 when it is too large; ``Problem`` 408 when it does not come within ``BODY_SECONDS``."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise Problem(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
 async def read_json(request: web.Request) -> dict[str, Any]:
     """The JSON object in the body; ``{}`` for none.
 
     ``Problem`` 400 for anything else, 413 when it is too large, 408 when it does not come.
     """
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            raw = await request.read()
-    except TimeoutError:
-        raise Problem(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
+    raw = await read_whole(request)
     if not raw:
         return {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -43,7 +44,7 @@ COMMON = {
 
 
 def plain(value: object) -> Any:
-    """A view as what JSON has: dataclasses as objects, enums as their values."""
+    """A view as what JSON has: dataclasses as objects, enums as their values, null for what is no number."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
@@ -52,7 +53,9 @@ def plain(value: object) -> Any:
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
-    return value if isinstance(value, str | int | float | None) else repr(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else repr(value)
 
 
 def describe(title: str, routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What a process tells the metrics service: records, in batches, in the background.
 
 Nobody waits for it: a record goes into a bounded queue (``Outbox``, pure), and when the metrics service is away the
-oldest are dropped, and counted. A batch is sent until it is taken, one at a time; each record has a number, so that one
-that came twice is counted once.
+oldest are dropped, and counted. A batch is sent until it is taken, or refused for good, one at a time; each record has
+a number, so that one that came twice is counted once.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 import msgpack
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, raise_for_problem
+from keepstep_mesh.http import Identity, Problem, raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import explained
 
 PATH = "/v1/ingest"
 MAX_QUEUED = 20_000
+MAX_QUEUED_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BYTES = 512 * 1024
-MAX_RECORD_BYTES = 16 * 1024
-"""A larger record is dropped."""
+MAX_RECORD_BYTES = 256 * 1024
+"""A larger record is dropped; the list of the members of a quorum is the longest that there is."""
+NEVER_TAKEN = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""Answers to a batch that is no better the next time."""
 REQUEST_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """After a batch that was not taken; doubled each time."""
@@ -47,6 +51,7 @@ class Outbox:
         self._limit = limit
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
+        self._bytes = 0
         self._first = 1
         """Number of the oldest record that waits."""
         self.dropped = 0
@@ -55,15 +60,19 @@ class Outbox:
         return len(self._queue)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        packed: bytes = msgpack.packb(record, default=repr)
+        """Never raises: what cannot be packed is dropped."""
+        try:
+            packed: bytes | None = msgpack.packb(record, default=repr, unicode_errors="backslashreplace")
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            packed = None
         with self._lock:
-            if len(packed) > MAX_RECORD_BYTES:
+            if packed is None or len(packed) > MAX_RECORD_BYTES:
                 self.dropped += 1
                 return
             self._queue.append(packed)
-            if len(self._queue) > self._limit:
-                self._queue.popleft()
-                self._first += 1
+            self._bytes += len(packed)
+            while len(self._queue) > self._limit or self._bytes > MAX_QUEUED_BYTES:
+                self._pop()
                 self.dropped += 1
 
     def batch(self, max_bytes: int = MAX_BATCH_BYTES) -> tuple[int, list[bytes]]:
@@ -78,12 +87,19 @@ class Outbox:
                 chosen.append(one)
             return self._first, chosen
 
-    def taken(self, last: int) -> None:
-        """The records up to number ``last`` are no longer needed. What was dropped meanwhile is not dropped twice."""
+    def taken(self, last: int, *, refused: bool = False) -> None:
+        """The records up to number ``last`` are no longer needed; those that were ``refused`` count as dropped.
+
+        What was dropped meanwhile is not dropped twice.
+        """
         with self._lock:
             while self._queue and self._first <= last:
-                self._queue.popleft()
-                self._first += 1
+                self._pop()
+                self.dropped += refused
+
+    def _pop(self) -> None:
+        self._bytes -= len(self._queue.popleft())
+        self._first += 1
 
 
 class Sender:
@@ -153,12 +169,17 @@ class Sender:
         first, records = self._outbox.batch()
         if not records:
             return False
+        last = first + len(records) - 1
         body = pack_batch({**self._head, "first": first, "dropped": self._outbox.dropped}, records)
         async with http.post(
             f"{address}{PATH}", data=body, headers={"Content-Type": "application/msgpack"}, allow_redirects=False
         ) as answer:
+            if answer.status in NEVER_TAKEN:
+                self._outbox.taken(last, refused=True)
             await raise_for_problem(answer)
-        self._outbox.taken(first + len(records) - 1)
+            if answer.status != HTTPStatus.OK:
+                raise Problem(answer.status, "what answers there is no metrics service")
+        self._outbox.taken(last)
         return True
 
     def _failed(self, address: str, error: Exception) -> None:

@@ -35,6 +35,8 @@ from keepstep_mesh.telemetry import Sender
 MAX_SESSIONS = 20_000
 TELL_SECONDS = 0.1
 """Between two batches of events for the metrics service."""
+GOODBYE_SECONDS = 1.0
+"""For the last one."""
 CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 """Every lighthouse answers these itself."""
 
@@ -75,7 +77,9 @@ class Lighthouse(Keeper, Embedded):
             if self.settings.event_log is not None:
                 self.events = await FiledEventLog.open(self.settings.event_log)
             stack.push_async_callback(self.events.close)
-            telling = asyncio.create_task(self._telemetry().run(), name="keepstep lighthouse telemetry")
+            sender = self._telemetry()
+            stack.push_async_callback(sender.flush, GOODBYE_SECONDS)
+            telling = asyncio.create_task(sender.run(), name="keepstep lighthouse telemetry")
             stack.push_async_callback(cancelled, telling)
             if self.store.exclusive:
                 await self.begin_term()

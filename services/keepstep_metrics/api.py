@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -12,11 +11,11 @@ from aiohttp import web
 
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
-from keepstep_mesh.http import BODY_SECONDS, Problem, Route
+from keepstep_mesh.http import Problem, Route, read_whole
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import bad, json_answer, number, those
 from keepstep_metrics import dashboard, views
-from keepstep_metrics.core import MAX_EVENTS, Event, Job
+from keepstep_metrics.core import MAX_WHOLE, Event, Job
 from keepstep_metrics.records import read_batch
 from keepstep_metrics.store import StoreError
 from keepstep_metrics.stream import stream
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 HOUR = 3600.0
 MAX_POINTS = 5000
 POINTS = 500
-LIMIT = 200
+LIMIT, MAX_LIMIT = 200, 2000
 WRITE_SECONDS = 10.0
 AGAIN_SECONDS = 2.0
 
@@ -91,7 +90,7 @@ SHAPES = {
         query={
             "since_id": "number of the last event that is known; the first newer ones are answered. Not given: the "
             "newest",
-            "limit": f"how many at most, up to {MAX_EVENTS}; {LIMIT} unless said",
+            "limit": f"how many at most, up to {MAX_LIMIT}; {LIMIT} unless said",
         },
     ),
     "GET /v1/cluster": Shape(ClusterView),
@@ -140,12 +139,7 @@ class _Api:
             metrics.traffic.refused += 1
             reason = metrics.store.trouble or "the disk is too slow for what comes"
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=AGAIN_SECONDS)
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
-        except TimeoutError:
-            detail = f"the body did not come within {BODY_SECONDS:g} s"
-            raise Problem(HTTPStatus.REQUEST_TIMEOUT, detail) from None
+        body = await read_whole(request)
         try:
             batch = read_batch(body)
         except ValueError as error:
@@ -187,11 +181,13 @@ class _Api:
         return json_answer(views.failures(self._job(request), number(request, "limit", LIMIT)))
 
     async def events(self, request: web.Request) -> web.Response:
-        job, limit = self._job(request).name, min(number(request, "limit", LIMIT), MAX_EVENTS)
+        job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_LIMIT)
         if "since_id" in request.query:
-            found = await self._metrics.store.events(job, number(request, "since_id", 0), limit)
+            found = await self._metrics.store.events(job, min(number(request, "since_id", 0), MAX_WHOLE), limit)
         else:
             found = await self._metrics.store.newest_events(job, limit)
+        if not found:
+            self._job(request)  # events are kept for longer than the rest of a job
         return json_answer(views.EventsView(job, tuple(map(event_view, found))))
 
     async def cluster(self, _request: web.Request) -> web.Response:
@@ -230,11 +226,13 @@ def event_view(one: Event) -> views.EventView:
 
 
 def _span(request: web.Request) -> tuple[float, float]:
-    until = _real(request, "until", time.time())
+    """Of what is asked for, what is not in the future: of that nothing is known."""
+    now = time.time()
+    until = _real(request, "until", now)
     since = _real(request, "since", until - HOUR)
     if not 0 <= since < until:
         raise bad("since must be before until")
-    return since, until
+    return since, max(since, min(until, now))
 
 
 def _points(request: web.Request) -> int:

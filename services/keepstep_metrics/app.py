@@ -21,7 +21,7 @@ from keepstep_mesh.service import Service
 from keepstep_metrics import api, metrics, views
 from keepstep_metrics.core import KEPT_SECONDS, Job, MetricsCore
 from keepstep_metrics.lighthouse import Asker, Live
-from keepstep_metrics.records import Batch, read_batch
+from keepstep_metrics.records import BadBatchError, Batch, read_batch
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.store import Store
 from keepstep_metrics.stream import News
@@ -128,8 +128,13 @@ class Metrics(Embedded):
         if plain is not None:
             self.core.load(plain)
         for t, body in batches:
-            self.core.apply(read_batch(body), t)
+            try:
+                self.core.apply(read_batch(body), t)
+            except BadBatchError as error:
+                log.warning("a batch of the journal is of another build, and left out", reason=str(error))
+        self.core.last_event = max(self.core.last_event, self.store.last_event)
         for job in self.core.jobs.values():
+            job.events.clear()  # those of the journal are in the store too
             job.events.extend(await self.store.newest_events(job.name, job.events.maxlen or 0))
         if plain is not None or batches:
             log.info("history taken up", jobs=len(self.core.jobs), batches=len(batches))
@@ -139,7 +144,7 @@ class Metrics(Embedded):
         while True:
             await asyncio.sleep(min(TIDY_SECONDS, self.settings.snapshot_every))
             self.core.forget_before(time.time() - KEPT_SECONDS)
-            await self.store.forget_events(time.time() - self.settings.keep_events)
+            self.store.forget_events(time.time() - self.settings.keep_events)
             due = time.monotonic() - snapshot_at >= self.settings.snapshot_every
             if due or self._journal_bytes > MAX_JOURNAL_BYTES:
                 snapshot_at, self._journal_bytes = time.monotonic(), 0

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
-from math import log2
 from statistics import median
 from typing import Any
 
 from keepstep_metrics import stragglers
-from keepstep_metrics.records import Batch, Happening, StateSaid, Step, Upload
+from keepstep_metrics.histogram import BINS, bin_of
+from keepstep_metrics.records import MAX_TEXT, MAX_VALUES, Batch, Happening, StateSaid, Step, Upload
 from keepstep_metrics.sentences import name_of, sentence
 from keepstep_metrics.series import Series
 from keepstep_metrics.stragglers import Standing
@@ -24,28 +23,24 @@ MAX_JOBS = 100
 MAX_GROUPS = 5000
 """Of one job; stable names."""
 MAX_SENDERS = 20_000
-MAX_EVENTS = 2000
-"""Of a job, in memory."""
+MAX_EVENTS = 500
+"""Of a job, in memory: for readers of its stream that were away for a moment."""
 MAX_FAILURES = 1000
 MAX_OPEN_FAILURES = 100
 """Looked through at each commit."""
 MAX_TRANSFERS = 500
-MAX_VALUES = 16
-"""Names of what scripts record, of a job."""
 AHEAD_SECONDS = 60.0
-"""A record from further in the future has a wrong clock, and is taken to be of now."""
+"""A record from further in the future has a wrong clock, and is left out."""
 KEPT_SECONDS = 86400.0
+IDLE_SECONDS = 3600.0
+"""A job of which nothing was heard for so long makes room for another."""
+MAX_WHOLE = 2**63 - 1
 RECENT_STEPS = 64
 SHORT_WAIT = 0.05
 """Seconds; a shorter wait for the quorum is part of a step as it is meant to be."""
 JUDGE_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 """A group that committed nothing for so long is not compared with others."""
-
-BINS_PER_DOUBLING = 4
-LOWEST_BIN_SECONDS = 0.001
-BINS = 84
-"""Of the histogram of step times: from 1 ms to 17 minutes, each a fifth wider than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +93,7 @@ class Group:
     """Committed, discarded, seconds of the committed ones."""
     step: int = 0
     committed_at: float = 0.0
+    """When its last commit was told, by this service's clock."""
     values: dict[str, float] = field(default_factory=dict)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     busy: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -141,23 +137,19 @@ class Job:
 
     # ---- steps
 
-    def take_step(self, replica_id: str, one: Step) -> list[str]:
-        """The groups that are stragglers since this step."""
+    def take_step(self, replica_id: str, one: Step, now: float) -> None:
         group = self.group(replica_id)
         if group is None:
-            return []
+            return
         t = one.t
         if replica_id not in group.ends:
             group.replica_id = replica_id
         self._fill(group, replica_id, one, t)
         if one.committed:
+            group.committed_at = now
             self._count_commit(group, one, t)
         else:
             group.steps.count(t, 1)
-        if t - self.judged_at >= JUDGE_SECONDS:
-            self.judged_at = t
-            return self._judge(t)
-        return []
 
     def _fill(self, group: Group, replica_id: str, one: Step, t: float) -> None:
         begin, end = t - one.seconds, min(t, group.ends.get(replica_id, t))
@@ -172,7 +164,7 @@ class Job:
 
     def _count_commit(self, group: Group, one: Step, t: float) -> None:
         group.steps.add(t, (1, 0, one.seconds))
-        group.step, group.committed_at = one.step, t
+        group.step = one.step
         if not one.heal_seconds and one.quorum_seconds < SHORT_WAIT:
             group.recent.append(one.seconds)
         if one.busy_seconds is not None:
@@ -193,7 +185,11 @@ class Job:
             if failure.name == group.name and failure.recovered_at is None:
                 failure.recovered_at = t
 
-    def _judge(self, now: float) -> list[str]:
+    def judge(self, now: float) -> list[str]:
+        """The groups that are stragglers from now on. By the clock of this service, whatever those of groups say."""
+        if 0 <= now - self.judged_at < JUDGE_SECONDS:
+            return []
+        self.judged_at = now
         compared = {
             name: median(group.busy)
             for name, group in self.groups.items()
@@ -219,17 +215,24 @@ class Job:
         name = name_of(one.replica_id)
         if name and (group := self.group(one.replica_id)) is not None:
             self._change_group(group, one)
-        if one.event == "quorum":
-            members = [str(member) for member in detail.get("members", ())][:MAX_GROUPS]
-            self.participants = [name_of(member) for member in members]
-            self.joining.difference_update(self.participants)
-            self.quorum_id = max(self.quorum_id, int(_number(detail.get("quorum_id"))))
+        if one.event == "quorum" and (quorum_id := _whole(detail.get("quorum_id"))) >= self.quorum_id:
+            self.quorum_id = quorum_id
+            self._form(t, detail.get("members"))
         event = Event(number, t, one.event, name, sentence(one.event, one.replica_id, detail), detail)
         self.events.append(event)
         return event
 
+    def _form(self, t: float, members: Any) -> None:
+        """A quorum. A group that was at work and is not in it is lost, though nobody told: the lighthouse died too."""
+        self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
+        self.joining.difference_update(self.participants)
+        for name in self.groups.keys() - {*self.participants}:
+            if (timeline := self.groups[name].timeline).state in AT_WORK:
+                timeline.mark(t, State.LOST)
+
     def _change_group(self, group: Group, one: Happening) -> None:
-        t, detail, reason, whole = one.t, one.detail, str(one.detail.get("reason", "")), one.replica_id
+        t, detail, whole = one.t, one.detail, one.replica_id
+        reason = str(detail.get("reason", ""))[:MAX_TEXT]
         match one.event:
             case "joined":
                 group.replica_id = whole
@@ -247,9 +250,7 @@ class Job:
             case "heal_began":
                 group.timeline.mark(t, State.HEALING)
                 self.transfers.append(
-                    Transfer(
-                        "heal", group.name, int(_number(detail.get("step"))), t, name_of(str(detail.get("source", "")))
-                    )
+                    Transfer("heal", group.name, _whole(detail.get("step")), t, name_of(str(detail.get("source", ""))))
                 )
             case "healed" | "heal_failed":
                 group.timeline.mark(t, State.TRAINING if one.event == "healed" else State.RETRYING)
@@ -274,8 +275,8 @@ class Job:
     def _end_heal(self, group: Group, t: float, detail: dict[str, Any]) -> None:
         for one in reversed(self.transfers):
             if one.name == group.name and one.kind == "heal" and one.ended is None:
-                one.ended, one.error = t, str(detail.get("reason", ""))
-                one.bytes_done = int(_number(detail.get("bytes")))
+                one.ended, one.error = t, str(detail.get("reason", ""))[:MAX_TEXT]
+                one.bytes_done = _whole(detail.get("bytes"))
                 one.bytes_total = max(one.bytes_total, one.bytes_done)
                 one.via = str(detail.get("via", ""))
                 one.bytes_per_second = _number(detail.get("bytes_per_second"))
@@ -355,13 +356,16 @@ class MetricsCore:
         self.dropped: dict[tuple[str, str], int] = {}
         """(name, boot) -> records that the sender dropped."""
         self.dropped_total = 0
+        self.left_out = 0
+        """Records of one job or group too many, or whose time is yet to come."""
 
     def apply(self, batch: Batch, now: float) -> tuple[int, list[tuple[str, Event]]]:
         """How many records were new, and the events that they made, each with its job."""
         key = batch.name, batch.boot
         seen = self._senders.pop(key, 0)
         self._senders[key] = max(seen, batch.first + len(batch.records) - 1)
-        self.dropped_total += max(0, batch.dropped - self.dropped.get(key, 0))
+        newly_dropped = max(0, batch.dropped - self.dropped.get(key, 0))
+        self.dropped_total = min(self.dropped_total + newly_dropped, MAX_WHOLE)
         self.dropped[key] = batch.dropped
         while len(self._senders) > MAX_SENDERS:
             gone = next(iter(self._senders))
@@ -373,18 +377,15 @@ class MetricsCore:
             if record is None:
                 continue
             name = record.job if isinstance(record, Happening | Upload) else batch.job
-            job = self._job(name, now) if name else None
-            if job is None:
-                continue
-            if record.t > now + AHEAD_SECONDS:
+            job = self._job(name, now) if name and record.t <= now + AHEAD_SECONDS else None
+            if job is None or (batch.source == "worker" and job.group(batch.name) is None):
+                self.left_out += 1
                 continue
             job.last_seen = max(job.last_seen, now)
             job.changes += 1
             match record:
                 case Step():
-                    for slow in job.take_step(batch.name, record):
-                        self.last_event += 1
-                        made.append((name, job.straggler_event(slow, record.t, self.last_event)))
+                    job.take_step(batch.name, record, now)
                 case StateSaid():
                     self._take_state(job, batch.name, record)
                 case Happening():
@@ -392,6 +393,10 @@ class MetricsCore:
                     made.append((name, job.take_event(record, self.last_event)))
                 case Upload():
                     job.take_upload(batch.name, record)
+        if (job := self.jobs.get(batch.job)) is not None:
+            for slow in job.judge(now):
+                self.last_event += 1
+                made.append((job.name, job.straggler_event(slow, now, self.last_event)))
         return len(new), made
 
     def _take_state(self, job: Job, replica_id: str, one: StateSaid) -> None:
@@ -403,21 +408,21 @@ class MetricsCore:
         if (job := self.jobs.get(name)) is None:
             if len(self.jobs) >= MAX_JOBS:
                 oldest = min(self.jobs.values(), key=lambda one: one.last_seen)
-                if now - oldest.last_seen < KEPT_SECONDS:
+                if now - oldest.last_seen < IDLE_SECONDS:
                     return None
                 del self.jobs[oldest.name]
             job = self.jobs[name] = Job(name, now)
         return job
 
     def forget_before(self, t: float) -> None:
-        """Groups that ended their life before ``t``, jobs of which nothing was heard since, and old spans go."""
+        """Groups that ended their life before ``t``, or train and say nothing, silent jobs, and old spans go."""
         for job in [*self.jobs.values()]:
             if job.last_seen < t:
                 del self.jobs[job.name]
                 continue
             for group in [*job.groups.values()]:
                 group.timeline.forget_before(t)
-                if group.timeline.state in (State.LOST, State.GONE) and group.timeline.since < t:
+                if group.timeline.state in CAN_GO and max(group.timeline.since, group.committed_at) < t:
                     del job.groups[group.name]
 
     def dump(self) -> dict[str, Any]:
@@ -438,25 +443,13 @@ class MetricsCore:
             self.dropped[name, boot] = dropped
 
 
+AT_WORK = {State.TRAINING, State.HEALING, State.RETRYING}
+CAN_GO = {State.LOST, State.GONE, State.TRAINING}
 SAID = {one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)}
 
 
-def bin_of(seconds: float) -> int:
-    if seconds <= LOWEST_BIN_SECONDS:
-        return 0
-    return min(BINS - 1, int(BINS_PER_DOUBLING * log2(seconds / LOWEST_BIN_SECONDS)) + 1)
-
-
-def quantile(histogram: Any, share: float) -> float | None:
-    """Seconds below which this share of the counted lie, to a tenth; None where nothing was counted."""
-    total = sum(histogram)
-    if not total:
-        return None
-    counted = accumulate(histogram)
-    number = next(number for number, count in enumerate(counted) if count >= share * total)
-    if number == 0:
-        return LOWEST_BIN_SECONDS
-    return float(LOWEST_BIN_SECONDS * 2 ** ((number - 0.5) / BINS_PER_DOUBLING))
+def _whole(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= MAX_WHOLE else 0
 
 
 def _number(value: Any) -> float:

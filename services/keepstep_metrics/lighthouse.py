@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem
+from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem, read_whole
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import TlsFiles, as_safe, explained
 from keepstep_metrics.sentences import name_of
@@ -116,7 +116,7 @@ class Asker:
                     }
                     for job in [*self._looked]:
                         await self._ask(http, address, job, relays)
-            except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError, LookupError, TypeError) as error:
+            except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, AttributeError) as error:
                 self._live.clear()
                 if now - self._logged >= LOG_AGAIN_SECONDS:
                     self._logged = now
@@ -165,7 +165,7 @@ class Asker:
 
     async def pass_on(self, request: web.Request) -> web.Response:
         """An order, to whoever leads, in the name of who asks; its answer as it is."""
-        body, address = await request.read(), self._known()
+        body, address = await read_whole(request), self._known()
         headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
         headers[hdrs.CONTENT_TYPE] = "application/json"
         try:
@@ -222,5 +222,10 @@ async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) 
 async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     async with http.get(url) as answer:
         await raise_for_problem(answer)
-        found: dict[str, Any] = await answer.json()
+        try:
+            found = await answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise Problem(502, f"{url} does not answer with a JSON object")
         return found

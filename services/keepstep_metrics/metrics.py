@@ -41,6 +41,9 @@ class _Metrics(Collector):
         yield CounterMetricFamily(
             "keepstep_metrics_sender_dropped_records", "dropped by senders", one.core.dropped_total
         )
+        yield CounterMetricFamily(
+            "keepstep_metrics_left_out_records", "of one job or group too many, or of the future", one.core.left_out
+        )
         yield GaugeMetricFamily("keepstep_metrics_streams", "open streams of events", one.news.streams)
         yield GaugeMetricFamily(
             "keepstep_metrics_unwritten_bytes", "batches that wait for the disk", one.store.pending_bytes
@@ -64,7 +67,7 @@ class _Metrics(Collector):
         slow = GaugeMetricFamily("keepstep_group_straggler", "1 for a straggler", labels=["job", "group"])
         for name, job in self._metrics.core.jobs.items():
             step.add_metric([name], job.step)
-            if (share := views.goodput(job, now - WINDOW_SECONDS, now).goodput) is not None:
+            if (share := views.goodput_ratio(views.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
                 goodput.add_metric([name], share)
             states = Counter(one.timeline.state for one in job.groups.values())
             for state in LIVING:

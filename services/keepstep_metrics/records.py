@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -14,9 +15,11 @@ SOURCES = ("worker", "lighthouse", "relay")
 MAX_RECORDS = 20_000
 MAX_TEXT = 1000
 MAX_VALUES = 16
-"""Of a step, as ``loss``."""
+"""Of a step, as ``loss``; more are left out."""
 MAX_SECONDS = 30 * 86400.0
 """No step takes longer."""
+MAX_DEPTH = 8
+"""Of maps and lists in the detail of an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class Batch:
     """Number of ``records[0]``."""
     dropped: int
     records: tuple[Record | None, ...]
-    """None: of a kind that this build does not know."""
+    """None: of a kind that this build does not know, or that is not for such a sender to tell."""
 
 
 def read_batch(body: bytes) -> Batch:
@@ -125,18 +128,18 @@ def read_batch(body: bytes) -> Batch:
         boot,
         _whole(plain, "first"),
         _whole(plain, "dropped", 0),
-        tuple([_record(one) for one in records]),
+        tuple([_record(one, source) for one in records]),
     )
 
 
-def _record(plain: Any) -> Record | None:
+def _record(plain: Any, source: str) -> Record | None:
     if not isinstance(plain, dict):
         raise BadBatchError("each record must be a map")
     match plain.get("kind"):
-        case "step":
+        case "step" if source == "worker":
             values = plain.get("values", {})
-            if not isinstance(values, dict) or len(values) > MAX_VALUES:
-                raise BadBatchError(f"values must be a map of at most {MAX_VALUES} numbers")
+            if not isinstance(values, dict):
+                raise BadBatchError("values must be a map of numbers")
             return Step(
                 _real(plain, "t"),
                 _whole(plain, "step"),
@@ -148,11 +151,15 @@ def _record(plain: Any) -> Record | None:
                 _seconds(plain, "quorum_seconds", 0.0),
                 _seconds(plain, "heal_seconds", 0.0),
                 _seconds(plain, "busy_seconds") if plain.get("busy_seconds") is not None else None,
-                {_text({"value": key}, "value")[:64]: number for key, number in values.items() if _is_finite(number)},
+                {
+                    _text({"value": key}, "value")[:64]: float(number)
+                    for key, number in islice(values.items(), MAX_VALUES)
+                    if _is_finite(number)
+                },
             )
-        case "state":
+        case "state" if source == "worker":
             return StateSaid(_real(plain, "t"), _text(plain, "state"))
-        case "event":
+        case "event" if source != "worker":
             detail = plain.get("detail", {})
             if not isinstance(detail, dict):
                 raise BadBatchError("detail must be a map")
@@ -166,9 +173,9 @@ def _record(plain: Any) -> Record | None:
                 _text(plain, "event"),
                 _text(plain, "replica_id", ""),
                 _whole(plain, "epoch", 0),
-                detail,
+                _plain(detail, MAX_DEPTH),
             )
-        case "transfer":
+        case "transfer" if source != "worker":
             job = _text(plain, "job")
             if (problem := names.problem(job, "job")) is not None:
                 raise BadBatchError(problem)
@@ -185,6 +192,17 @@ def _record(plain: Any) -> Record | None:
     return None
 
 
+def _plain(value: Any, depth: int) -> Any:
+    """The same as JSON has it: text for keys, and for what it does not know."""
+    if isinstance(value, dict | list) and not depth:
+        raise BadBatchError(f"detail must not be nested more than {MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        return {str(key): _plain(one, depth - 1) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one, depth - 1) for one in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
@@ -192,22 +210,26 @@ def _is_finite(value: Any) -> bool:
 def _text(plain: dict[Any, Any], name: str, default: str | None = None) -> str:
     value = plain.get(name, default)
     if type(value) is not str:
-        raise BadBatchError(f"{name} must be text, not {value!r:.40}")
+        raise BadBatchError(f"{name} must be text, not {_shown(value)}")
     return value[:MAX_TEXT]
 
 
 def _whole(plain: dict[Any, Any], name: str, default: int | None = None) -> int:
     value = plain.get(name, default)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise BadBatchError(f"{name} must be a whole number from 0 to 2^63, not {value!r:.40}")
+        raise BadBatchError(f"{name} must be a whole number from 0 to 2^63, not {_shown(value)}")
     return value
 
 
 def _real(plain: dict[Any, Any], name: str, default: float | None = None) -> float:
     value = plain.get(name, default)
     if not _is_finite(value):
-        raise BadBatchError(f"{name} must be a finite number, not {value!r:.40}")
+        raise BadBatchError(f"{name} must be a finite number, not {_shown(value)}")
     return float(value)  # type: ignore[arg-type]
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, dict | list) else f"{value!r:.40}"
 
 
 def _seconds(plain: dict[Any, Any], name: str, default: float | None = None) -> float:

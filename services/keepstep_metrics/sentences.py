@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MIB = 1 << 20
+MAX_NAMED = 20
+"""Of the members of a quorum."""
 
 
 def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
@@ -24,8 +26,10 @@ def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
         case "failed":
             return f"{name} has failed: {reason}"
         case "quorum":
-            members = [name_of(str(one)) for one in _list(detail.get("members"))]
-            return f"quorum {detail.get('quorum_id')}: {', '.join(members)}"
+            members = _list(detail.get("members"))
+            first = ", ".join(name_of(str(one)) for one in members[:MAX_NAMED])
+            more = f" and {len(members) - MAX_NAMED} more" if len(members) > MAX_NAMED else ""
+            return f"quorum {detail.get('quorum_id')}: {first}{more}"
         case "heal_began":
             return f"{name} heals at step {detail.get('step')}" + (f" from {source}" if source else "")
         case "healed":

@@ -65,9 +65,12 @@ class Store:
         self._written = asyncio.Condition()
         self._written_upto = 0
         self._snapshot: tuple[int, bytes] | None = None
+        self._forget_before: float | None = None
         self._wake = asyncio.Event()
         self.trouble: str | None = None
         """Why nothing can be written now."""
+        self.last_event = 0
+        """Number of the last event that was there at the start."""
 
     @classmethod
     async def open(cls, path: Path | None) -> Store:
@@ -77,10 +80,11 @@ class Store:
             await store._in_thread(store._connect)
         except (sqlite3.Error, OSError) as error:
             store._thread.shutdown()
-            raise StoreError(
-                f"the data of metrics in {path} cannot be used: {error}; give another --data-dir"
-            ) from error
+            raise store._unusable(error) from error
         return store
+
+    def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(f"the data of metrics in {self._path} cannot be used: {error}; give another --data-dir")
 
     async def close(self) -> None:
         await self._in_thread(self._connection.close)
@@ -89,8 +93,11 @@ class Store:
     # ---- at the start
 
     async def load(self) -> tuple[dict[str, Any] | None, list[tuple[float, bytes]]]:
-        """The snapshot, and the batches since with the times at which they came."""
-        return await self._in_thread(self._load)
+        """The snapshot, and the batches since with the times at which they came. Raises ``StoreError``."""
+        try:
+            return await self._in_thread(self._load)
+        except (sqlite3.Error, OSError, ValueError, msgpack.UnpackException) as error:
+            raise self._unusable(error) from error
 
     # ---- what comes
 
@@ -126,6 +133,11 @@ class Store:
         self._snapshot = self._last, msgpack.packb(plain)
         self._wake.set()
 
+    def forget_events(self, before: float) -> None:
+        """Soon."""
+        self._forget_before = before
+        self._wake.set()
+
     async def run(self) -> None:
         """Writes, until cancelled; then ``flush`` writes the rest."""
         while True:
@@ -141,15 +153,15 @@ class Store:
     async def _write(self) -> bool:
         rows, self._pending = self._pending, []
         events, self._events = self._events, []
-        snapshot, self._snapshot = self._snapshot, None
-        if not rows and snapshot is None and not events:
-            return True
         try:
-            await self._in_thread(self._commit, rows, events, snapshot)
-        except (sqlite3.Error, OSError) as error:
+            if rows:
+                await self._in_thread(self._commit, rows, events)
+        except BaseException as error:
+            # One that was cancelled may have been done all the same; it is done again, and rows replace themselves.
             self._pending = rows + self._pending
             self._events = events + self._events
-            self._snapshot = self._snapshot or snapshot
+            if not isinstance(error, sqlite3.Error | OSError):
+                raise
             if self.trouble is None:
                 log.error("nothing is written; trying on", path=str(self._path), reason=str(error))
             self.trouble = f"{self._path} takes nothing: {error}"
@@ -162,7 +174,18 @@ class Store:
             async with self._written:
                 self._written_upto = rows[-1][0]
                 self._written.notify_all()
+        await self._tidy()
         return True
+
+    async def _tidy(self) -> None:
+        """A disk with no room for a snapshot may have some for batches: the journal goes on without."""
+        snapshot, self._snapshot = self._snapshot, None
+        before, self._forget_before = self._forget_before, None
+        try:
+            if snapshot is not None or before is not None:
+                await self._in_thread(self._tidied, snapshot, before)
+        except (sqlite3.Error, OSError) as error:
+            log.error("no snapshot is made; the journal goes on", path=str(self._path), reason=str(error))
 
     # ---- events
 
@@ -173,9 +196,6 @@ class Store:
     async def newest_events(self, job: str, limit: int) -> list[Event]:
         """Oldest first."""
         return await self._in_thread(self._newest_events, job, limit)
-
-    async def forget_events(self, before: float) -> None:
-        await self._in_thread(self._forget_events, before)
 
     # ---- in the thread
 
@@ -211,26 +231,27 @@ class Store:
                 plain = msgpack.unpackb(found[2], strict_map_key=False)
             else:
                 log.warning("the history is of another build and starts anew; events are kept", path=str(self._path))
+        self.last_event = self._connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0]
         rows = self._connection.execute("SELECT n, t, body FROM journal WHERE n > ? ORDER BY n", (upto,)).fetchall()
         self._last = self._written_upto = rows[-1][0] if rows else upto
         return plain, [(t, body) for _, t, body in rows]
 
-    def _commit(
-        self,
-        rows: list[tuple[int, float, bytes]],
-        events: list[tuple[str, Event]],
-        snapshot: tuple[int, bytes] | None,
-    ) -> None:
+    def _commit(self, rows: list[tuple[int, float, bytes]], events: list[tuple[str, Event]]) -> None:
         with self._transaction() as connection:
             if self._path is not None:
-                connection.executemany("INSERT INTO journal VALUES (?, ?, ?)", rows)
+                connection.executemany("INSERT OR REPLACE INTO journal VALUES (?, ?, ?)", rows)
             connection.executemany(
                 "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (one.id, job, one.t, one.event, one.name, one.sentence, json.dumps(one.detail, default=repr))
+                    (one.id, job, one.t, one.event, one.name, one.sentence, json.dumps(one.detail))
                     for job, one in events
                 ),
             )
+
+    def _tidied(self, snapshot: tuple[int, bytes] | None, before: float | None) -> None:
+        with self._transaction() as connection:
+            if before is not None:
+                connection.execute("DELETE FROM events WHERE t < ?", (before,))
             if snapshot is not None and self._path is not None:
                 upto, body = snapshot
                 connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)", (FORM, upto, body))
@@ -240,10 +261,6 @@ class Store:
         """As a context: committed at its end, rolled back for an error."""
         self._connection.execute("BEGIN IMMEDIATE")
         return self._connection
-
-    def _forget_events(self, before: float) -> None:
-        with self._transaction() as connection:
-            connection.execute("DELETE FROM events WHERE t < ?", (before,))
 
     def _events_after(self, job: str, after: int, limit: int) -> list[Event]:
         return [*self._read("job = ? AND id > ? ORDER BY id LIMIT ?", job, after, limit)]

@@ -42,10 +42,15 @@ class News:
             self.ring(job)
 
     async def wait(self, job: str, seconds: float) -> None:
-        """Returns when there is some, or after ``seconds``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._bells.setdefault(job, asyncio.Event()).wait()
+        """Returns when there is some, after ``seconds``, or when another who waited goes."""
+        bell = self._bells.setdefault(job, asyncio.Event())
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await bell.wait()
+        finally:
+            if not bell.is_set():
+                self.ring(job)  # a job of any name may be asked for, and may never come
 
 
 async def stream(metrics: Metrics, request: web.Request, name: str | None) -> web.StreamResponse:
@@ -54,7 +59,10 @@ async def stream(metrics: Metrics, request: web.Request, name: str | None) -> we
     if news.streams >= MAX_STREAMS:
         raise Problem(503, f"{MAX_STREAMS} follow already", retry_after=PING_SECONDS)
     known = request.headers.get("Last-Event-ID", "")
-    after = int(known) if known.isdecimal() and len(known) <= MAX_DIGITS else metrics.core.last_event
+    last = metrics.core.last_event
+    after = int(known) if known.isdecimal() and len(known) <= MAX_DIGITS else last
+    if after > last:
+        after = 0  # it knows the events of a service whose data are gone
     answer = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
     loop = asyncio.get_running_loop()
     news.streams += 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics import stragglers
-from keepstep_metrics.core import BINS, Group, Job, Transfer, quantile
+from keepstep_metrics.core import Group, Job, Transfer
+from keepstep_metrics.histogram import BINS, quantile
 from keepstep_metrics.lighthouse import Live, LiveUpload
 from keepstep_metrics.timeline import LIVING, State, merged
 
@@ -211,7 +212,8 @@ class EventsView:
 
 def summary(job: Job, now: float) -> JobSummary:
     alive = sum(one.timeline.state not in (State.LOST, State.GONE) for one in job.groups.values())
-    return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, goodput(job, now - 3600, now).goodput)
+    ratio = goodput_ratio(group_seconds(job, now - 3600, now))
+    return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, ratio)
 
 
 def now_view(job: Job, live: Live, now: float) -> NowView:
@@ -306,15 +308,27 @@ def _means(points: dict[int, Any], count: int) -> tuple[float | None, ...]:
     return tuple(points[point][0] / points[point][1] if point in points else None for point in range(count))
 
 
-def goodput(job: Job, since: float, until: float) -> GoodputView:
+def group_seconds(job: Job, since: float, until: float) -> dict[State, float]:
+    """By state."""
     total = dict.fromkeys(LIVING, 0.0)
-    committed = discarded = 0
     for one in job.groups.values():
         for state, seconds in one.timeline.seconds(since, until).items():
             total[state] += seconds
+    return total
+
+
+def goodput_ratio(seconds: dict[State, float]) -> float | None:
+    """Of group-seconds by state; None: there was no group."""
+    life = sum(seconds.values())
+    return seconds[State.TRAINING] / life if life else None
+
+
+def goodput(job: Job, since: float, until: float) -> GoodputView:
+    total = group_seconds(job, since, until)
+    committed = discarded = 0
+    for one in job.groups.values():
         for _, cells in one.steps.ring(since, 0, until).rows(since, until):
             committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
-    life = sum(total.values())
     failures = [one for one in job.failures if since <= one.t < until]
     to_commit = [one.committed_at - one.t for one in failures if one.committed_at is not None]
     to_return = [one.recovered_at - one.t for one in failures if one.recovered_at is not None]
@@ -322,7 +336,7 @@ def goodput(job: Job, since: float, until: float) -> GoodputView:
         job=job.name,
         since=since,
         until=until,
-        goodput=total[State.TRAINING] / life if life else None,
+        goodput=goodput_ratio(total),
         shares=_shares(total),
         seconds={state.value: seconds for state, seconds in total.items()},
         steps_committed=committed,

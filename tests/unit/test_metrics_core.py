@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_metrics import views
-from keepstep_metrics.core import BINS, MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore, bin_of, quantile
+from keepstep_metrics.core import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
+from keepstep_metrics.histogram import BINS, bin_of, quantile
 from keepstep_metrics.lighthouse import NOTHING
 from keepstep_metrics.records import BadBatchError, read_batch
 from keepstep_metrics.timeline import State
@@ -126,6 +127,32 @@ def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_grou
     assert (told.failures, told.mean_time_to_recover, told.mean_time_to_return) == (1, 2, 25)
 
 
+def test_a_group_whose_loss_nobody_told_of_is_lost_when_a_quorum_forms_without_it() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    for name in ("a:1", "b:1", "c:1"):
+        world.steps(name, 10, 20)
+    world.happens(20, "left", "c:1", reason="done")
+    world.happens(30, "quorum", quorum_id=2, members=["a:1"])  # the lighthouse that lost b died before it said so
+    world.steps("a:1", 20, 60)
+    assert world.states("b", 60)[1:] == [(10, 30, "training"), (30, 60, "lost")]
+    assert world.states("c", 60)[1:] == [(10, 20, "training")]
+    world.steps("b:1", 20, 70, 50)  # it lived, and was only slow
+    assert world.states("b", 70)[1:] == [(10, 70, "training")]
+
+
+def test_a_quorum_of_many_is_a_short_sentence_and_all_of_them_take_part() -> None:
+    world = joined(*(f"g{number}" for number in range(1000)))
+    assert len(world.job.participants) == 1000
+    assert world.job.events[-1].sentence.endswith("g18, g19 and 980 more")
+
+
+def test_a_quorum_that_is_told_late_does_not_take_the_place_of_a_later_one() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(30, "quorum", quorum_id=3, members=["a:1", "b:1"])
+    world.happens(20, "quorum", quorum_id=2, members=["a:1"])
+    assert (world.job.participants, world.job.quorum_id) == (["a", "b"], 3)
+
+
 def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_it_are_not() -> None:
     world = joined(*"abcd")
     for second in range(10, 60):
@@ -218,7 +245,7 @@ def test_a_quantile_is_right_to_a_tenth(seconds, share) -> None:
 def test_a_record_of_the_far_future_changes_nothing() -> None:
     core = MetricsCore()
     core.apply(read_batch(Teller("a:1").batch(step(T + 1000, 1))), T)
-    assert not core.jobs[JOB].groups
+    assert not core.jobs
 
 
 def test_memory_of_a_job_that_always_fails_is_bounded() -> None:
@@ -242,6 +269,14 @@ def test_what_is_a_day_old_goes_and_groups_that_are_alive_stay() -> None:
     assert not world.core.jobs
 
 
+def test_a_group_that_was_not_heard_of_for_a_day_goes_and_one_that_waits_stays() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    world.steps("a:1", 10, 20)
+    world.steps("b:1", 10, 1020)
+    world.core.forget_before(T + 1000)
+    assert set(world.job.groups) == {"b", "c"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -254,8 +289,8 @@ def test_what_is_a_day_old_goes_and_groups_that_are_alive_stay() -> None:
         ({"records": [{"kind": "step", "t": float("nan")}]}, "t must be a finite number"),
         ({"records": [{**step(T, 1), "seconds": "1"}]}, "seconds must be"),
         ({"records": [{**step(T, 1), "values": [1]}]}, "values must be a map"),
-        ({"records": [{"kind": "event", "t": T, "id": 1, "event": "lost", "job": "../x"}]}, "no name of a job"),
-        ({"records": [{"kind": "event", "t": T, "id": 1, "event": "lost", "detail": []}]}, "detail must be a map"),
+        ({"source": "relay", "records": [{**event(T, "lost"), "job": "../x"}]}, "no name of a job"),
+        ({"source": "lighthouse", "records": [{**event(T, "lost"), "detail": []}]}, "detail must be a map"),
     ],
 )
 def test_a_bad_batch_is_refused_with_what_is_wrong(change, said) -> None:

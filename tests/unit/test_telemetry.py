@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import msgpack
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_mesh.telemetry import MAX_RECORD_BYTES, Outbox, pack_batch
+from keepstep_mesh.telemetry import MAX_QUEUED_BYTES, MAX_RECORD_BYTES, Outbox, pack_batch
 
 
 def numbers(packed: list[bytes]) -> list[int]:
@@ -49,6 +52,45 @@ def test_a_record_that_is_too_large_is_dropped_and_what_cannot_be_packed_is_sent
     box.add({"n": 2, "odd": {1, 2}})
     assert (len(box), box.dropped) == (1, 1)
     assert msgpack.unpackb(box.batch()[1][0])["odd"] == "{1, 2}"
+
+
+@pytest.mark.parametrize("odd", [{"n": 2**64}, {"n": "\udcff"}, {"n": {"\udcff": 1}}])
+def test_what_msgpack_cannot_say_never_raises(odd) -> None:
+    box = Outbox()
+    box.add(odd)
+    assert len(box) + box.dropped == 1
+
+
+def test_what_circles_is_dropped_and_counted() -> None:
+    box, circle = Outbox(), []
+    circle.append(circle)
+    box.add({"n": circle})
+    assert (len(box), box.dropped) == (0, 1)
+
+
+def test_a_quorum_of_a_thousand_groups_is_told() -> None:
+    box = Outbox()
+    box.add({"detail": {"members": [f"group-{n}:{uuid4()}" for n in range(1000)]}})
+    assert (len(box), box.dropped) == (1, 0)
+
+
+def test_large_records_do_not_fill_the_memory() -> None:
+    box = Outbox()
+    for n in range(1000):
+        box.add({"n": n, "text": "x" * 100_000})
+    assert sum(map(len, box.batch(10**9)[1])) <= MAX_QUEUED_BYTES
+    assert len(box) + box.dropped == 1000
+    assert numbers(box.batch(10**9)[1])[-1] == 999
+
+
+def test_what_will_never_be_taken_is_given_up_and_counted() -> None:
+    box = Outbox()
+    for n in range(5):
+        box.add({"n": n})
+    first, records = box.batch()
+    box.add({"n": 5})
+    box.taken(first + len(records) - 1, refused=True)
+    assert (box.batch()[0], numbers(box.batch()[1]), box.dropped) == (6, [5], 5)
 
 
 def test_a_packed_batch_is_one_map() -> None:

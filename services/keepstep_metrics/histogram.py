@@ -1,0 +1,30 @@
+"""A histogram of step times whose bins grow with the time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import log2
+
+BINS_PER_DOUBLING = 4
+LOWEST_BIN_SECONDS = 0.001
+BINS = 84
+"""From 1 ms to 17 minutes, each a fifth wider than the one before."""
+
+
+def bin_of(seconds: float) -> int:
+    if seconds <= LOWEST_BIN_SECONDS:
+        return 0
+    return min(BINS - 1, int(BINS_PER_DOUBLING * log2(seconds / LOWEST_BIN_SECONDS)) + 1)
+
+
+def quantile(histogram: Sequence[int], share: float) -> float | None:
+    """Seconds below which this share of the counted lie, to a tenth; None where nothing was counted."""
+    total = sum(histogram)
+    if not total:
+        return None
+    counted = accumulate(histogram)
+    number = next(number for number, count in enumerate(counted) if count >= share * total)
+    if number == 0:
+        return LOWEST_BIN_SECONDS
+    return float(LOWEST_BIN_SECONDS * 2 ** ((number - 0.5) / BINS_PER_DOUBLING))
