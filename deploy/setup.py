@@ -24,7 +24,9 @@ def write(file: Path, text: str) -> None:
 os.umask(0o077)
 if not TOKENS.exists():
     write(TOKENS, "".join(f"{role} = {secrets.token_urlsafe()}\n" for role in ("worker", "service", "admin")))
-lines = [line.partition("=") for line in TOKENS.read_text().splitlines() if not line.startswith("#")]
-first = {role.split()[0]: token.strip() for role, _, token in reversed(lines) if token}
+lines = [line.strip().partition("=") for line in TOKENS.read_text().splitlines()]
+first = {role.partition(" ")[0]: token.strip() for role, _, token in reversed(lines) if token}
+if missing := {"worker", "service"} - first.keys():
+    sys.exit(f"{TOKENS} has no token for {' and '.join(sorted(missing))}: write a line `role = token` for each")
 write(FOLDER / "worker-token" / "token", first["worker"])
 write(FOLDER / "prometheus-token" / "token", first["service"])

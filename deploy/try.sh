@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the mesh, starts it, kills a container of every kind, and shows that training goes on and that in the end the
-# weights of all groups are equal. Takes it down again, volumes too. Needs bash, bc, curl, python3
-# and docker with compose.
+# Builds the mesh, starts it, kills a container of every kind, and shows that training goes on, also after `down` and
+# `up`, and that in the end the weights of all groups are equal. Takes it down again, volumes too. Needs bash, bc, curl,
+# python3 and docker with compose.
 #
 #   deploy/try.sh             with the official images
 #   deploy/try.sh local       with the stand-ins of deploy/docker-compose.local.yml
@@ -16,6 +16,12 @@ if docker compose version >/dev/null 2>&1; then compose=(docker compose "${files
 
 say() { printf '%6.1f s  %s\n' "$(bc <<<"$(date +%s.%N) - $began")" "$*"; }
 began=$(date +%s.%N)
+
+# quietly COMMAND...: shows what it says only if it fails
+quietly() {
+  local said
+  said=$("$@" 2>&1) || { tail -n 30 <<<"$said"; exit 1; }
+}
 
 # until SECONDS WHAT COMMAND...: waits until COMMAND succeeds
 until_true() {
@@ -39,8 +45,9 @@ keepstep() {
 }
 # ask PATH: what a lighthouse answers, whichever does
 ask() {
-  curl -sf --max-time 2 -H "Authorization: Bearer $admin" "http://127.0.0.1:29510$1" ||
-    curl -sf --max-time 2 -H "Authorization: Bearer $admin" "http://127.0.0.1:29511$1"
+  local at=http://${PUBLISH:-127.0.0.1}
+  curl -sf --max-time 2 -H "Authorization: Bearer $admin" "$at:29510$1" ||
+    curl -sf --max-time 2 -H "Authorization: Bearer $admin" "$at:29511$1"
 }
 read_json() { python3 -c "import json, sys; it = json.load(sys.stdin); print($1)" 2>/dev/null; }
 
@@ -87,14 +94,14 @@ end() { "${compose[@]}" down --volumes --timeout 5 >/dev/null 2>&1 || true; }
 trap end EXIT
 end
 
-"${compose[@]}" build >build.log 2>&1 || { tail -30 build.log; exit 1; }
-rm build.log
+quietly "${compose[@]}" build
 say "built: $(docker images --format '{{.Repository}} {{.Size}}' | grep -E '^keepstep-(service|trainer) ' | sort -u | paste -sd, | sed 's/,/, /g')"
 
 # The script reads from a file how far it is to go.
-"${compose[@]}" run --rm --no-deps -T --entrypoint sh trainer -c "echo 1000000000 > $STEPS" >/dev/null 2>&1
+quietly "${compose[@]}" run --rm --no-deps -T --entrypoint sh trainer -c "echo 1000000000 > $STEPS"
+up=("${compose[@]}" up -d --no-build)
 began=$(date +%s.%N)
-"${compose[@]}" up -d --no-build --scale "trainer=$TRAINERS" >/dev/null 2>&1
+quietly "${up[@]}"
 until_true 60 "all is healthy" all_healthy
 admin=$(docker exec "$(container relay)" sed -n 's/^admin = //p' /var/lib/keepstep/tokens/tokens)
 say "up: all is healthy"
@@ -108,13 +115,22 @@ kill_container etcd
 kill_container metrics
 kill_container prometheus
 
+before=$(step)
+quietly "${compose[@]}" down
+quietly "${up[@]}"
+until_true 90 "all is healthy, with $TRAINERS groups in the quorum" healthy_and_whole
+first=$("${compose[@]}" logs --no-color trainer | sed -n 's/.*\] step \([0-9]*\) loss.*/\1/p' | sort -n | sed -n 1p)
+((first > before - 200)) || { echo "FAILED: after down and up it began at step $first, not at the last checkpoints"; exit 1; }
+say "down after step $before, up again: all $TRAINERS groups are in, and went on at step $first"
+
 keepstep verify-replicas
 last=$(($(step) + 2000)) # so far ahead that all groups know it before any of them is there
 docker exec "$(container trainer)" sh -c "echo $last > $STEPS.part && mv $STEPS.part $STEPS"
 (($(step) < last)) || { echo "FAILED: step $last was over before all groups were told to end there"; exit 1; }
-finished() { [ "$("${compose[@]}" logs --no-color trainer | grep -c 'test accuracy')" = "$TRAINERS" ]; }
+ends() { "${compose[@]}" logs --no-color trainer | grep 'test accuracy'; }
+finished() { [ "$(ends | wc -l)" = "$TRAINERS" ]; }
 until_true 120 "all groups finish" finished
-"${compose[@]}" logs --no-color trainer | grep 'test accuracy'
-equal=$("${compose[@]}" logs --no-color trainer | sed -n 's/.*weights //p' | sort -u | wc -l)
-((equal == 1)) || { echo "FAILED: the weights differ"; exit 1; }
+ends
+different=$(ends | sed 's/.*\] //' | sort -u | wc -l)
+((different == 1)) || { echo "FAILED: the groups ended at different steps or with different weights"; exit 1; }
 say "all $TRAINERS groups ended with the same weights"

@@ -56,5 +56,5 @@ for x, y in itertools.chain.from_iterable(epochs):
 
 accuracy = (model(test[0]).argmax(1) == test[1]).float().mean()
 weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
-print(f"test accuracy {accuracy:.4f} weights {weights.hexdigest()[:16]}", flush=True)
+print(f"step {manager.current_step()} test accuracy {accuracy:.4f} weights {weights.hexdigest()[:16]}", flush=True)
 manager.shutdown()

@@ -76,7 +76,7 @@ class DemoAudience:
             self._story.learnt(group, float(match[1]))
             return
         self.lines.append(f"[{group}] {text}")
-        if match := re.fullmatch(r"test accuracy (\S+) weights (\w+)", text):
+        if match := re.fullmatch(r"step \d+ test accuracy (\S+) weights (\w+)", text):
             self._story.ended(group, float(match[1]), match[2])
 
     def note(self, group: str, sentence: str) -> None:

@@ -18,8 +18,9 @@ concerns that a group goes in ``departures``):
 * ``RoundBroken`` goes to the members that hold an answer which can no longer be completed by all, so that nobody waits
   for a peer that will not come: a member did not commit that step, gave its request up, asks for the same step without
   having had the answer, did not get it from the lighthouse before (after a takeover), or the job went on without it.
-  When a member left, so are those that have not finished that step ``reconnect_grace`` later: it may have left after
-  a step that it did not commit.
+  When a member left, so are those that have not finished that step ``heartbeat_timeout`` later: it may have left after
+  a step that it did not commit. Not sooner: who was stalled meanwhile can complete what all have contributed to, and
+  at the end of training nobody is left from whom to heal.
 * After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
   or ``takeover_grace`` is over; from a leader that may be alive, also not before one of them has spoken here, or that
   leader's lease is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
@@ -296,7 +297,7 @@ class JobCore:
             due = min(due, away.closed_at + policy.reconnect_grace)
             break
         if state.round.left is not None:
-            due = min(due, state.round.left[0] + policy.reconnect_grace)
+            due = min(due, state.round.left[0] + policy.heartbeat_timeout)
         return max(due, state.awake_since)
 
     def _heard_at(self, group: Group) -> float:
@@ -342,7 +343,7 @@ class JobCore:
             if group.session is not None:
                 state.end(group.session)
             departures.lose(state, group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
-        if state.round.left is not None and now >= state.round.left[0] + policy.reconnect_grace:
+        if state.round.left is not None and now >= state.round.left[0] + policy.heartbeat_timeout:
             _, group = state.round.left
             state.round.left = None
             reason = f"{group.replica_id} left, so what it did not contribute will not come"

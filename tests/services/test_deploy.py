@@ -66,6 +66,14 @@ async def test_tokens_that_are_there_are_kept_and_the_first_of_a_role_is_handed_
     assert (volumes / "prometheus-token" / "token").read_text() == "a-service-token-00"
 
 
+async def test_tokens_without_one_for_a_role_that_is_handed_out_are_refused(volumes: Path) -> None:
+    (volumes / "tokens" / "tokens").write_text("worker = worker-token-00\nservice =\n")
+    code, error = await run("setup.py", volumes)
+    assert code == 1
+    assert "tokens has no token for service: write a line `role = token` for each" in error
+    assert not (volumes / "worker-token" / "token").exists()
+
+
 @asynccontextmanager
 async def trainer(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """One that does nothing but say which command it became; that is its first line."""

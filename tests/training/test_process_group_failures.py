@@ -174,6 +174,17 @@ async def test_a_killed_peer_fails_the_operation_of_all_others(
     await configure(lasting)
 
 
+async def test_an_operation_that_waits_for_a_stalled_peer_outlives_another_that_is_done(lasting: list[Peer]) -> None:
+    await configure(lasting)
+    done, waiting, stalled = lasting
+    received = waiting.ask("recv", source=stalled.rank, size=4)
+    await received.under_way()
+    await done.ask("shutdown").ok()
+    await asyncio.sleep(3)  # the stall: a wait looks every second whether all peers are there
+    await stalled.ask("send", to=waiting.rank, size=4).ok()
+    await received.ok()
+
+
 OPERATIONS = [
     ("allreduce", {}, None),
     ("allreduce", {"size": LARGE}, ("allreduce", {"size": LARGE})),

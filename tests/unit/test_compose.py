@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from keepstep_cli.main import main
+from keepstep_mesh.service import STOP_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -39,7 +40,7 @@ def filled_in(text: str) -> str:
 def test_every_service_has_a_user_that_is_not_root_and_limits_and_keeps_no_rights(name: str) -> None:
     service = SERVICES[name]
     assert re.fullmatch(r"[1-9]\d*:\d+", service["user"])
-    assert {"mem_limit", "cpus", "pids_limit", "restart"} <= set(service)
+    assert {"mem_limit", "cpus", "pids_limit", "restart", "logging"} <= set(service)
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -52,6 +53,19 @@ def test_every_service_is_checked_and_started_again_when_it_dies(name: str) -> N
     assert {"interval", "timeout", "retries", "start_period"} <= set(service["healthcheck"])
     # a trainer that is done stays so
     assert service["restart"] == ("on-failure" if name == "trainer" else "unless-stopped")
+
+
+def test_a_stop_leaves_everybody_more_time_than_they_give_themselves() -> None:
+    to_groups = next(one.default for one in main.commands["run"].params if one.name == "grace")
+    for service in SERVICES.values():
+        assert float(service["stop_grace_period"].removesuffix("s")) > max(STOP_SECONDS, to_groups)
+
+
+def test_there_are_as_many_trainers_as_the_job_is_told_to_have() -> None:
+    trainer = SERVICES["trainer"]
+    assert trainer["scale"] == trainer["environment"]["TRAINERS"]
+    for name in ("lighthouse-1", "lighthouse-2"):
+        assert f"--initial-replicas={trainer['scale']}" in SERVICES[name]["command"]
 
 
 def test_it_is_for_compose_1_29_and_2() -> None:

@@ -272,7 +272,7 @@ def test_a_member_that_leaves_instead_of_asking_again_breaks_the_round_that_it_d
     driver.opens("a", held=held)
     driver.opens("b")
     driver.opens("c", held=held)
-    messages = told(driver, driver.leaves("b") + driver.passes(0.2))
+    messages = told(driver, driver.leaves("b") + driver.passes(5))
     assert [type(messages[one][0]) for one in "ac"] == [RoundBroken, RoundBroken]
     driver.closes("a")
     (message,) = told(driver, driver.opens("a", held=held))["a"]

@@ -92,8 +92,15 @@ def test_the_others_need_not_wait_for_a_member_that_left_in_the_middle_of_a_step
     driver = Driver(min_replicas=1)
     driver.start("a", "b", "c")
     driver.asks("a", 1)
-    assert broken_for(driver, driver.leaves("b") + driver.passes(0.19)) == []
+    assert broken_for(driver, driver.leaves("b") + driver.passes(4.99)) == []
     assert broken_for(driver, driver.passes(0.01)) == ["c"]
+
+
+def test_a_member_that_stalls_at_the_last_step_completes_it_though_the_others_have_finished_and_left() -> None:
+    driver = Driver(min_replicas=1)
+    driver.start("a", "b", "c")
+    assert broken_for(driver, driver.leaves("a") + driver.leaves("b") + driver.passes(4.9, silent="c")) == []
+    assert broken_for(driver, driver.leaves("c")) == []
 
 
 def test_nobody_is_bothered_when_all_finish_the_step_that_a_group_left_after() -> None:

@@ -42,6 +42,10 @@ PATIENCE_BYTES = 10_000_000
 PEER_IS_GONE = "a peer closed its connection"
 LOOK = 40
 """Slices between two looks whether all peers are still connected."""
+STALL = 5
+"""Looks that an operation has even if one is not. A peer that is done may go while others, that stalled, have yet to
+pass on what it contributed; of one that died the lighthouse tells sooner.
+"""
 EXIT_SECONDS = 2.0
 """At the end of the process, for communicators that are being freed."""
 
@@ -94,20 +98,20 @@ class Communicator(ABC):
                     self._looking.start()
 
     def _look(self) -> None:
-        """Fails the communicator when a peer is gone and an operation has not noticed from one look to the next.
+        """Fails the communicator when a peer is gone and an operation has not noticed for ``STALL`` looks.
 
         Ends when nothing is in flight.
         """
-        before: weakref.WeakSet[BackendWork] = weakref.WeakSet()
+        looks: weakref.WeakKeyDictionary[BackendWork, int] = weakref.WeakKeyDictionary()
         while not self._failed.wait(LOOK * SLICE.total_seconds()):
             with self._lock:
                 promised = [work for work in self._in_flight if work.promised and not work.is_completed()]
                 if not promised:
                     self._looking = None
                     return
-            if any(work in before for work in promised) and self.has_lost_a_peer():
+            looks = weakref.WeakKeyDictionary({work: looks.get(work, 0) + 1 for work in promised})
+            if max(looks.values()) > STALL and self.has_lost_a_peer():
                 self.fail(ProcessGroupError(PEER_IS_GONE))
-            before = weakref.WeakSet(promised)
             del promised
 
     def fail(self, error: Exception) -> Exception:
@@ -284,7 +288,7 @@ class BackendWork(Work):
                 communicator.patience_spent = max(spent, communicator.patience_spent)
                 if spent > patience:
                     raise _AsleepError
-            elif waited % LOOK == 0 and communicator.has_lost_a_peer():
+            elif waited > STALL * LOOK and waited % LOOK == 0 and communicator.has_lost_a_peer():
                 communicator.fail(ProcessGroupError(PEER_IS_GONE))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
