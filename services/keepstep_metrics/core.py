@@ -148,7 +148,7 @@ class Job:
             return []
         t = one.t
         if replica_id not in group.ends:
-            group.replica_id = replica_id
+            self._is_now(group, replica_id)
         self._fill(group, replica_id, one, t)
         if one.committed:
             self._count_commit(group, one, t)
@@ -177,6 +177,8 @@ class Job:
             group.recent.append(one.seconds)
         if one.busy_seconds is not None:
             group.busy.append(one.busy_seconds)
+        if (standing := self.standings.get(group.name)) is not None and standing.straggler:
+            standing.steps += 1
         self.step = max(self.step, one.step)
         self.highest.highest(t, one.step)
         self.histogram.count(t, bin_of(one.seconds))
@@ -192,6 +194,19 @@ class Job:
                 failure.committed_at = t
             if failure.name == group.name and failure.recovered_at is None:
                 failure.recovered_at = t
+
+    def _is_now(self, group: Group, replica_id: str) -> None:
+        """Another incarnation is judged by its own steps."""
+        if replica_id != group.replica_id:
+            group.replica_id = replica_id
+            group.busy.clear()
+            self.standings.pop(group.name, None)
+
+    def straggler(self, steps: int) -> Group | None:
+        """The slowest that is there and was a straggler for at least so many committed steps in a row."""
+        slow = {name: one.score for name, one in self.standings.items() if one.straggler and one.steps >= steps}
+        there = [one for name in slow if (one := self.groups.get(name)) and one.replica_id not in one.ends]
+        return max(there, key=lambda group: slow[group.name], default=None)
 
     def _judge(self, now: float) -> list[str]:
         compared = {
@@ -232,7 +247,7 @@ class Job:
         t, detail, reason, whole = one.t, one.detail, str(one.detail.get("reason", "")), one.replica_id
         match one.event:
             case "joined":
-                group.replica_id = whole
+                self._is_now(group, whole)
                 group.ends.pop(whole, None)
                 group.timeline.mark(t, State.WAITING_QUORUM)
                 if not detail.get("member"):
