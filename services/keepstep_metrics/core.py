@@ -298,15 +298,16 @@ class Job:
                 return
 
     def take_upload(self, relay: str, one: Upload) -> None:
-        found = next((old for old in reversed(self.transfers) if (old.name, old.via) == (one.checkpoint, relay)), None)
+        key = ("upload", one.checkpoint, relay, one.began)
+        found = next((old for old in reversed(self.transfers) if (old.kind, old.name, old.via, old.began) == key), None)
         if found is None:
-            found = Transfer("upload", one.checkpoint, one.step, one.t, via=relay)
+            found = Transfer("upload", one.checkpoint, one.step, one.began, via=relay)
             self.transfers.append(found)
         found.bytes_done, found.bytes_total = one.bytes_done, one.bytes_total
         found.bytes_per_second = one.bytes_per_second
         if one.state != "uploading":
             found.ended = one.t
-            found.error = "" if one.state == "committed" else one.state
+            found.error = one.error
 
     # ---- over a restart
 
