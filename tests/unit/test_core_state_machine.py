@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core_driver import Driver
 from keepstep_lighthouse.core import LATE_SECONDS
-from keepstep_lighthouse.events import Announce, Decision, EndSession, LogEntry, Policy, Tell
+from keepstep_lighthouse.events import Announce, Decision, EndSession, Policy, Tell
 from keepstep_lighthouse.policies import ON_DIVERGENCE
 from keepstep_lighthouse.views import ReplicaState
 from keepstep_mesh.messages import Denied, HeldAnswer, MemberInfo, StateRoot
@@ -165,18 +165,6 @@ class Onlooker(RuleBasedStateMachine):
     def drains(self, whom: str) -> None:
         self.onlook(self.driver.drains(whom))
 
-    @rule(replica_id=NAMES, steps=st.integers(1, 3))
-    def finds_a_straggler(self, replica_id: str, steps: int) -> None:
-        there = [view for view in self.driver.core.replicas(self.driver.now) if view.state is not GONE]
-        decisions = self.driver.finds_straggler(replica_id, steps)
-        self.onlook(decisions)
-        if any(isinstance(one, LogEntry) and one.kind == "drain" for one in decisions):
-            policy = self.driver.record.policy
-            assert 0 < policy.drain_straggler_after <= steps, "the policy did not say so"
-            assert not any(view.draining for view in there), "two at a time"
-            stay = [view for view in there if view.member and self.connected(view.replica_id)]
-            assert len(stay) > policy.min_replicas, "too few stay"
-
     @rule()
     def wants_the_groups_compared(self) -> None:
         self.onlook(self.driver.wants_comparison())
@@ -186,13 +174,11 @@ class Onlooker(RuleBasedStateMachine):
         max_replicas=st.sampled_from([0, 3]),
         heartbeat_timeout=st.sampled_from([5.0, 5.0, 1.0]),
         on_divergence=st.sampled_from(ON_DIVERGENCE),
-        drain_after=st.integers(0, 2),
     )
     def changes_the_policy(
-        self, min_replicas: int, max_replicas: int, heartbeat_timeout: float, on_divergence: str, drain_after: int
+        self, min_replicas: int, max_replicas: int, heartbeat_timeout: float, on_divergence: str
     ) -> None:
-        limits = {"on_divergence": on_divergence, "drain_straggler_after": drain_after}
-        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout, **limits)
+        policy = Policy(min_replicas, max_replicas, 10.0, 4.0, heartbeat_timeout, on_divergence=on_divergence)
         self.onlook(self.driver.sets_policy(policy))
 
     @rule(seconds=st.sampled_from([0.1, 0.2, 1.0, 5.0, 12.0]), silent=st.sets(NAMES, max_size=2))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
 
 from core_driver import Driver
 from keepstep_lighthouse.events import LogEntry, StragglerFound, Tell
+from keepstep_lighthouse.views import ReplicaState
 from keepstep_mesh.messages import Drain
 
 ALL = ("a:1", "b:1", "c:1", "d:1")
@@ -115,3 +118,42 @@ def test_nobody_is_drained_by_a_lighthouse_that_does_not_know_the_groups_yet() -
     driver.restart()
     driver.open_all("b:1", "c:1", "d:1")
     assert "committed 0 steps here" in (why(driver, "c:1", 1000) or "")
+
+
+HAPPENS = st.one_of(
+    st.tuples(st.just("is slow"), st.sampled_from("abcd"), st.integers(1, 4)),
+    st.tuples(st.just("trains"), st.just("all"), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["leaves", "closes", "fails", "comes", "drains"]), st.sampled_from("abcd"), st.just(1)),
+)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(HAPPENS, max_size=30))
+def test_whatever_happens_one_goes_at_a_time_after_it_has_trained_and_enough_stay(
+    min_replicas: int, after: int, happens: list[tuple[str, str, int]]
+) -> None:
+    driver = trained(1, min_replicas=min_replicas, drain_straggler_after=after)
+    names = {name: f"{name}:1" for name in "abcd"}
+    steps, total = dict.fromkeys(ALL, 1), 1
+    for what, who, count in happens:
+        there = [one for one in driver.core.replicas(driver.now) if one.state is not ReplicaState.GONE]
+        connected = [one for one in there if one.replica_id in driver.session_of]
+        replica_id = names.get(who, "")
+        if what == "is slow":
+            if driver.finds_straggler(replica_id, count):
+                event("drained")
+                assert after <= min(count, steps[replica_id])
+                assert not any(one.draining for one in there)
+                assert sum(one.member and one.replica_id != replica_id for one in connected) >= min_replicas
+        elif what == "trains":
+            for _ in range(count):
+                total += 1
+                for one in connected:
+                    steps[one.replica_id] = steps.get(one.replica_id, -1) + 1  # the first time it only asks
+                    driver.asks(one.replica_id, total)
+        elif what == "comes" and replica_id not in {one.replica_id for one in there}:
+            names[who] = f"{who}:{len(driver.replica_of) + 1}"
+            driver.opens(names[who])
+        elif what == "drains" and replica_id in driver.session_of:
+            driver.drains(replica_id)
+        elif what in ("leaves", "closes", "fails") and replica_id in driver.session_of:
+            getattr(driver, what)(replica_id)
