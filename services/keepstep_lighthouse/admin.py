@@ -32,7 +32,7 @@ from keepstep_lighthouse.events import (
     VerifyOrdered,
 )
 from keepstep_lighthouse.groups import name_of
-from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.service_records import ServiceRecord
 from keepstep_lighthouse.store import StoreError
@@ -282,6 +282,8 @@ class _Admin:
 
     async def straggler(self, request: web.Request) -> web.Response:
         body = await read_body(request, StragglerBody)
+        if not all(0 <= one <= MAX_STEPS for one in asdict(body).values()):
+            raise bad(f"steps, seconds and median_seconds must be between 0 and {MAX_STEPS}")
         job, target = self._target(request)
         found = StragglerFound(target, body.steps, body.seconds, body.median_seconds, _who(request))
         if (why := job.core.stays(found)) is not None:

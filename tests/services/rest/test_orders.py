@@ -180,6 +180,9 @@ async def test_an_order_that_can_do_nothing_says_why() -> None:
         ("drain", b'{"ban_seconds": 1, "reason": "x"}', "unknown field 'ban_seconds'; there are reason"),
         ("drain", json.dumps({"reason": "x" * 1001}).encode(), "at most 1000"),
         ("readmit", b'{"reason": "x"}', "unknown field 'reason'; there is none"),
+        ("straggler", b'{"steps": 9, "seconds": 1}', "a field is missing; there are median_seconds, seconds, steps"),
+        ("straggler", b'{"steps": 9, "seconds": NaN, "median_seconds": 1}', "must be between 0 and"),
+        ("straggler", b'{"steps": -1, "seconds": 1, "median_seconds": 1}', "must be between 0 and"),
     ],
 )
 async def test_a_body_that_will_not_do_is_a_problem_that_names_the_field(order: str, body: bytes, said: str) -> None:
