@@ -87,6 +87,7 @@ class Checkpoint:
                 yield rank
 
     def ended(self, lacking_bytes: int, error: str = "") -> UploadEnded:
+        """Of one that is about to be forgotten, or that is committed now. ``lacking_bytes``: that are not here."""
         total = sum(table.pack_bytes for table in self.tables.values())
         seconds = self.came_at - self.began
         rate = self.came_bytes / seconds if seconds else 0.0
