@@ -103,7 +103,7 @@ class Registrar:
                 services = (await answer.json())["services"]
             addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
             self.found = next((as_safe(one, lighthouse) for one in addresses), None)
-        except (KeepstepError, TimeoutError, LookupError, TypeError) as error:
+        except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:
             log.debug("the lighthouse does not say who else is there", reason=explained(error, lighthouse))
 
     async def say_goodbye(self) -> None:

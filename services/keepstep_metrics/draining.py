@@ -49,7 +49,7 @@ class Drainer:
                     continue
                 try:
                     await self._look(f"{address}/v1/jobs/{job.name}", job)
-                except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError, LookupError, TypeError) as error:
+                except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, ValueError) as error:
                     self._again_at[job.name] = now + AGAIN_SECONDS
                     log.warning("a straggler is not drained", job=job.name, reason=explained(error, address))
 
