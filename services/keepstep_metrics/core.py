@@ -139,6 +139,19 @@ class Job:
             group = self.groups[name] = Group(name, replica_id)
         return group
 
+    def _is_now(self, group: Group, replica_id: str) -> None:
+        """Another incarnation is judged by its own steps."""
+        if replica_id != group.replica_id:
+            group.replica_id = replica_id
+            group.busy.clear()
+            self.standings.pop(group.name, None)
+
+    def straggler(self, steps: int) -> Group | None:
+        """The slowest that is there and was a straggler for at least so many committed steps in a row."""
+        slow = {name: one.score for name, one in self.standings.items() if one.straggler and one.steps >= steps}
+        there = [one for name in slow if (one := self.groups.get(name)) and one.replica_id not in one.ends]
+        return max(there, key=lambda group: slow[group.name], default=None)
+
     # ---- steps
 
     def take_step(self, replica_id: str, one: Step) -> list[str]:
@@ -194,19 +207,6 @@ class Job:
                 failure.committed_at = t
             if failure.name == group.name and failure.recovered_at is None:
                 failure.recovered_at = t
-
-    def _is_now(self, group: Group, replica_id: str) -> None:
-        """Another incarnation is judged by its own steps."""
-        if replica_id != group.replica_id:
-            group.replica_id = replica_id
-            group.busy.clear()
-            self.standings.pop(group.name, None)
-
-    def straggler(self, steps: int) -> Group | None:
-        """The slowest that is there and was a straggler for at least so many committed steps in a row."""
-        slow = {name: one.score for name, one in self.standings.items() if one.straggler and one.steps >= steps}
-        there = [one for name in slow if (one := self.groups.get(name)) and one.replica_id not in one.ends]
-        return max(there, key=lambda group: slow[group.name], default=None)
 
     def _judge(self, now: float) -> list[str]:
         compared = {
