@@ -27,6 +27,7 @@ from keepstep_lighthouse.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    StragglerFound,
     Tell,
     Tick,
     VerifyOrdered,
@@ -166,6 +167,10 @@ class Driver:
 
     def sets_policy(self, policy: Policy) -> list[Decision]:
         return self.feed(PolicyOrdered(policy, "ann"))
+
+    def finds_straggler(self, replica_id: str, steps: int) -> list[Decision]:
+        """The metrics service does."""
+        return self.feed(StragglerFound(replica_id, steps, 0.5, 0.1, "metrics"))
 
     def wants_comparison(self) -> list[Decision]:
         return self.feed(VerifyOrdered("ann"))

@@ -314,6 +314,12 @@ class SecondsOrNone(Seconds):
     type=click.Choice(["heal", "drain", "report"]),
     help="What becomes of a group whose weights are not those of most.",
 )
+@click.option(
+    "--drain-straggler-after",
+    type=click.IntRange(0),
+    metavar="STEPS",
+    help="Drain a group that was a straggler for so many steps in a row; 0: never.",
+)
 def policy(link: Link, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
     if name and _is_flag("job") and name != link.job:

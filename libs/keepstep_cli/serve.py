@@ -30,6 +30,7 @@ NAMES = (
     "takeover_grace",
     "verify_every",
     "on_divergence",
+    "drain_straggler_after",
 )
 SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
 """A setting as the lighthouse calls it in what it says of it."""
@@ -74,6 +75,12 @@ _policy_options = all_of(
         "--on-divergence",
         type=click.Choice(["heal", "drain", "report"]),
         help="What becomes of a group whose weights are not those of most.  [default: heal]",
+    ),
+    click.option(
+        "--drain-straggler-after",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        help="Drain a group that was a straggler for so many steps in a row; 0: never.  [default: 0]",
     ),
     # As torchft_lighthouse spells them; a lighthouse that does not poll has no use for the last one.
     click.option("--join_timeout_ms", type=float, hidden=True),

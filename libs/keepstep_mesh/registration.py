@@ -21,7 +21,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.http import Identity, leader_of, raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session_core import Addresses
-from keepstep_mesh.tls import TlsFiles, explained
+from keepstep_mesh.tls import TlsFiles, as_safe, explained
 
 REQUEST_SECONDS = 5.0
 """For one request to one lighthouse, at most a third of the time to live."""
@@ -49,14 +49,19 @@ class Registration:
 class Registrar:
     """Made by ``registered``."""
 
-    def __init__(self, lighthouses: Iterable[str], registration: Registration, identity: Identity) -> None:
+    def __init__(
+        self, lighthouses: Iterable[str], registration: Registration, identity: Identity, looks_for: str | None
+    ) -> None:
         self.lighthouse: str | None = None
         """The one that took the registration last; None while none does."""
         self.trouble: str | None = "not registered yet"
         """Why there is none, for ``/readyz`` and people."""
         self.known = asyncio.Event()
         """Set while a lighthouse has the registration."""
+        self.found: str | None = None
+        """Address of a service of the kind that is looked for, as the lighthouse said at the last renewal."""
         self._registration = registration
+        self._looks_for = looks_for
         self._identity = identity
         self._addresses = Addresses(lighthouses)
         self._interval = registration.ttl / 3
@@ -74,6 +79,7 @@ class Registrar:
                     while True:
                         await self._put(http, lighthouse)
                         self._taken_by(lighthouse)
+                        await self._look(http, lighthouse)
                         await asyncio.sleep(self._interval)
             except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
                 self._failed(f"{lighthouse}: {explained(error, lighthouse)}")
@@ -87,6 +93,18 @@ class Registrar:
                 self._addresses.follow(leader)
                 raise ConnectionRefusedError(f"it does not lead; {leader} does")
             await raise_for_problem(answer)
+
+    async def _look(self, http: aiohttp.ClientSession, lighthouse: str) -> None:
+        if self._looks_for is None:
+            return
+        try:
+            async with http.get(f"{lighthouse}/v1/cluster") as answer:
+                await raise_for_problem(answer)
+                services = (await answer.json())["services"]
+            addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
+            self.found = next((as_safe(one, lighthouse) for one in addresses), None)
+        except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            log.debug("the lighthouse does not say who else is there", reason=explained(error, lighthouse))
 
     async def say_goodbye(self) -> None:
         """Tells the lighthouse, if there is one, that the service goes. Never raises: a record ends by itself too."""
@@ -126,14 +144,16 @@ async def registered(
     *,
     token: str | ClientToken | Callable[[], str | None] | None = None,
     tls: TlsFiles | None = None,
+    looks_for: str | None = None,
 ) -> AsyncIterator[Registrar]:
     """Registers in the background while the context is open, then says goodbye.
 
     ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role, or what
-    tells the one of the moment. ``tls``: for https; ``TlsError`` when its files cannot be used. It never fails for want
-    of a lighthouse: it tries on, and ``Registrar.trouble`` says why.
+    tells the one of the moment. ``tls``: for https; ``TlsError`` when its files cannot be used. ``looks_for``: a kind
+    of service whose address ``Registrar.found`` is to be. It never fails for want of a lighthouse: it tries on, and
+    ``Registrar.trouble`` says why.
     """
-    registrar = Registrar(lighthouses, registration, Identity(token, tls))
+    registrar = Registrar(lighthouses, registration, Identity(token, tls), looks_for)
     keeper = asyncio.create_task(registrar.run(), name=f"registration of {registration.name}")
     try:
         yield registrar

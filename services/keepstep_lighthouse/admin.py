@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import hdrs, web
 
 from keepstep_lighthouse import cluster, service_records
+from keepstep_lighthouse.bodies import DrainBody, EvictBody, ReadmitBody, ServiceBody, StragglerBody, VerifyBody
 from keepstep_lighthouse.cluster import ClusterView
 from keepstep_lighthouse.event_log import Happened
 from keepstep_lighthouse.events import (
@@ -27,10 +28,11 @@ from keepstep_lighthouse.events import (
     Policy,
     PolicyOrdered,
     ReadmitOrdered,
+    StragglerFound,
     VerifyOrdered,
 )
 from keepstep_lighthouse.groups import name_of
-from keepstep_lighthouse.policies import policy_problem
+from keepstep_lighthouse.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.service_records import ServiceRecord
 from keepstep_lighthouse.store import StoreError
@@ -39,7 +41,6 @@ from keepstep_lighthouse.views import HealView, QuorumView, ReplicaState, Replic
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import CALLER, Problem, Route, read_json
-from keepstep_mesh.messages import Detail
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import MAX_DIGITS, MAX_NAMED, bad, checked, json_answer, number, read_body, those
 
@@ -60,8 +61,6 @@ MAX_REASON = 1000
 MIN_INCARNATION_CHARACTERS = 8
 """Of what stands behind the colon; less is not taken for the beginning of an incarnation."""
 MAX_BAN_SECONDS = 10 * 365 * 86400.0
-
-# ---- what is answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,37 +132,6 @@ class PolicyChange:
     """The change that this order made; None: it was so before."""
 
 
-# ---- what is ordered
-
-
-@dataclass(frozen=True, slots=True)
-class EvictBody:
-    reason: str
-    ban_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DrainBody:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReadmitBody:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyBody:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceBody:
-    address: str
-    ttl_seconds: float = 15.0
-    details: dict[str, Detail] = field(default_factory=dict)
-
-
 QUERY_OF_EVENTS = {
     "after": "number of the last event that is known; the first newer ones are answered. Not given: the newest",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
@@ -185,6 +153,7 @@ SHAPES = {
     "POST /v1/jobs/{job}/replicas/{replica_id}/evict": Shape(OrderAnswer, status=202, body=EvictBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/drain": Shape(OrderAnswer, status=202, body=DrainBody),
     "POST /v1/jobs/{job}/replicas/{replica_id}/readmit": Shape(OrderAnswer, status=202, body=ReadmitBody),
+    "POST /v1/jobs/{job}/replicas/{replica_id}/straggler": Shape(OrderAnswer, status=202, body=StragglerBody),
     "GET /v1/jobs/{job}/events": Shape(EventsView, query=QUERY_OF_EVENTS),
 }
 
@@ -210,6 +179,14 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("POST", f"{one}/evict", here.evict, Access.ADMIN, "end a group; ban_seconds keeps its name out"),
         Route("POST", f"{one}/drain", here.drain, Access.ADMIN, "ask a group to finish its step and leave"),
         Route("POST", f"{one}/readmit", here.readmit, Access.ADMIN, "lift bans and evictions"),
+        Route(
+            "POST",
+            f"{one}/straggler",
+            here.straggler,
+            Access.SERVICE,
+            "a group is slower than the others: it is drained if the policy says so",
+            is_order=True,
+        ),
         Route("GET", f"{job}/events", here.events, Access.READ, "the event log, or its tail as it grows"),
     ]
 
@@ -302,6 +279,18 @@ class _Admin:
         if before is None:
             raise Problem(HTTPStatus.CONFLICT, f"{target} is gone already")
         return _nothing(before, f"{before.replica_id} was asked before" + ("" if here else ", and is gone"))
+
+    async def straggler(self, request: web.Request) -> web.Response:
+        body = await read_body(request, StragglerBody)
+        if not all(0 <= one <= MAX_STEPS for one in asdict(body).values()):
+            raise bad(f"steps, seconds and median_seconds must be between 0 and {MAX_STEPS}")
+        job, target = self._target(request)
+        found = StragglerFound(target, body.steps, body.seconds, body.median_seconds, _who(request))
+        if (why := job.core.stays(found)) is not None:
+            raise Problem(HTTPStatus.CONFLICT, f"{target} is not drained: {why}")
+        made = await self._carried_out(job, found, "drain")
+        assert made is not None  # nothing came between
+        return _done(made, f"{target} is asked to finish its step and leave")
 
     async def readmit(self, request: web.Request) -> web.Response:
         await read_body(request, ReadmitBody)

@@ -38,7 +38,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from keepstep_lighthouse import bans, departures, divergence, heals, layouts, orders, reasons
+from keepstep_lighthouse import bans, departures, divergence, heals, layouts, orders, reasons, stragglers
 from keepstep_lighthouse.announcing import Announcer
 from keepstep_lighthouse.events import (
     Asked,
@@ -58,6 +58,7 @@ from keepstep_lighthouse.events import (
     PolicyOrdered,
     ReadmitOrdered,
     Reason,
+    StragglerFound,
     Tick,
     VerifyOrdered,
 )
@@ -144,6 +145,8 @@ class JobCore:
                 orders.change_policy(state, event, now)
             case VerifyOrdered(by):
                 state.log("verify_ordered", "", by=by, order=self._verification.order())
+            case StragglerFound():
+                stragglers.drain(state, event)
             case Tick():
                 self._tick(now, now_unix)
         self._settle(now, now_unix)
@@ -430,6 +433,10 @@ class JobCore:
         ``GONE_SECONDS``, the last first.
         """
         return replica_views(self._groups, self.record, self._takeover.absent, self._state.gone, now)
+
+    def stays(self, straggler: StragglerFound) -> str | None:
+        """Why this straggler would not be drained, as a sentence; None: it would."""
+        return stragglers.refusal(self._state, straggler)
 
     @property
     def tally(self) -> Tally:

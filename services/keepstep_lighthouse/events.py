@@ -112,6 +112,20 @@ class VerifyOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class StragglerFound:
+    """The metrics service finds this incarnation to be slower than the others."""
+
+    replica_id: str
+    steps: int
+    """Committed in a row as a straggler."""
+    seconds: float
+    """What it needs itself for a step."""
+    median_seconds: float
+    """Over the groups."""
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline that the core named has passed. Harmless at any other time."""
 
@@ -131,6 +145,7 @@ Event = (
     | ReadmitOrdered
     | PolicyOrdered
     | VerifyOrdered
+    | StragglerFound
     | Tick
 )
 
@@ -158,6 +173,8 @@ class Policy:
     on_divergence: str = "heal"
     """What becomes of a group whose root is not the majority's. ``heal``: it takes over the state of another;
     ``drain``: that too, and then it leaves; ``report``: nothing."""
+    drain_straggler_after: int = 0
+    """Steps in a row that the metrics service finds a group to be a straggler, and then it is drained; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class Group:
     answered_at: float | None = None
     step_seconds: float | None = None
     """From its last answer to its next request."""
+    committed: int = 0
+    """Steps, each from an answer of this lighthouse to the next request."""
     healing: Healing | None = None
     """What it said last of its heal, until its next request."""
     heal_began: float = 0.0
@@ -216,6 +218,7 @@ class Groups:
         if group.answered_at is not None:
             group.step_seconds, group.answered_at = now - group.answered_at, None
             self.tally.step_seconds += group.step_seconds
+            group.committed += request.commit_failures == 0
             self.tally.committed += request.commit_failures == 0
             self.tally.discarded += request.commit_failures > 0
         group.request = request

@@ -29,6 +29,11 @@ def policy_problem(policy: Policy) -> str | None:
         return f"initial_replicas must be 0 or more (at most {MAX_REPLICAS}), not {policy.initial_replicas!r:.40}"
     if not 0 <= policy.verify_every <= MAX_STEPS:
         return f"verify_every must be 0 (never) or more steps (at most {MAX_STEPS}), not {policy.verify_every!r:.40}"
+    if not 0 <= policy.drain_straggler_after <= MAX_STEPS:
+        return (
+            f"drain_straggler_after must be 0 (never) or more steps (at most {MAX_STEPS}), not "
+            f"{policy.drain_straggler_after!r:.40}"
+        )
     if policy.on_divergence not in ON_DIVERGENCE:
         return f"on_divergence must be one of {', '.join(ON_DIVERGENCE)}, not {policy.on_divergence!r:.40}"
     for one in fields(policy):

@@ -20,6 +20,7 @@ from keepstep_mesh.registration import Registrar, Registration, registered
 from keepstep_mesh.service import Service
 from keepstep_metrics import api, metrics, views
 from keepstep_metrics.core import KEPT_SECONDS, Job, MetricsCore
+from keepstep_metrics.draining import Drainer
 from keepstep_metrics.lighthouse import Asker, Live
 from keepstep_metrics.records import BadBatchError, Batch, read_batch
 from keepstep_metrics.settings import MetricsSettings
@@ -107,6 +108,7 @@ class Metrics(Embedded):
         try:
             await self._take_up()
             works = {"writer": self.store.run(), "asker": self.asker.run(), "tidy": self._tidy()}
+            works["drainer"] = Drainer(self.core.jobs, self._lighthouse, identity).run()
             works["registration"] = self._register()
             tasks = [asyncio.create_task(work, name=f"keepstep metrics {name}") for name, work in works.items()]
             self.serving = True

@@ -135,6 +135,19 @@ class Job:
             group = self.groups[name] = Group(name, replica_id)
         return group
 
+    def _is_now(self, group: Group, replica_id: str) -> None:
+        """Another incarnation is judged by its own steps."""
+        if replica_id != group.replica_id:
+            group.replica_id = replica_id
+            group.busy.clear()
+            self.standings.pop(group.name, None)
+
+    def straggler(self, steps: int) -> Group | None:
+        """The slowest that is there and was a straggler for at least so many committed steps in a row."""
+        slow = {name: one.score for name, one in self.standings.items() if one.straggler and one.steps >= steps}
+        there = [one for name in slow if (one := self.groups.get(name)) and one.replica_id not in one.ends]
+        return max(there, key=lambda group: slow[group.name], default=None)
+
     # ---- steps
 
     def take_step(self, replica_id: str, one: Step, now: float) -> None:
@@ -143,7 +156,7 @@ class Job:
             return
         t = one.t
         if replica_id not in group.ends:
-            group.replica_id = replica_id
+            self._is_now(group, replica_id)
         self._fill(group, replica_id, one, t)
         if one.committed:
             group.committed_at = now
@@ -169,6 +182,8 @@ class Job:
             group.recent.append(one.seconds)
         if one.busy_seconds is not None:
             group.busy.append(one.busy_seconds)
+        if (standing := self.standings.get(group.name)) is not None and standing.straggler:
+            standing.steps += 1
         self.step = max(self.step, one.step)
         self.highest.highest(t, one.step)
         self.histogram.count(t, bin_of(one.seconds))
@@ -235,7 +250,7 @@ class Job:
         reason = str(detail.get("reason", ""))[:MAX_TEXT]
         match one.event:
             case "joined":
-                group.replica_id = whole
+                self._is_now(group, whole)
                 group.ends.pop(whole, None)
                 group.timeline.mark(t, State.WAITING_QUORUM)
                 if not detail.get("member"):
@@ -284,15 +299,16 @@ class Job:
                 return
 
     def take_upload(self, relay: str, one: Upload) -> None:
-        found = next((old for old in reversed(self.transfers) if (old.name, old.via) == (one.checkpoint, relay)), None)
+        key = ("upload", one.checkpoint, relay, one.began)
+        found = next((old for old in reversed(self.transfers) if (old.kind, old.name, old.via, old.began) == key), None)
         if found is None:
-            found = Transfer("upload", one.checkpoint, one.step, one.t, via=relay)
+            found = Transfer("upload", one.checkpoint, one.step, one.began, via=relay)
             self.transfers.append(found)
         found.bytes_done, found.bytes_total = one.bytes_done, one.bytes_total
         found.bytes_per_second = one.bytes_per_second
         if one.state != "uploading":
             found.ended = one.t
-            found.error = "" if one.state == "committed" else one.state
+            found.error = one.error
 
     # ---- over a restart
 

@@ -70,13 +70,17 @@ class Upload:
     """How far a checkpoint has come to a relay."""
 
     t: float
+    began: float
+    """Unix seconds."""
     job: str
     checkpoint: str
     step: int
     bytes_total: int
     bytes_done: int
     state: str
+    """``uploading`` until it has ended."""
     bytes_per_second: float
+    error: str
 
 
 class BadBatchError(ValueError):
@@ -181,6 +185,7 @@ def _record(plain: Any, source: str) -> Record | None:
                 raise BadBatchError(problem)
             return Upload(
                 _real(plain, "t"),
+                _real(plain, "began"),
                 job,
                 _text(plain, "checkpoint"),
                 _whole(plain, "step"),
@@ -188,6 +193,7 @@ def _record(plain: Any, source: str) -> Record | None:
                 _whole(plain, "bytes_done"),
                 _text(plain, "state"),
                 _real(plain, "bytes_per_second", 0.0),
+                _text(plain, "error", ""),
             )
     return None
 

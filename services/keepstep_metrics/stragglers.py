@@ -33,6 +33,8 @@ class Standing:
     """Judgements that speak for a change."""
     seconds: float = 0.0
     score: float = 0.0
+    steps: int = 0
+    """Committed since it became one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def judge(standings: dict[str, Standing], seconds: Mapping[str, float], now: flo
             speaks_for_change = one.score > FAR and own > found.median * FAR_SHARE
         one.in_a_row = one.in_a_row + 1 if speaks_for_change else 0
         if one.in_a_row >= IN_A_ROW:
-            one.straggler, one.in_a_row = not one.straggler, 0
+            one.straggler, one.in_a_row, one.steps = not one.straggler, 0, 0
             one.since = now if one.straggler else None
             if one.straggler:
                 new.append(name)

@@ -139,6 +139,8 @@ class StragglerView:
     """MADs above the median over groups."""
     straggler: bool
     since: float | None
+    steps: int
+    """Committed since then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,7 @@ def stragglers_view(job: Job) -> StragglersView:
         job.name,
         found.median if found else None,
         found.mad if found else None,
-        tuple(StragglerView(name, one.seconds, one.score, one.straggler, one.since) for name, one in groups),
+        tuple(StragglerView(name, one.seconds, one.score, one.straggler, one.since, one.steps) for name, one in groups),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http import HTTPStatus
@@ -16,10 +17,11 @@ from aiohttp import web
 
 from keepstep_mesh.addresses import reachable
 from keepstep_mesh.embedded import Embedded
-from keepstep_mesh.http import Handler, Problem, Route
+from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.registration import Registrar, Registration, registered
 from keepstep_mesh.service import Service
+from keepstep_mesh.telemetry import Sender
 from keepstep_mesh.tls import watched_client_context
 from keepstep_relay import admin, bulk, metrics
 from keepstep_relay.checkpoints import CheckpointStore
@@ -27,7 +29,7 @@ from keepstep_relay.chunks import ChunkStore, GoneError
 from keepstep_relay.core import RelayCore
 from keepstep_relay.disk import DamagedError, DiskError, DiskTier
 from keepstep_relay.durable import DurableError, DurableTier
-from keepstep_relay.events import Cause, Key, RefusedError
+from keepstep_relay.events import Cause, Key, RefusedError, UploadEnded
 from keepstep_relay.memory import MemoryFullError
 from keepstep_relay.settings import RelaySettings
 
@@ -38,6 +40,8 @@ READ_AHEAD_BYTES = 1 << 20
 """Of a body, beyond what was taken of it."""
 AGAIN_SECONDS = 1.0
 """What ``Retry-After`` says."""
+LAST_WORDS_SECONDS = 2.0
+"""At the end, for what the metrics service was not told yet."""
 STATUS = {
     Cause.UNKNOWN: HTTPStatus.NOT_FOUND,
     Cause.CONFLICT: HTTPStatus.CONFLICT,
@@ -115,9 +119,35 @@ class Relay(Embedded):
             },
         )
         async with registered(
-            settings.lighthouses, mine, token=settings.shown_token, tls=settings.peer_tls
+            settings.lighthouses, mine, token=settings.shown_token, tls=settings.peer_tls, looks_for="metrics"
         ) as self._registrar:
-            await asyncio.Event().wait()
+            await self._tell(mine.name, self._registrar)
+
+    async def _tell(self, name: str, registrar: Registrar) -> None:
+        """Tells the metrics service, once there is one, of uploads that ended."""
+        identity = Identity(self.settings.shown_token, self.settings.peer_tls)
+        sender = Sender("relay", name, lambda: registrar.found, identity)
+
+        def tell(one: UploadEnded, begun: float) -> None:
+            sender.record(
+                "transfer",
+                t=time.time() - (time.monotonic() - one.came_at),
+                began=begun,
+                job=one.key.job,
+                checkpoint=one.key.id,
+                step=one.facts.step,
+                bytes=one.bytes_total,
+                bytes_done=one.bytes_done,
+                bytes_per_second=one.bytes_per_second,
+                state="committed" if one.committed else "aborted",
+                error=one.error,
+            )
+
+        self.checkpoints.on_upload = tell
+        try:
+            await sender.run()
+        finally:
+            await sender.flush(LAST_WORDS_SECONDS)
 
     # ---- what handlers share
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -42,6 +42,7 @@ from keepstep_relay.events import (
     TableCame,
     Tick,
     Tier,
+    UploadEnded,
 )
 from keepstep_relay.inventory import Checkpoint
 
@@ -69,6 +70,8 @@ class CheckpointStore:
         """Of which there is something in the durable tier, be it all or a part."""
         self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
         """Of which the durable tier may have less, or more, than it should."""
+        self.on_upload: Callable[[UploadEnded, float], None] = lambda _ended, _begun: None
+        """Is told of each upload that ended, and when it began, in Unix seconds."""
         chunks.forget = self._forget
         chunks.make_room = lambda size: self._step(RoomWanted(size))
 
@@ -191,10 +194,13 @@ class CheckpointStore:
     def _step(self, event: Event) -> list[object]:
         rest: list[object] = []
         for decision in self.chunks.step(event):
-            if isinstance(decision, Forget):
-                self._forgotten(decision)
-            else:
-                rest.append(decision)
+            match decision:
+                case UploadEnded():
+                    self.on_upload(decision, self.records[decision.key].begun)
+                case Forget():
+                    self._forgotten(decision)
+                case _:
+                    rest.append(decision)
         self.chunks.times_changed.set()
         return rest
 

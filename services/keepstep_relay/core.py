@@ -285,6 +285,7 @@ class RelayCore:
             one.lacking[rank] -= 1
             one.arrived = True
             one.came_bytes += chunk.length
+            one.came_at = now
             one.pace.count(one.came_bytes, now)
             self._alive(one, rank, now)
         return [Wake((digest,))]
@@ -364,7 +365,7 @@ class RelayCore:
         one = self._upload(key)
         one.sealing, one.committed_at = False, now
         one.heard.clear()
-        return [Wake((key,)), *self._retire(now)]
+        return [one.ended(0), Wake((key,)), *self._retire(now)]
 
     def _seal_failed(self, key: Key, now: float) -> list[Decision]:
         one = self._upload(key)
@@ -381,9 +382,12 @@ class RelayCore:
             raise RefusedError(Cause.CONFLICT, f"{key} is being committed")
         return self._end(one, reason, State.ABORTED, now)
 
-    def _end(self, one: Checkpoint, reason: str, state: State | None, now: float) -> list[Decision]:
+    def _end(
+        self, one: Checkpoint, reason: str, state: State | None, now: float, *, is_fault: bool = True
+    ) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed")
+        told = one.ended(self.lacking_bytes(one), reason if is_fault else "") if one.committed_at is None else None
         del self.checkpoints[one.key]
         self.ended[one.key] = Ended(reason, state)
         while len(self.ended) > MAX_ENDED:
@@ -399,7 +403,7 @@ class RelayCore:
             if not chunk.users:
                 digests.append(digest)
         dropped = self._dropped(digests)
-        return [Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
+        return [*([told] if told else []), Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
 
     def _dropped(self, digests: Iterable[bytes]) -> list[Decision]:
         """Of ``digests`` those that nothing needs are gone."""
@@ -434,7 +438,8 @@ class RelayCore:
                 silent = list(islice(one.silent_since(now - self.limits.upload_seconds), MAX_NAMED + 1))
                 ranks = ", ".join(map(str, silent[:MAX_NAMED])) + (" and others" if len(silent) > MAX_NAMED else "")
                 reason = f"nothing was heard of rank {ranks} for {self.limits.upload_seconds:g} s"
-                decisions += self._end(one, reason, State.ABORTED, now)
+                is_fault = one.facts.kind is Kind.DURABLE
+                decisions += self._end(one, reason, State.ABORTED, now, is_fault=is_fault)
         return decisions + self._retire(now)
 
     # ---- readers

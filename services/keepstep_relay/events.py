@@ -294,6 +294,25 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class UploadEnded:
+    """Tell who wants to know. Comes before the ``Forget`` of an upload that did not end well."""
+
+    key: Key
+    facts: Facts
+    committed: bool
+    error: str
+    """Empty for a live state of which nobody said more, too: it was of use for its time. Where there are several
+    relays each has a part of it, and none commits it."""
+    bytes_total: int
+    bytes_done: int
+    """That are here, whoever brought them."""
+    bytes_per_second: float
+    """Of those that came, from the beginning until the last did."""
+    came_at: float
+    """When it did, or else the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Delete these chunks from every tier: nothing needs them."""
 
@@ -314,4 +333,4 @@ class Wake:
     what: tuple[Key | bytes, ...]
 
 
-Decision = Keep | Seal | Forget | Drop | Evict | Wake
+Decision = Keep | Seal | UploadEnded | Forget | Drop | Evict | Wake

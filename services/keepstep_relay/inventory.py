@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from keepstep_mesh.pace import Pace
-from keepstep_relay.events import Facts, Key, State, Table, Tier
+from keepstep_relay.events import Facts, Key, State, Table, Tier, UploadEnded
 
 NEVER = float("inf")
 MAX_ENDED = 1000
@@ -57,11 +57,14 @@ class Checkpoint:
     read_until: float = -NEVER
     came_bytes: int = 0
     """Of chunks that its tables waited for."""
+    came_at: float = field(init=False)
+    """When the last of them did, or else the beginning."""
     pace: Pace = field(init=False)
     """Of ``came_bytes``."""
 
     def __post_init__(self) -> None:
         self.pace = Pace(self.began)
+        self.came_at = self.began
 
     @property
     def state(self) -> State:
@@ -93,6 +96,14 @@ class Checkpoint:
         for rank in range(self.facts.ranks):
             if rank not in self.reported and self.heard.get(rank, self.began) <= then:
                 yield rank
+
+    def ended(self, lacking_bytes: int, error: str = "") -> UploadEnded:
+        """Of one that is about to be forgotten, or that is committed now. ``lacking_bytes``: that are not here."""
+        total = sum(table.pack_bytes for table in self.tables.values())
+        seconds = self.came_at - self.began
+        rate = self.came_bytes / seconds if seconds else 0.0
+        committed = self.committed_at is not None
+        return UploadEnded(self.key, self.facts, committed, error, total, total - lacking_bytes, rate, self.came_at)
 
     def root(self, rank: int) -> bytes | None:
         """The one that counts."""

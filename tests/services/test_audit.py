@@ -85,6 +85,7 @@ async def test_an_order_that_came_to_nothing_is_in_the_audit_log_with_its_status
     async with lighthouse(tokens=TOKENS) as one, worker_of(one.address), client_session(ADMIN) as http:
         for path, body, status in (
             (f"{R0}/readmit", None, 409),
+            (f"{R0}:1/straggler", {"steps": 9, "seconds": 0.5, "median_seconds": 0.1}, 409),
             ("/v1/jobs/job/replicas/nobody/drain", {"reason": "x"}, 404),
             (f"{R0}/evict", {"reason": "x", "ban_seconds": -1}, 400),
         ):

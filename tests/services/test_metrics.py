@@ -7,6 +7,8 @@ import io
 import re
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ from keepstep_mesh.service import all_routes
 from keepstep_mesh.telemetry import Sender
 from keepstep_metrics.app import Metrics
 from keepstep_metrics.settings import MetricsSettings, read_settings
+from keepstep_relay.app import Relay
+from keepstep_relay.events import Limits
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, metrics_process, step
+from relay_driver import Client as RelayClient
 from relay_driver import client as relay_client
 from relay_driver import relay, state
 
@@ -244,23 +249,63 @@ async def test_orders_go_to_the_lighthouse_with_the_token_of_who_asks() -> None:
         assert found["store"] == "memory"
 
 
-async def test_an_upload_to_a_relay_is_seen_while_it_is_under_way() -> None:
-    one = state(1)
+@asynccontextmanager
+async def told_by_a_relay() -> AsyncIterator[tuple[Client, RelayClient, Relay]]:
+    """A reader of a metrics service, and a relay that tells it."""
     async with (
         lighthouse() as known,
-        relay(lighthouses=(known.address,), name="east") as there,
         metrics(lighthouses=(known.address,)) as service,
         client(service.address) as asking,
-        relay_client(there.address, job=JOB) as uploading,
     ):
-        await asking.tell(Teller("a:1"), step(time.time(), 1))
+        await eventually(lambda: service.is_registered)  # so that the relay finds it when it registers itself
+        async with (
+            relay(lighthouses=(known.address,), name="east") as there,
+            relay_client(there.address, job=JOB) as uploading,
+        ):
+            await eventually(lambda: there._registrar is not None and there._registrar.found == service.address)
+            await asking.tell(Teller("a:1"), step(time.time(), 1))
+            yield asking, uploading, there
+
+
+async def test_an_upload_to_a_relay_is_seen_while_it_is_under_way_and_when_it_has_ended() -> None:
+    one = state(1)
+    async with told_by_a_relay() as (asking, uploading, _):
         await uploading.upload(one, chunks=[0, 1])
         told = (await asking.until("transfers", lambda it: it["transfers"]))["transfers"][0]
         assert (told["kind"], told["name"], told["via"], told["ended"]) == ("upload", "c1", "east", None)
         assert (told["bytes_done"], told["bytes_total"]) == (len(one.pack) - len(one.chunks[2]), len(one.pack))
         await uploading.put(one.chunks[2])
         await uploading.commit()
-        await asking.until("transfers", lambda it: not it["transfers"])
+        (ended,) = (
+            await asking.until("transfers", lambda it: [of["ended"] is None for of in it["transfers"]] == [False])
+        )["transfers"]
+        assert (ended["kind"], ended["name"], ended["via"], ended["error"]) == ("upload", "c1", "east", "")
+        assert ended["bytes_done"] == ended["bytes_total"] == len(one.pack)
+        assert told["began"] == ended["began"] < ended["ended"] <= time.time()
+        assert ended["bytes_per_second"] > 0
+
+
+async def test_an_upload_that_failed_says_why_and_a_live_state_that_is_left_as_it_is_did_not_fail() -> None:
+    one = state(1)
+    async with told_by_a_relay() as (asking, uploading, there):
+        await uploading.upload(one, "c1", chunks=[0])
+        await uploading.call("POST", f"{uploading.checkpoints}/c1/abort", 204, json={"reason": "disk on fire"})
+        await uploading.upload(one, "c2", step=2, chunks=[0, 1])
+        there.core.limits = Limits(upload_seconds=0.0)  # nothing more is said of it
+        there.chunks.times_changed.set()
+        found = await asking.until("transfers", lambda it: [bool(of["ended"]) for of in it["transfers"]] == [True] * 2)
+        silent, failed = found["transfers"]
+        assert (failed["name"], failed["error"], failed["bytes_done"]) == ("c1", "disk on fire", len(one.chunks[0]))
+        assert (silent["name"], silent["error"], silent["step"]) == ("c2", "", 2)
+        assert (silent["bytes_done"], silent["bytes_total"]) == (2 * len(one.chunks[0]), len(one.pack))
+
+
+async def test_what_a_relay_has_not_told_when_it_is_stopped_it_tells_then() -> None:
+    one = state(1)
+    async with told_by_a_relay() as (asking, uploading, there):
+        await uploading.store(one)
+        await there.stop()
+        assert [of["name"] for of in (await asking.get("transfers"))["transfers"] if of["ended"]] == ["c1"]
 
 
 async def test_a_sender_outlives_a_restart_of_the_service_and_nothing_is_lost_or_counted_twice(tmp_path: Path) -> None:

@@ -337,6 +337,16 @@ async def test_every_lighthouse_knows_the_services_and_the_next_leader_goes_on_w
             await member.next(QuorumAnswer)  # and no Services before it: it never was away
 
 
+async def test_a_service_that_looks_for_another_finds_it_when_it_comes_and_forgets_it_when_it_goes() -> None:
+    short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
+    async with lighthouse() as one, registered([one.address], short, looks_for="metrics") as registrar:
+        await known(registrar)
+        assert registrar.found is None
+        async with registered([one.address], Registration("metrics", "m", "http://m:1")):
+            await eventually(lambda: registrar.found == "http://m:1")
+        await eventually(lambda: registrar.found is None)
+
+
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 
 

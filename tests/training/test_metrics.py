@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metrics_driver import client, following, metrics_process
+from relay_driver import metric, relay_process
 
 from .job import DEADLINE, Job
 
@@ -71,3 +72,36 @@ async def test_a_kill_and_its_recovery_stand_in_the_timeline_and_in_the_failures
         assert healed["bytes_done"] > 0
         assert 0 < (await asking.get("goodput", "default"))["goodput"] < 1
         assert job.assert_identical() > 0
+
+
+async def test_live_state_that_went_through_two_relays_is_told_as_an_upload_to_each_of_its_part() -> None:
+    async with Job("--initial-replicas", "2") as job, metrics_process("--lighthouse", job.address) as (_, url):
+        flags = ("--lighthouse", job.address, "--upload-timeout", "10s", "--name")  # what is a part is never committed
+        async with (
+            relay_process(*flags, "east") as (_, east),
+            relay_process(*flags, "west") as (_, west),
+            client(url) as asking,
+        ):
+            async with asyncio.timeout(DEADLINE):
+                for relay in (east, west):
+                    while not await metric(relay, "registered"):  # noqa: ASYNC110 - nothing to wait on
+                        await asyncio.sleep(0.02)
+            a, b = [await job.start(name, TRAINER_WIDTH="12000") for name in ("a", "b")]  # two chunks of state
+            await job.advance(a, b)
+            b.kill()
+            await job.start("b", TRAINER_WIDTH="12000")
+            await job.advance(a, b)
+
+            def of_the_last_heal(told: dict[str, Any]) -> list[dict[str, Any]]:
+                ended = [one for one in told["transfers"] if one["ended"]]
+                step = max((one["step"] for one in ended if one["kind"] == "heal"), default=0)
+                return [one for one in ended if one["step"] == step > 0]
+
+            told = await asking.until("transfers", lambda it: len(of_the_last_heal(it)) == 3, "default")
+            heal, *parts = sorted(of_the_last_heal(told), key=lambda one: one["via"] in ("east", "west"))
+            assert (heal["kind"], heal["name"], heal["via"]) == ("heal", "b", "relay")
+            assert {(one["kind"], one["via"], one["error"]) for one in parts} == {
+                ("upload", "east", ""),
+                ("upload", "west", ""),
+            }
+            assert sum(one["bytes_done"] for one in parts) == parts[0]["bytes_total"] == heal["bytes_done"]

@@ -28,12 +28,20 @@ ONLY_TRAINERS = {"torch", "numpy"}
 ONLY_SERVICES = {"uvloop", "prometheus_client"}
 """Imported by services and by what they share, never by ``keepstep``."""
 
+LIGHTHOUSE_CORE = (
+    "core",
+    "departures",
+    "divergence",
+    "heals",
+    "job_state",
+    "layouts",
+    "orders",
+    "stragglers",
+    "views",
+)
 METRICS_CORE = ("core", "records", "sentences", "series", "stragglers", "timeline")
 PURE = [
-    *(
-        f"services/keepstep_lighthouse/{part}.py"
-        for part in ("core", "departures", "divergence", "heals", "job_state", "layouts", "orders", "views")
-    ),
+    *(f"services/keepstep_lighthouse/{part}.py" for part in LIGHTHOUSE_CORE),
     *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
     *(f"services/keepstep_metrics/{part}.py" for part in METRICS_CORE),
     "libs/keepstep/quorum_plan.py",

@@ -183,6 +183,40 @@ def test_of_two_groups_and_of_silent_ones_none_is_a_straggler() -> None:
     assert views.stragglers_view(world.job).groups == ()
 
 
+def slow_since(name: str, *others: str) -> World:
+    """Half a minute in which ``name`` needs much longer for its steps than the others."""
+    world = joined(name, *others)
+    for second in range(10, 40):
+        for one in (name, *others):
+            world.steps(one, second, second + 1, busy_seconds=0.9 if one == name else 0.1)
+    return world
+
+
+def test_the_steps_of_a_straggler_are_counted_since_it_became_one() -> None:
+    world = slow_since("c:1", "a:1", "b:1")
+    steps = views.stragglers_view(world.job).groups[0].steps
+    assert 5 < steps < 20
+    world.steps("c:1", 40, 43, busy_seconds=0.9)
+    world.steps("c:1", 43, 44, busy_seconds=0.9, committed=False)
+    assert views.stragglers_view(world.job).groups[0].steps == steps + 3
+    assert world.job.straggler(steps + 3) is world.job.groups["c"]
+    assert world.job.straggler(steps + 4) is None
+    world.happens(44, "drain", "c:1", reason="slow", by="someone")
+    assert world.job.straggler(0) is None, "it is on its way out"
+
+
+def test_a_group_that_comes_back_is_judged_by_its_own_steps() -> None:
+    world = slow_since("c:1", "a:1", "b:1")
+    world.happens(40, "left", "c:1", reason="drained")
+    world.happens(41, "joined", "c:2", member=False)
+    assert world.job.straggler(0) is None
+    for second in range(42, 80):
+        for one in ("a:1", "b:1", "c:2"):
+            world.steps(one, second, second + 1, busy_seconds=0.1)
+        assert world.job.straggler(0) is None
+    assert [one.steps for one in views.stragglers_view(world.job).groups] == [0, 0, 0]
+
+
 def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
     core, sender = MetricsCore(), Teller("a:1")
     first, second = sender.batch(step(T, 1), step(T + 1, 2)), sender.batch(step(T + 2, 3))

@@ -40,6 +40,7 @@ from keepstep_relay.events import (
     TableCame,
     Tick,
     Tier,
+    UploadEnded,
     Wake,
 )
 
@@ -94,10 +95,13 @@ def test_an_upload_from_its_beginning_to_its_commit():
     assert relay(ChunkCame(B, MEMORY)) == [Wake((B,))]
     assert relay.core.checkpoints[C1].state is State.UPLOADING
     assert relay.core.lacking(table(A, B, LAST)) == (bytes([0b101]), 2)
-    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, DISK))
+    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, DISK), at=2.0)
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, B, LAST))]
     assert relay(CommitAsked(C1)) == [], "somebody is about it already"
-    assert relay(Sealed(C1)) == [Wake((C1,))]
+    assert relay(Sealed(C1), at=4.0) == [
+        UploadEnded(C1, ONE, True, "", 2 * CHUNK_BYTES + 100, 2 * CHUNK_BYTES + 100, CHUNK_BYTES + 50, 2.0),
+        Wake((C1,)),
+    ]
     assert relay.core.checkpoints[C1].state is State.COMMITTED
     assert relay.core.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
 
@@ -217,7 +221,10 @@ def test_a_rank_that_failed_ends_the_upload():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))
     decisions = relay(RankReported(C1, 1, "out of memory"))
-    assert decisions == [Forget(C1, "rank 1 failed: out of memory"), Drop((A,)), Wake((C1, A))]
+    told, *rest = decisions
+    assert (told.error, told.committed) == ("rank 1 failed: out of memory", False)
+    assert told.bytes_done == told.bytes_total == 100
+    assert rest == [Forget(C1, "rank 1 failed: out of memory"), Drop((A,)), Wake((C1, A))]
     relay.refused(CommitAsked(C1), Cause.GONE, "out of memory")
     assert relay(Begun(C1, ONE))[0] == Keep(C1), "it may be tried again"
 
@@ -229,7 +236,9 @@ def test_a_rank_that_vanished_ends_the_upload_and_a_chunk_is_a_sign_of_life():
     relay(TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)), at=8)
     assert relay(Tick(), at=17.9) == []
     relay(ChunkCame(A, MEMORY), at=17.9)
-    (forget, *_rest) = relay(Tick(), at=18)
+    told, forget, *_rest = relay(Tick(), at=18)
+    assert (told.error, told.came_at) == ("", 17.9), "a live state was of use for its time"
+    assert (told.bytes_done, told.bytes_total) == (CHUNK_BYTES, CHUNK_BYTES + 200)
     assert forget == Forget(C1, "nothing was heard of rank 1 for 10 s")
     assert relay.core.deadline() == NEVER
 
@@ -239,7 +248,13 @@ def test_a_rank_that_has_reported_is_not_waited_for():
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
     relay(RootSaid(C1, 1, "r0", b"r" * 32), at=9)
     assert relay(Tick(), at=18.9) == []
-    assert relay(Tick(), at=19)[0] == Forget(C1, "nothing was heard of rank 1 for 10 s")
+    assert relay(Tick(), at=19)[1] == Forget(C1, "nothing was heard of rank 1 for 10 s")
+
+
+def test_a_durable_upload_of_which_nobody_says_more_has_failed():
+    relay = Driver(upload_seconds=10)
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), at=0)
+    assert relay(Tick(), at=10)[0].error == "nothing was heard of rank 0 for 10 s"
 
 
 def test_a_commit_that_failed_may_be_asked_for_again_and_is_waited_for():
@@ -297,8 +312,8 @@ def test_the_newest_are_kept_and_uploads_do_not_count():
 def test_retention_counts_each_job_and_kind_for_itself():
     relay = Driver(keep_live=1)
     relay.stored(C1, A)
-    assert relay.stored(C2, B, step=2, kind=Kind.DURABLE) == [Wake((C2,))]
-    assert relay.stored(Key("other", "c1"), C, step=3) == [Wake((Key("other", "c1"),))]
+    assert relay.stored(C2, B, step=2, kind=Kind.DURABLE)[1:] == [Wake((C2,))]
+    assert relay.stored(Key("other", "c1"), C, step=3)[1:] == [Wake((Key("other", "c1"),))]
 
 
 def test_a_checkpoint_that_is_read_stays_until_its_reader_is_done():

@@ -53,11 +53,12 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         assert re.search(r"takeover grace +the heartbeat timeout", said.out)
         flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
         flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
-        flags += ("--verify-every", "500", "--on-divergence", "report")
+        flags += ("--verify-every", "500", "--on-divergence", "report", "--drain-straggler-after", "200")
         changed = await keepstep("policy", "default", *flags, *job.at)
         assert changed.code == 0, changed.err
         assert re.search(r"join timeout +500 ms", changed.out)
         assert re.search(r"verify every +500 .*\n.*on divergence +report", changed.out)
+        assert re.search(r"drain straggler after +200 ", changed.out)
         assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
         again = await keepstep("policy", "--max-replicas", "4", *job.at)
         assert again.code == 0
@@ -74,6 +75,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
             "initial_replicas": 0,
             "verify_every": 500,
             "on_divergence": "report",
+            "drain_straggler_after": 200,
         }
         answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
         assert answer["policy"]["takeover_grace"] is None

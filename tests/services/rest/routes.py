@@ -29,6 +29,7 @@ ACCESS = {
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/evict"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/drain"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
+    ("POST", "/v1/jobs/{job}/replicas/{replica_id}/straggler"): "service admin",
 }
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 
@@ -36,8 +37,9 @@ ONE = "/v1/jobs/{job}/replicas/{replica_id}"
 SERVICE = "/v1/services/{kind}/{name}"
 BODIES: dict[tuple[str, str], Any] = {
     ("PUT", SERVICE): {"address": "http://a:1", "details": {"gib": 64, "full": None}},
-    ("PATCH", "/v1/jobs/{job}"): {"min_replicas": 2},
+    ("PATCH", "/v1/jobs/{job}"): {"min_replicas": 1, "drain_straggler_after": 1},
     ("POST", "/v1/jobs/{job}/verify"): None,
+    ("POST", f"{ONE}/straggler"): {"steps": 1, "seconds": 0.5, "median_seconds": 0.1},
     ("POST", f"{ONE}/evict"): {"reason": "x", "ban_seconds": 5},
     ("POST", f"{ONE}/drain"): {"reason": "x"},
     ("POST", f"{ONE}/readmit"): None,

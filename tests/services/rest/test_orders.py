@@ -180,6 +180,9 @@ async def test_an_order_that_can_do_nothing_says_why() -> None:
         ("drain", b'{"ban_seconds": 1, "reason": "x"}', "unknown field 'ban_seconds'; there are reason"),
         ("drain", json.dumps({"reason": "x" * 1001}).encode(), "at most 1000"),
         ("readmit", b'{"reason": "x"}', "unknown field 'reason'; there is none"),
+        ("straggler", b'{"steps": 9, "seconds": 1}', "a field is missing; there are median_seconds, seconds, steps"),
+        ("straggler", b'{"steps": 9, "seconds": NaN, "median_seconds": 1}', "must be between 0 and"),
+        ("straggler", b'{"steps": -1, "seconds": 1, "median_seconds": 1}', "must be between 0 and"),
     ],
 )
 async def test_a_body_that_will_not_do_is_a_problem_that_names_the_field(order: str, body: bytes, said: str) -> None:
@@ -213,9 +216,35 @@ async def test_groups_are_compared_once_for_each_order_that_came_before_their_ro
 
 
 @pytest.mark.parametrize(
-    "body", [{"verify_every": -1}, {"verify_every": 1.5}, {"on_divergence": "hope"}, {"on_divergence": None}]
+    "body",
+    [
+        {"verify_every": -1},
+        {"verify_every": 1.5},
+        {"on_divergence": "hope"},
+        {"on_divergence": None},
+        {"drain_straggler_after": -1},
+        {"drain_straggler_after": 10**10},
+    ],
 )
 async def test_a_policy_of_comparing_that_will_not_do_is_refused(body: dict[str, Any]) -> None:
     async with scene() as (_, rest, _members):
         problem = await rest.patch(JOB, body, 400)
         assert next(iter(body)) in problem["detail"]
+
+
+async def test_a_straggler_is_drained_as_the_policy_says_and_else_the_reason_is_told() -> None:
+    said = {"steps": 7, "seconds": 0.5, "median_seconds": 0.1}
+    async with scene(3) as (_, rest, members):
+        for step in (1, 2):
+            await round_of(members, step)
+        problem = await rest.post(f"{JOB}/replicas/r2:1/straggler", said, 409)
+        assert problem["detail"].startswith("r2:1 is not drained: the policy of this job drains no straggler")
+        await rest.patch(JOB, {"drain_straggler_after": 2})
+        assert "no such incarnation" in (await rest.post(f"{JOB}/replicas/r2/straggler", said, 409))["detail"]
+        event = await rest.post(f"{JOB}/replicas/r2:1/straggler", said)
+        assert (event["kind"], event["replica_id"], event["done"]) == ("drain", "r2:1", True)
+        told = await members[2].until(Drain)
+        assert told.reason == event["detail"]["reason"]
+        assert "a straggler for 7 steps in a row: it needs 0.5 s for a step, the median" in told.reason
+        problem = await rest.post(f"{JOB}/replicas/r1:1/straggler", said, 409)
+        assert "r2:1 is asked to leave, and one goes at a time" in problem["detail"]
