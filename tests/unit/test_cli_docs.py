@@ -47,7 +47,7 @@ def test_every_command_that_is_shown_is_one_that_there_is_with_flags_that_it_has
         text = page.read_text().replace("\\\n", " ")
         fences = "\n".join(re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE))
         in_fences = re.findall(r"^(?:eval \"\$\(|[A-Z_]+=\S+ )*keepstep ([a-z-]+)(.*)$", fences, re.MULTILINE)
-        for command, rest in [*in_fences, *re.findall(r"`keepstep ([a-z-]+)([^`\n]*)`", text)]:
+        for command, rest in [*in_fences, *re.findall(r"`keepstep ([a-z-]+)([^`]*)`", text)]:
             shown += 1
             assert command in main.commands, f"{page.name}: keepstep {command}"
             flags = set(re.findall(FLAG, re.split(r" -- | #|\)\"", rest)[0]))
