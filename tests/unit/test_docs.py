@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -153,6 +155,14 @@ def test_every_row_of_the_fault_runs_is_in_the_guarantees():
 
     text = (ROOT / "docs" / "guarantees.md").read_text()
     assert not [row.what for row in ROWS.values() if f"| {row.what} " not in text]
+
+
+def test_every_import_in_an_example_is_one_that_there_is():
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    imports = [one for block in blocks for one in ast.walk(ast.parse(block)) if isinstance(one, ast.ImportFrom)]
+    ours = [(one.module, name.name) for one in imports if one.module.startswith("keepstep") for name in one.names]
+    assert len(ours) >= 10
+    assert not [(module, name) for module, name in ours if not hasattr(importlib.import_module(module), name)]
 
 
 def test_the_test_that_the_documentation_shows_passes(tmp_path):
