@@ -6,7 +6,7 @@ STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
 
-.PHONY: help setup demo test lint types bench simulate mutants faults clean
+.PHONY: help setup demo test lint reference bench simulate mutants faults clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -33,6 +33,9 @@ lint: $(STAMP) ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+reference: $(STAMP) ## docs/reference.md, made from the code
+	@$(BIN)/python docs/reference.py
 
 simulate: $(STAMP) ## one lighthouse, then several with a store, against all faults in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 1

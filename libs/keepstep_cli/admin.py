@@ -298,7 +298,11 @@ class SecondsOrNone(Seconds):
 @click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
 @click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
 @click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
-@click.option("--initial-replicas", type=click.IntRange(0), help="Groups that the first step of the job waits for.")
+@click.option(
+    "--initial-replicas",
+    type=click.IntRange(0),
+    help="Groups that the first step of the job waits for, at most the join timeout.",
+)
 @click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
 @click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
 @click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")

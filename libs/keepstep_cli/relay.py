@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29520
 
 _tier_options = all_of(
-    click.option("--memory", type=Size(), help="Memory tier, such as 8GiB.  [default: 4GiB]"),
+    click.option("--memory", type=Size(), help="Memory tier, at least 64MiB.  [default: 4GiB]"),
     click.option(
         "--data-dir",
         type=click.Path(file_okay=False, path_type=Path),

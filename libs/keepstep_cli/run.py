@@ -88,10 +88,14 @@ class ConsoleAudience:
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Of the lighthouse started here: where it keeps its state.  [default: forgotten at the end]",
+    help="Of the lighthouse started here: where it keeps its state and events.jsonl.  [default: forgotten at the end]",
 )
 @click.option(
-    "--first-replica", type=click.IntRange(0), default=0, show_default=True, help="Number of the first group here."
+    "--first-replica",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Number of the first group here, when one job runs on several machines.",
 )
 @click.option(
     "--replicas-in-job", type=click.IntRange(1), help="Groups on all machines together.  [default: those here]"

@@ -98,7 +98,9 @@ _policy_options = all_of(
     help="What must survive: memory://, sqlite:///path, or etcd://host:port[,host:port]/prefix, which several "
     "lighthouses share: one leads, the others stand by.  [default: memory://]",
 )
-@click.option("--lease", type=Seconds(), help="With etcd: succeed a leader not heard of for so long.  [default: 10]")
+@click.option(
+    "--lease", type=Seconds(), help="With etcd: succeed a leader silent for so long; at least 3.  [default: 10]"
+)
 @click.option(
     "--advertise", metavar="URL", help="With etcd: where others reach this lighthouse.  [default: where it listens]"
 )

@@ -15,7 +15,9 @@ FILE_THERE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 def service_options(port: int) -> Callable[[Command], Command]:
     return all_of(
-        click.option("--bind", metavar="HOST:PORT", help=f"Where to listen.  [default: 127.0.0.1:{port}]"),
+        click.option(
+            "--bind", metavar="HOST:PORT", help=f"Where to listen; port 0: any free one.  [default: 127.0.0.1:{port}]"
+        ),
         click.option(
             "--token-file", type=FILE_THERE, help="File with lines `role [name] = token` for worker, service, admin."
         ),

@@ -1,0 +1,47 @@
+"""What variables mean, but for those of the flags of services. ``docs/reference.md`` is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OF_CLIENTS: Mapping[str, str] = {
+    "KEEPSTEP_LIGHTHOUSE": "`http://host:port` (`https` with TLS) of the lighthouse; several separated by commas",
+    "KEEPSTEP_JOB": "the job; `default` unless said",
+    "KEEPSTEP_TOKEN": "bearer token, if the lighthouse wants one; also needed between groups",
+    "KEEPSTEP_TOKEN_FILE": "file that holds the token, read again when it changes",
+    "KEEPSTEP_TLS_CA": "CA (PEM) that the lighthouse's certificate must come from; those of the system unless said",
+    "KEEPSTEP_TLS_CERT": "certificate to show (PEM), if the lighthouse wants one",
+    "KEEPSTEP_TLS_KEY": "its key (PEM), if it is not in the same file",
+}
+"""Of trainers, of commands that ask a lighthouse, and of services where they register."""
+OF_TRAINERS: Mapping[str, str] = {
+    "KEEPSTEP_TIMEOUT_SEC": "limit of a collective, a heal, a commit vote, in seconds",
+    "KEEPSTEP_QUORUM_TIMEOUT_SEC": "limit of the wait for a quorum, in seconds",
+    "KEEPSTEP_CONNECT_TIMEOUT_SEC": "limit of reaching the lighthouse and the group's rank 0 at the start, in seconds",
+    "KEEPSTEP_QUORUM_RETRIES": "how often a quorum that timed out is asked for again before the step fails",
+    "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; any free one unless said",
+    "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that this process uploads to relays, such as `1e9`; no limit unless said",
+    "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
+    "`keepstep check-history` reads it",
+    "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "
+    "is asked by",
+    "KEEPSTEP_WATCHDOG_TIMEOUT_SEC": "a deadline's callback that is stuck for so many seconds (30) ends the process",
+}
+OF_LAUNCHERS: Mapping[str, str] = {
+    "REPLICA_GROUP_ID": "number of the group: 1 is called `r1`",
+    "NUM_REPLICA_GROUPS": "how many groups the job has; for scripts, keepstep does not read it",
+    "RANK": "rank in the group",
+    "WORLD_SIZE": "ranks of the group",
+    "MASTER_ADDR": "host of the group's store",
+    "MASTER_PORT": "its port; one for each group",
+    "TORCHELASTIC_RESTART_COUNT": "how often the group was restarted",
+    "TORCHELASTIC_USE_AGENT_STORE": "`True`: the launcher serves the store, not rank 0",
+}
+"""What torchrun and ``keepstep run`` set."""
+OF_SERVICES: Mapping[str, str] = {
+    "KEEPSTEP_WORKER_TOKEN": "the token of the role `worker`; beats the file, as the next two",
+    "KEEPSTEP_SERVICE_TOKEN": "of the role `service`",
+    "KEEPSTEP_ADMIN_TOKEN": "of the role `admin`",
+    "KEEPSTEP_ETCD_PASSWORD": "of the user in `--store etcd://...?user=NAME`",
+    "KEEPSTEP_ETCD_PASSWORD_FILE": "file that holds it; beats the variable before",
+}
