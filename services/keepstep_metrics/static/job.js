@@ -9,6 +9,7 @@ import { STATES, byName, byStableNames, clock, duration, number, percent, plural
 
 const REFRESH = 5_000; // ms, of the past while the range is live
 const SOON = 400; // ms after an event
+const SHARE = 10; // of the time at most one part is spent on the answers of the service: those of many groups take it long
 const MOST_EVENTS = 200;
 const LATE = 1; // s after its end a step is told of, at most
 const SHORTEST = 1; // s that can be zoomed to
@@ -33,6 +34,7 @@ export class JobPage {
     this.picked = null;
     const known = about ? about.last_seen - about.first_seen : 0;
     this.span = (SPANS.find(([seconds]) => seconds >= known && seconds <= 3600) ?? SPANS[2])[0];
+    this.rested = 0;
     this.fixed = null; // {since, until} of somebody who looks at the past
     this.build((action, name) => order(job, action, name)); // of this job, whatever page is asked for meanwhile
     api.follow(`v1/stream?job=${encodeURIComponent(job)}`, {
@@ -45,7 +47,7 @@ export class JobPage {
       },
       signal: this.stop.signal,
     });
-    this.timers = [setInterval(() => this.fixed || this.refresh(), REFRESH), setInterval(() => this.tick(), 1000)];
+    this.timers = [setInterval(() => this.fixed || performance.now() < this.rested || this.refresh(), REFRESH), setInterval(() => this.tick(), 1000)];
   }
 
   close() {
@@ -201,6 +203,7 @@ export class JobPage {
       return;
     }
     this.refreshing = true;
+    const began = performance.now();
     const get = (what, query) => this.api.get(`${this.path}/${what}`, query, this.stop.signal);
     try {
       if (!this.now) this.showNow(await get("now")); // the clock of this machine may be wrong
@@ -230,6 +233,7 @@ export class JobPage {
       if (!this.stop.signal.aborted) this.tell(error);
     } finally {
       this.refreshing = false;
+      this.rested = performance.now() + SHARE * (performance.now() - began);
       if (this.again) {
         this.again = false;
         this.refresh();
@@ -274,7 +278,7 @@ export class JobPage {
   heardEvent(event) {
     this.showEvents([event]);
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.fixed || this.refresh(), SOON);
+    this.soon = setTimeout(() => this.fixed || this.refresh(), Math.max(SOON, this.rested - performance.now()));
   }
 
   showEvents(events) {
