@@ -9,7 +9,7 @@ import { STATES, byName, byStableNames, clock, duration, number, percent, plural
 
 const REFRESH = 5_000; // ms, of the past while the range is live
 const SOON = 400; // ms after an event
-const SHARE = 10; // of the time at most one part is spent on the answers of the service: those of many groups take it long
+const SHARE = 10; // rests so many times as long as the answers took: those of many groups cost the service much
 const MOST_EVENTS = 200;
 const LATE = 1; // s after its end a step is told of, at most
 const SHORTEST = 1; // s that can be zoomed to
