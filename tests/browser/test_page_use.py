@@ -105,7 +105,7 @@ async def test_an_order_is_for_the_job_that_is_shown_while_another_one_is_loaded
         await page.until(SHOWN)
         mesh.held.clear()
         await page.run("location.hash = '#/job/other'")
-        await page.until("document.querySelector('#live').textContent === 'connecting'")
+        await page.until("document.querySelector('#live').dataset.live === 'no'")
         await page.click("[aria-label='evict trainer-1']")
         await page.click("#order-yes")
         await page.until(f"{TOAST} === 'trainer-1: evict is done'")
@@ -200,6 +200,7 @@ async def test_a_heal_of_which_the_size_is_not_known_has_no_share(tmp_path):
 async def test_midnight_is_hour_zero(tmp_path):
     async with shown(tmp_path, ToldMesh(1)) as (browser, endpoint):
         page = await browser.open(endpoint.url)
+        await page.tell("Emulation.setLocaleOverride", locale="en-US")
         await page.until(SHOWN)
         midnight = "import('./static/words.js').then((words) => words.clock(new Date(2024, 0, 1, 0, 5, 7) / 1000))"
         assert re.search(r"\b00.05.07$", await page.run(midnight))
