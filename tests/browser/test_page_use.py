@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
@@ -195,15 +194,6 @@ async def test_a_heal_of_which_the_size_is_not_known_has_no_share(tmp_path):
         said = "document.querySelector('.heals').textContent"
         assert await page.run(said) == "trainer-1 heals from trainer-01.0 MiB, 1.0 MiB/s"
         assert await page.run("document.querySelector('progress').position") == -1
-
-
-async def test_midnight_is_hour_zero(tmp_path):
-    async with shown(tmp_path, ToldMesh(1)) as (browser, endpoint):
-        page = await browser.open(endpoint.url)
-        await page.tell("Emulation.setLocaleOverride", locale="en-US")
-        await page.until(SHOWN)
-        midnight = "import('./static/words.js').then((words) => words.clock(new Date(2024, 0, 1, 0, 5, 7) / 1000))"
-        assert re.search(r"\b00.05.07$", await page.run(midnight))
 
 
 @pytest.mark.parametrize("width", [320, 768, 3840])
