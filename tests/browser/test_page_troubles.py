@@ -7,7 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.browser.devtools import CHROMIUM, Page
+from metrics_driver import Teller, client, metrics, step
+from tests.browser.devtools import CHROMIUM, Page, chromium
 from tests.browser.told import HEADLINE, JOB, LIVE, PROBLEM, SHOWN, ToldMesh, shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
@@ -62,6 +63,14 @@ async def test_a_service_that_is_too_slow_is_told_as_such(tmp_path):
         await page.until(f"({PROBLEM}) === 'The metrics service did not answer within 20 s.'")
         mesh.held.set()
         await page.until(f"({PROBLEM}) === ''")
+
+
+async def test_the_jobs_are_shown_while_no_lighthouse_is_known(tmp_path):
+    async with metrics() as real, client(real.address) as asking, chromium(tmp_path) as browser:
+        await asking.tell(Teller("a:1"), step(time.time(), 1))
+        page = await browser.open(f"{real.address}/#/cluster")
+        await page.until(f"({PROBLEM}).includes('this service knows no lighthouse')")
+        assert await page.run("document.querySelector('[aria-label=Jobs] tbody').textContent.startsWith('job11')")
 
 
 async def test_an_address_with_a_stray_percent_sign_shows_a_page(tmp_path):
