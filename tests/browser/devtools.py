@@ -36,10 +36,13 @@ FLAGS = (
 class Page:
     """One tab. What it asked for, said on its console and threw is kept."""
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, context: str) -> None:
         self._browser = browser
+        self.context = context
         self._session = session
         self.requests: list[str] = []
+        self.unanswered: dict[str, str] = {}
+        """Addresses of requests whose answer has not ended, by their ids."""
         self.complaints: list[str] = []
         """Exceptions, errors and warnings of the console, and violations of the security policy."""
 
@@ -49,6 +52,9 @@ class Page:
     def heard(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self.unanswered[params["requestId"]] = params["request"]["url"]
+        elif method in {"Network.loadingFinished", "Network.loadingFailed"}:
+            self.unanswered.pop(params["requestId"], None)
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
@@ -75,6 +81,19 @@ class Page:
         except TimeoutError:
             text = await self.run("document.body.innerText")
             raise AssertionError(f"never true: {condition}; complaints: {self.complaints}; page:\n{text}") from None
+
+    async def type(self, text: str) -> None:
+        """Into what has the focus."""
+        await self.tell("Input.insertText", text=text)
+
+    async def click(self, selector: str) -> None:
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    async def memory(self) -> tuple[int, int]:
+        """Bytes of its JavaScript heap, and its DOM nodes, when all that can go has gone."""
+        await self.tell("HeapProfiler.collectGarbage")
+        heap, counts = await self.tell("Runtime.getHeapUsage"), await self.tell("Memory.getDOMCounters")
+        return heap["usedSize"], counts["nodes"]
 
     async def press(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
@@ -128,13 +147,24 @@ class Browser:
                 waiting.set_result(said["result"])
 
     async def open(
-        self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, token: str = ""
+        self,
+        url: str,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        scale: float = 1,
+        token: str = "",
+        first: str = "",
+        beside: Page | None = None,
     ) -> Page:
-        """``scale``: pixels of the picture to one of the page. ``token``: as if it had been typed in."""
-        context = (await self.tell("Target.createBrowserContext"))["browserContextId"]
+        """``scale``: pixels of the picture to one of the page. ``token``: as if it had been typed in.
+        ``first``: JavaScript that runs before that of the page. ``beside``: in the same window and session as this one.
+        """
+        context = beside.context if beside else (await self.tell("Target.createBrowserContext"))["browserContextId"]
         target = await self.tell("Target.createTarget", url="about:blank", browserContextId=context)
         session = (await self.tell("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
-        page = self._pages[session] = Page(self, session)
+        page = self._pages[session] = Page(self, session, context)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.tell(f"{domain}.enable")
         await page.tell(
@@ -147,8 +177,8 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await page.tell("Emulation.setEmulatedMedia", features=[scheme])
         if token:
-            keep = f"sessionStorage.setItem('keepstep-token', {json.dumps(token)})"
-            await page.tell("Page.addScriptToEvaluateOnNewDocument", source=keep)
+            first += f";sessionStorage.setItem('keepstep-token', {json.dumps(token)})"
+        await page.tell("Page.addScriptToEvaluateOnNewDocument", source=first)
         await page.tell("Page.navigate", url=url)
         return page
 

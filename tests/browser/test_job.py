@@ -12,6 +12,7 @@ import pytest
 
 from metrics_driver import client, metrics_process
 from tests.browser.devtools import CHROMIUM, Page, chromium
+from tests.browser.told import HEADLINE, LIVE, TOAST, row
 from tests.training.job import Job, free_port
 
 pytestmark = [
@@ -20,22 +21,17 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-HEADLINE = "document.querySelector('.headline').textContent"
+WORKER, ADMIN = "w" * 20, "a" * 20
 PICTURES = os.environ.get("KEEPSTEP_TEST_PICTURES")
 """A folder to put screenshots into, for people."""
 
 
 @asynccontextmanager
-async def shown(folder: Path, url: str) -> AsyncIterator[Page]:
+async def shown(folder: Path, url: str, token: str = "") -> AsyncIterator[Page]:
     async with chromium(folder) as browser:
-        page = await browser.open(f"{url}/#/job/default", width=1400, height=1000)
-        await page.until("document.querySelector('#live').dataset.live === 'yes'")
+        page = await browser.open(f"{url}/#/job/default", width=1400, height=1000, token=token)
+        await page.until(LIVE)
         yield page
-
-
-def row(name: str) -> str:
-    """A JavaScript expression: the text of a group's row."""
-    return f"[...document.querySelectorAll('tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
 
 
 async def picture(page: Page, name: str) -> None:
@@ -85,10 +81,56 @@ async def test_the_page_says_that_it_is_not_live_and_comes_back_after_a_restart(
             assert said
             asked = len(page.requests)
             async with metrics_process("--lighthouse", job.address, *flags):
-                await page.until("document.querySelector('#live').dataset.live === 'yes'")
+                await page.until(LIVE)
                 await job.advance(a)
                 step = int(await page.run("document.querySelector('.facts dd').textContent"))
                 await page.until(f"Number(document.querySelector('.facts dd').textContent) > {step}")
                 await page.until("document.querySelector('#problem').hidden")
             assert len(page.requests) > asked
             assert all(one.startswith("network: ") for one in page.complaints), page.complaints
+
+
+async def test_an_admin_drains_and_evicts_real_groups_and_a_worker_may_not(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"worker = {WORKER}\nadmin alice = {ADMIN}\n")
+    secured = ("--token-file", str(tokens))
+    offered = "[...document.querySelectorAll('.orders button')].filter((one) => one.checkVisibility()).length"
+    events = "document.querySelector('.events').textContent"
+
+    async def order(page: Page, action: str, name: str, reason: str) -> None:
+        await page.click(f"[aria-label='{action} {name}']")
+        await page.until("document.querySelector('#order').open && document.activeElement.id === 'order-reason'")
+        await page.type(reason)
+        await page.click("#order-yes")
+
+    async with Job(*secured) as job, metrics_process("--lighthouse", job.address, *secured) as (_, url):
+        a, b, c = [await job.start(name, KEEPSTEP_TOKEN=WORKER) for name in "abc"]
+        await job.advance(a, b, c)
+        (tmp_path / "chromium").mkdir()
+        async with shown(tmp_path / "chromium", url, WORKER) as page:
+            await page.until(f"{HEADLINE}.startsWith('3 of 3 groups')")
+            assert await page.run(offered) == 0
+            await order(page, "evict", "b", "mine")  # by a script: it is not to be seen
+            await page.until(f"{TOAST} === 'Evict b: a worker token may not do this; it takes admin'")
+            await job.advance(a, b, c)
+
+            await page.click("#sign")
+            await page.until("document.querySelector('#token').open")
+            await page.type(ADMIN)
+            await page.press("Enter")
+            await page.until(f"{LIVE} && {offered} === 6")
+            await order(page, "drain", "b", "its machine is needed")
+            await page.until(f"{TOAST} === 'b is asked to finish its step and leave'")
+            assert await b.exit_codes() == [0]
+            await page.until(f"/b is asked to leave by admin alice at .*: its machine is needed/.test({events})")
+            await page.until(f"{HEADLINE}.startsWith('2 of 2 groups')")
+            await order(page, "evict", "c", "bad GPU")
+            await page.until(f"{TOAST} === 'c is evicted'")
+            assert await c.exit_codes() == [77]
+            await page.until(f"/c is evicted by admin alice at .*: bad GPU/.test({events})")
+            await page.until(f"{row('c')}.includes('lost') && {HEADLINE}.includes('c is lost')")
+            await job.advance(a)
+            await order(page, "drain", "c", "again")
+            await page.until(f"{TOAST}.startsWith('Drain c: ')")
+            assert "is gone already" in await page.run(TOAST)
+            assert all("403" in one or "409" in one for one in page.complaints), page.complaints

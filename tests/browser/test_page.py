@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from keepstep_mesh.auth import Tokens
-from keepstep_mesh.service import Endpoint, serving
-from tests.browser.devtools import CHROMIUM, Browser, Page, chromium
-from tests.browser.told import JOB, ToldMesh
+from tests.browser.devtools import CHROMIUM
+from tests.browser.told import JOB, LIVE, SHOWN, TOAST, ToldMesh, row, shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
 
 WORKER, ADMIN = "w" * 20, "a" * 20
-LIVE = "document.querySelector('#live').dataset.live === 'yes'"
-SHOWN = f"{LIVE} && document.querySelectorAll('.shares li b').length"
-
-
-@asynccontextmanager
-async def shown(folder: Path, mesh: ToldMesh, tokens: Tokens | None = None) -> AsyncIterator[tuple[Browser, Endpoint]]:
-    async with serving(mesh.service(), "127.0.0.1", 0, tokens=tokens) as endpoint, chromium(folder) as browser:
-        yield browser, endpoint
-
-
-def row(name: str) -> str:
-    """A JavaScript expression: the text of a group's row."""
-    return f"[...document.querySelectorAll('tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
-
-
-async def click(page: Page, selector: str) -> None:
-    await page.run(f"document.querySelector({selector!r}).click()")
 
 
 async def test_a_page_needs_nothing_but_the_service_and_complains_of_nothing(tmp_path):
@@ -75,16 +55,40 @@ async def test_a_state_that_changes_is_shown_as_it_happens(tmp_path):
 
 
 async def test_what_the_service_says_is_shown_as_text_and_never_as_html(tmp_path):
-    mesh = ToldMesh(2)
+    mesh, now = ToldMesh(2), time.time()
     evil = "<img src=x onerror='document.title=1'><b>bold</b>"
-    mesh.happened("joined", "trainer-0", evil)
-    mesh.waiting_for = evil
+    mesh.happened(evil, "trainer-0", evil)
+    mesh.waiting_for = mesh.value = mesh.store = evil
+    mesh.names.append(evil)
+    mesh.spans[evil] = [[mesh.t0, None, "training"]]
+    mesh.heals[evil] = {"bytes_done": 1, "bytes_total": 4, "bytes_per_second": 1e6, "seconds_left": 3.1, "via": evil,
+                        "source": evil}  # fmt: skip
+    mesh.transfers.append({**mesh.heals[evil], "kind": evil, "name": evil, "step": 1, "began": now, "ended": now,
+                           "error": evil})  # fmt: skip
+    mesh.failures.append({"t": now, "name": evil, "cause": evil, "recovered_at": None, "seconds_to_commit": None,
+                          "seconds_to_return": None})  # fmt: skip
+    texts = "['.waiting', '.events', '.heals', '.charts', '.members', '.told', '[aria-label=Groups]',"
+    texts += "'[aria-label=Failures]', '[aria-label=Stragglers]', '[aria-label^=Transfers]']"
+    lacking = f"{texts}.filter((it) => !document.querySelector(it).textContent.includes({json.dumps(evil)})).length"
+    dangerous = "document.title === '1' || document.querySelectorAll('img, b b').length"
     async with shown(tmp_path, mesh) as (browser, endpoint):
         page = await browser.open(endpoint.url)
-        await page.until(f"{SHOWN} && document.querySelector('.events').textContent.includes('<b>bold</b>')")
-        assert await page.run("document.querySelector('.waiting').textContent") == f"Next quorum: {evil}."
-        assert await page.run("document.querySelectorAll('main img').length") == 0
+        await page.until(SHOWN)
+        await page.run("document.querySelector('.timeline').focus()")
+        await page.press("ArrowDown")
+        await page.until(f"{lacking} === 0")
+        assert not await page.run(dangerous)
+        await page.click(f"[aria-label={json.dumps(f'drain {evil}')}]")
+        await page.until(f"document.querySelector('#order-title').textContent.includes({json.dumps(evil)})")
+        await page.click("#order-yes")
+        await page.until(f"{TOAST}?.includes({json.dumps(evil)})")
+        await page.run("location.hash = '#/cluster'")
+        await page.until(f"document.querySelector('h3 + p').textContent === {json.dumps(evil)}")
+        assert not await page.run(dangerous)
         assert page.complaints == []
+        await page.run(f"location.hash = '#/job/' + encodeURIComponent({json.dumps(evil)})")
+        await page.until(f"document.querySelector('.now h2').textContent === {json.dumps(f'Job {evil}')}")
+        assert not await page.run(dangerous)
 
 
 async def test_an_admin_gives_an_order_once_it_is_confirmed(tmp_path):
@@ -97,14 +101,14 @@ async def test_an_admin_gives_an_order_once_it_is_confirmed(tmp_path):
             await page.press(letter)
         await page.press("Enter")
         await page.until(SHOWN)
-        await click(page, "[aria-label='evict trainer-1']")
+        await page.click("[aria-label='evict trainer-1']")
         await page.until("document.querySelector('#order').open")
         await page.press("Escape")
         await page.until("!document.querySelector('#order').open")
-        await click(page, "[aria-label='drain trainer-1']")
+        await page.click("[aria-label='drain trainer-1']")
         await page.until("document.querySelector('#order').open")
         await page.run("document.querySelector('#order-reason').value = 'its node is needed'")
-        await click(page, "#order-yes")
+        await page.click("#order-yes")
         await page.until("document.querySelector('.toast')?.textContent === 'trainer-1: drain is done'")
         assert mesh.orders == [("drain", "trainer-1", {"reason": "its node is needed"})]
         assert all("401" in one for one in page.complaints)
@@ -158,7 +162,7 @@ async def test_the_theme_follows_the_system_until_it_is_switched(tmp_path):
         background = "getComputedStyle(document.body).backgroundColor"
         dark = await page.run(background)
         assert await page.run("document.documentElement.dataset.theme") == "dark"
-        await click(page, "#theme")
+        await page.click("#theme")
         assert await page.run(background) != dark
         assert await page.run("document.querySelector('#theme').textContent") == "Theme: light"
         await page.tell("Page.reload")

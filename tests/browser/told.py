@@ -11,17 +11,39 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from keepstep_mesh.auth import Access
+from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.http import Route, read_json
-from keepstep_mesh.service import Service
+from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_metrics import dashboard
+from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"
 STEP_SECONDS = 0.25
+HTML = "<h1>It works!</h1>"
+
+# JavaScript expressions
+LIVE = "document.querySelector('#live').dataset.live === 'yes'"
+SHOWN = f"{LIVE} && document.querySelectorAll('.shares li b').length"
+HEADLINE = "document.querySelector('.headline').textContent"
+PROBLEM = "document.querySelector('#problem:not([hidden])')?.textContent ?? ''"
+TOAST = "document.querySelector('.toast')?.textContent"
+
+
+def row(name: str) -> str:
+    """A JavaScript expression: the text of a group's row."""
+    return f"[...document.querySelectorAll('tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
+
+
+@asynccontextmanager
+async def shown(folder: Path, mesh: ToldMesh, tokens: Tokens | None = None) -> AsyncIterator[tuple[Browser, Endpoint]]:
+    async with serving(mesh.service(), "127.0.0.1", 0, tokens=tokens) as endpoint, chromium(folder) as browser:
+        yield browser, endpoint
 
 
 class ToldMesh:
@@ -37,6 +59,14 @@ class ToldMesh:
         self.failures: list[dict[str, Any]] = []
         self.transfers: list[dict[str, Any]] = []
         self.waiting_for: str | None = None
+        self.store = "etcd"
+        self.value = "loss"
+        """What its script records."""
+        self.garbage = False
+        """Whether it answers with a page of HTML."""
+        self.held = asyncio.Event()
+        """Unset: it answers nothing."""
+        self.held.set()
         self._listeners: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = set()
 
     # ---- what happens
@@ -47,15 +77,25 @@ class ToldMesh:
         self.spans[name].append([t, None, state])
         self.tell_now()
 
+    def leave(self, name: str) -> None:
+        self.names.remove(name)
+        del self.spans[name]
+        self.tell_now()
+
+    def cut(self) -> None:
+        """Ends all streams."""
+        for listener in self._listeners:
+            listener.put_nowait(None)
+
     def happened(self, event: str, name: str, sentence: str, t: float | None = None) -> None:
         told = {"id": len(self.events) + 1, "t": t or time.time(), "event": event, "name": name}
         self.events.append({**told, "sentence": sentence, "detail": {}})
-        self._tell("event", self.events[-1])
+        self.tell("event", self.events[-1])
 
     def tell_now(self) -> None:
-        self._tell("now", self.now())
+        self.tell("now", self.now())
 
-    def _tell(self, kind: str, data: dict[str, Any]) -> None:
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
         for listener in self._listeners:
             listener.put_nowait((kind, data))
 
@@ -121,7 +161,7 @@ class ToldMesh:
                 "p90": column(lambda one: STEP_SECONDS * 1.1 + wave(one)),
                 "p99": column(lambda one: STEP_SECONDS * 1.3 + 2 * abs(wave(one))),
             },
-            "values": {"loss": column(lambda one: 2.3 * math.exp(-self.step(one) / 900) + abs(wave(one)))},
+            "values": {self.value: column(lambda one: 2.3 * math.exp(-self.step(one) / 900) + abs(wave(one)))},
         }
 
     def goodput(self, since: float, until: float) -> dict[str, Any]:
@@ -129,10 +169,10 @@ class ToldMesh:
         for group in self.timeline(since, until)["groups"]:
             for a, b, state in group["spans"]:
                 seconds[state] = seconds.get(state, 0) + b - a
-        shares = {state: one / sum(seconds.values()) for state, one in seconds.items()}
+        shares = {state: one / (sum(seconds.values()) or 1) for state, one in seconds.items()}
         numbers = {"steps_committed": self.step(until), "steps_discarded": len(self.failures)}
         numbers |= {"failures": len(self.failures), "mean_time_to_recover": 0.8, "mean_time_to_return": 20.0}
-        return {"goodput": shares.get("training", 0), "shares": shares, "seconds": seconds, **numbers}
+        return {"goodput": shares.get("training"), "shares": shares, "seconds": seconds, **numbers}
 
     def stragglers(self) -> dict[str, Any]:
         rows = [
@@ -147,6 +187,9 @@ class ToldMesh:
     def service(self) -> Service:
         def answer(make):
             async def handle(request: web.Request) -> web.Response:
+                await self.held.wait()
+                if self.garbage:
+                    return web.Response(text=HTML, content_type="text/html")
                 until = float(request.query.get("until", time.time()))
                 since = float(request.query.get("since", until - 900))
                 return web.json_response(make(since, until, int(request.query.get("points", 300))))
@@ -168,7 +211,7 @@ class ToldMesh:
             "services": [
                 {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520", "details": {"disk": True}},
             ],
-            "store": "etcd",
+            "store": self.store,
             "store_trouble": None,
         }  # fmt: skip
         answers = {
@@ -194,10 +237,12 @@ class ToldMesh:
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         yield
-        for listener in self._listeners:
-            listener.put_nowait(None)
+        self.held.set()
+        self.cut()
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
+        if self.garbage:
+            return web.Response(text=HTML, content_type="text/html")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         heard: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()

@@ -1,10 +1,10 @@
 // Which page is shown, the token, the theme, and whether what is shown is live.
 
-import { Api } from "./api.js";
+import { Api, ApiError } from "./api.js";
 import { ClusterPage } from "./cluster.js";
 import { Rows, el, say } from "./dom.js";
 import { JobPage } from "./job.js";
-import { clock } from "./words.js";
+import { byStableNames, clock } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const JOBS_REFRESH = 10_000; // ms
@@ -15,21 +15,40 @@ const ORDERS = {
   evict: { title: "Evict", what: "It is put out at once, in the middle of its step, which the others retry. If what started it starts it again, it may come back.", done: "is evicted" },
 };
 
-const api = new Api(askToken);
+const api = new Api(askToken, show);
 let page = null;
 let heardAt = null;
+let asked = null;
 let shows = 0;
 let orders = 0;
 const jobRows = new Rows(byId("jobs"), (job) => ({ node: el("option", { value: job }, job), update: () => {} }));
 jobRows.none = el("option", { value: "" }, "none yet");
 
-function askToken(why) {
-  const dialog = byId("token");
-  if (why) say(byId("token-why"), why);
-  if (!dialog.open) dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", async () => resolve(byId("token-value").value.trim() || (await askToken(why))), { once: true });
-  }).finally(() => (byId("token-value").value = ""));
+/** Resolves with a token; with null where it is `optional` and none was given. Who asks meanwhile has the same answer. */
+function askToken(wrong, optional = false) {
+  const [dialog, value, cancel] = ["token", "token-value", "token-cancel"].map(byId);
+  const open = () => {
+    dialog.returnValue = "";
+    if (!dialog.open) dialog.showModal();
+  };
+  say(byId("token-wrong"), wrong);
+  cancel.hidden = !optional;
+  open();
+  asked ??= new Promise((resolve) => {
+    dialog.addEventListener("close", function closed() {
+      if (dialog.open) return; // it is told late: of the question before
+      const given = dialog.returnValue === "yes" ? value.value.trim() : null;
+      if (!given && cancel.hidden) {
+        open();
+        return;
+      }
+      dialog.removeEventListener("close", closed);
+      value.value = "";
+      asked = null;
+      resolve(given);
+    });
+  });
+  return asked;
 }
 
 async function jobs() {
@@ -37,31 +56,41 @@ async function jobs() {
   const shown = wanted().job;
   if (shown && !found.some((one) => one.job === shown)) found.push({ job: shown });
   jobRows.show(found, (one) => one.job);
-  if (shown) byId("jobs").value = shown;
+  byId("jobs").value = shown ?? ""; // none of them on the page of the cluster, so that each can be chosen
   return found.filter((one) => one.last_seen != null);
 }
 
 function wanted() {
   const [, kind, job] = location.hash.split("/");
-  return { kind: kind || "", job: kind === "job" ? decodeURIComponent(job ?? "") : null };
+  return { kind: kind || "", job: kind === "job" ? decoded(job ?? "") : null };
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // a stray % of an address that somebody typed
+  }
 }
 
 function tell(error) {
   byId("problem").hidden = !error;
-  if (error) say(byId("problem"), error instanceof TypeError ? "The metrics service does not answer." : error.message);
+  if (!error) return;
+  if (!(error instanceof ApiError)) console.error(error);
+  say(byId("problem"), error instanceof ApiError ? error.message : `What the metrics service said cannot be shown: ${error.message}`);
 }
 
-function live(yes, pause) {
+function live(yes, pause, why) {
   heardAt = yes ? null : (heardAt ?? Date.now() / 1000);
   byId("live").dataset.live = yes ? "yes" : "no";
-  say(byId("live"), yes ? "live" : `not live since ${clock(heardAt)}; next try in ${Math.ceil(pause / 1000)} s`);
+  const since = () => `not live since ${clock(heardAt)}${why ? `: ${why}` : ""}; next try in ${Math.ceil(pause / 1000)} s`;
+  say(byId("live"), yes ? "live" : pause ? since() : "connecting");
 }
 
-async function order(action, name) {
+async function order(job, action, name) {
   const { title, what, done } = ORDERS[action];
   const mine = ++orders;
   const dialog = byId("order");
-  const job = wanted().job;
   say(byId("order-title"), `${title} ${name}?`);
   say(byId("order-what"), what);
   say(byId("order-yes"), `${title} ${name}`);
@@ -79,13 +108,14 @@ async function order(action, name) {
   try {
     const reason = byId("order-reason").value.trim() || "from the dashboard";
     const answer = await api.post(`v1/jobs/${encodeURIComponent(job)}/replicas/${encodeURIComponent(name)}/${action}`, { reason });
-    toast(answer.sentence || `${name} ${done}`);
+    toast(byStableNames(answer.sentence || `${name} ${done}`));
   } catch (error) {
-    toast(`${title} ${name}: ${error instanceof TypeError ? "the metrics service does not answer" : error.message}`);
+    toast(`${title} ${name}: ${error.message}`);
   }
 }
 
 function toast(text) {
+  document.querySelector(".toast")?.remove();
   const node = el("p", { class: "toast", role: "status" }, text);
   document.body.append(node);
   setTimeout(() => node.remove(), 8000);
@@ -135,10 +165,17 @@ byId("theme").addEventListener("click", () => {
   applyTheme();
 });
 dark.addEventListener("change", applyTheme);
-byId("token").addEventListener("cancel", (event) => event.preventDefault());
-byId("sign").addEventListener("click", async () => {
-  api.token = await askToken("");
-  show();
+byId("token").addEventListener("cancel", (event) => byId("token-cancel").hidden && event.preventDefault());
+byId("token-cancel").addEventListener("click", () => byId("token").close());
+byId("sign").addEventListener("click", async () => (api.token = await askToken("", true)));
+byId("order-reason").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !event.target.value.trim()) return; // Enter alone cancels: it may still be held down
+  event.preventDefault();
+  byId("order-yes").click();
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // its address would be that of another page
+  byId("page").focus();
 });
 byId("jobs").addEventListener("change", (event) => (location.hash = `#/job/${encodeURIComponent(event.target.value)}`));
 addEventListener("hashchange", show);

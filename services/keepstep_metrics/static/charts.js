@@ -58,6 +58,11 @@ export class Chart {
     this.plot.setData([t, ...columns.map((one) => one ?? t.map(() => null))]);
   }
 
+  /** It is not used again; uPlot would keep it for the cursor that all share. */
+  close() {
+    this.plot.destroy();
+  }
+
   /** Names a line; without a name it is not in the legend. */
   rename(index, label) {
     const cell = this.plot.root.querySelectorAll(".u-legend .u-label")[index + 1];

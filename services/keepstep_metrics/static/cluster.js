@@ -4,7 +4,7 @@ import { Rows, el, panel, say, table, textRow } from "./dom.js";
 import { clock, number, percent } from "./words.js";
 
 const REFRESH = 3_000; // ms
-const JOBS = [["job", ""], ["groups", "num"], ["step", "num"], ["goodput", "num"], ["last seen", ""]];
+const JOBS = [["job", "name"], ["groups", "num"], ["step", "num"], ["goodput", "num"], ["last seen", ""]];
 const LIGHTHOUSES = [["address", ""], ["role", ""], ["epoch", "num"], ["trouble", ""]];
 const SERVICES = [["service", ""], ["name", ""], ["address", ""], ["says", "wide"]];
 
@@ -24,15 +24,19 @@ export class ClusterPage {
   }
 
   async refresh() {
+    if (this.refreshing) return;
+    this.refreshing = true;
     try {
-      const [cluster, jobs] = await Promise.all([this.api.get("v1/cluster", {}, this.stop.signal), this.jobs()]);
+      this.jobRows.show(await this.jobs(), (one) => one.job);
+      const cluster = await this.api.get("v1/cluster", {}, this.stop.signal);
       this.lighthouses.show(cluster.lighthouses, (one) => one.address);
       this.services.show(cluster.services, (one) => `${one.kind} ${one.name}`);
       say(this.store, cluster.store_trouble ? `${cluster.store}: ${cluster.store_trouble}` : cluster.store);
-      this.jobRows.show(jobs, (one) => one.job);
       this.tell(null);
     } catch (error) {
       if (!this.stop.signal.aborted) this.tell(error);
+    } finally {
+      this.refreshing = false;
     }
   }
 
@@ -46,7 +50,7 @@ export class ClusterPage {
 
 function jobRow(job) {
   const cells = JOBS.slice(1).map(([, kind]) => el("td", { class: kind }));
-  const node = el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#/job/${encodeURIComponent(job)}` }, job)), ...cells);
+  const node = el("tr", {}, el("th", { scope: "row", class: "name" }, el("a", { href: `#/job/${encodeURIComponent(job)}` }, job)), ...cells);
   return { node, update: (one) => [number(one.groups), number(one.step), percent(one.goodput), clock(one.last_seen)].forEach((text, i) => say(cells[i], text)) };
 }
 

@@ -39,25 +39,21 @@ export class Rows {
   }
 
   show(items, keyOf) {
-    const seen = new Set();
+    const byKey = new Map(items.map((item) => [keyOf(item), item]));
+    for (const [key, row] of this.known) {
+      if (byKey.has(key)) continue;
+      row.node.remove(); // first, so that those behind it stay where they are, and keep the focus
+      this.known.delete(key);
+    }
     let at = this.parent.firstChild;
-    for (const item of items) {
-      const key = keyOf(item);
-      if (seen.has(key)) continue;
-      seen.add(key);
+    for (const [key, item] of byKey) {
       if (!this.known.has(key)) this.known.set(key, this.make(key));
       const row = this.known.get(key);
       row.update(item);
       if (row.node === at) at = at.nextSibling;
       else this.parent.insertBefore(row.node, at);
     }
-    for (const [key, row] of this.known) {
-      if (!seen.has(key)) {
-        row.node.remove();
-        this.known.delete(key);
-      }
-    }
-    if (seen.size) this.none.remove();
+    if (byKey.size) this.none.remove();
     else this.parent.append(this.none);
   }
 }

@@ -3,7 +3,7 @@
 import { Rows, el, panel, say, table, textRow } from "./dom.js";
 import { STATES, age, byName, bytes, clock, duration, number, percent, stateName } from "./words.js";
 
-const COLUMNS = [["group", ""], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], ["loss", "num wide"], ["", "orders"]];
+const COLUMNS = [["group", "name"], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], ["loss", "num wide"], ["", "orders"]];
 
 export class Groups {
   /** `order(action, name)`; `pick(name)`. */
@@ -31,7 +31,7 @@ export class Groups {
     const node = el(
       "tr",
       {},
-      el("th", { scope: "row" }, el("button", { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) }, name), " ", straggler),
+      el("th", { scope: "row", class: "name" }, el("button", { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) }, name), " ", straggler),
       el("td", {}, state),
       ...cells,
       el("td", { class: "orders" }, button("drain"), " ", button("evict")),
@@ -102,7 +102,8 @@ function bar() {
       progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
       say(what, `${heal.name} ${heal.kind === "heal" ? "heals" : "uploads"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` (${heal.via})` : ""}`);
       const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
-      say(much, `${bytes(heal.bytes_done)} of ${bytes(heal.bytes_total)}${share == null ? "" : ` (${percent(share)})`}, ${bytes(heal.bytes_per_second)}/s${left}`);
+      const of = share == null ? "" : ` of ${bytes(heal.bytes_total)} (${percent(share)})`;
+      say(much, `${bytes(heal.bytes_done)}${of}, ${bytes(heal.bytes_per_second)}/s${left}`);
     },
   };
 }

@@ -9,14 +9,21 @@ import { STATES, byName, byStableNames, clock, duration, number, percent, plural
 
 const REFRESH = 5_000; // ms, of the past while the range is live
 const SOON = 400; // ms after an event
+const SHARE = 10; // rests so many times as long as the answers took: those of many groups cost the service much
 const MOST_EVENTS = 200;
+const LATE = 1; // s after its end a step is told of, at most
+const SHORTEST = 1; // s that can be zoomed to
 const MOST_VALUES = 3; // charts of what the script recorded
 const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"], [6 * 3600, "6 h"], [24 * 3600, "24 h"]];
-const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num"], ["back after", "num"]];
+const LONGEST = SPANS.at(-1)[0]; // the service keeps no more
+const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], ["back after", "num"]];
 const STRAGGLERS = [["group", "name"], ["step time", "num"], ["score", "num"], ["straggler since", ""]];
 
 export class JobPage {
-  /** `about`: the entry of /v1/jobs, if it is there yet. `tell(error or null)` shows what went wrong. */
+  /**
+   * `about`: the entry of /v1/jobs, if it is there yet. `tell(error or null)` shows what went wrong;
+   * `order(job, action, name)` asks whether to do that, and does it.
+   */
   constructor({ api, job, about, order, live, tell }) {
     Object.assign(this, { api, job, tell });
     this.path = `v1/jobs/${encodeURIComponent(job)}`;
@@ -27,23 +34,31 @@ export class JobPage {
     this.picked = null;
     const known = about ? about.last_seen - about.first_seen : 0;
     this.span = (SPANS.find(([seconds]) => seconds >= known && seconds <= 3600) ?? SPANS[2])[0];
+    this.rested = 0;
     this.fixed = null; // {since, until} of somebody who looks at the past
-    this.build(order);
+    this.build((action, name) => order(job, action, name)); // of this job, whatever page is asked for meanwhile
     api.follow(`v1/stream?job=${encodeURIComponent(job)}`, {
       heard: (kind, data) => (kind === "now" ? this.showNow(data) : kind === "event" && this.heardEvent(data)),
-      live: (yes, pause) => {
-        live(yes, pause);
-        if (yes) this.refresh(); // what happened meanwhile
+      live: (yes, pause, why) => {
+        live(yes, pause, why);
+        if (!yes) return;
+        this.events.clear(); // a service that has lost its past counts them from one again
+        this.refresh(); // what happened meanwhile
       },
       signal: this.stop.signal,
     });
-    this.timers = [setInterval(() => this.fixed || this.refresh(), REFRESH), setInterval(() => this.tick(), 1000)];
+    this.timers = [setInterval(() => this.fixed || performance.now() < this.rested || this.refresh(), REFRESH), setInterval(() => this.tick(), 1000)];
   }
 
   close() {
     this.stop.abort();
     this.timers.forEach(clearInterval);
     clearTimeout(this.soon);
+    for (const chart of this.allCharts) chart.close();
+  }
+
+  get allCharts() {
+    return [this.seconds, this.rate, ...this.values.values()];
   }
 
   /** The service's clock, unix seconds: that of this machine may be wrong. */
@@ -121,7 +136,14 @@ export class JobPage {
     return panel("Goodput, and where the rest went", this.good, this.stack, this.shares.parent, this.counted);
   }
 
+  /** Null is the live range; another one is moved to where there can be something. */
   zoom(range) {
+    if (range) {
+      const wide = Math.min(range.until - range.since, LONGEST);
+      if (!(wide >= SHORTEST)) return;
+      const until = Math.min(this.t, Math.max(range.until, this.t - LONGEST + wide));
+      range = { since: until - wide, until };
+    }
     this.fixed = range;
     this.markRange();
     this.redrawPast();
@@ -145,7 +167,8 @@ export class JobPage {
     this.nowAt = performance.now();
     const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => state !== "training");
     const others = stuck.map(([state, groups]) => `${groups.length === 1 ? groups[0].name : plural(groups.length, "group")} ${groups.length === 1 ? "is" : "are"} ${stateName(state)}`);
-    say(this.headline, `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${others.length ? `; ${others.join(", ")}` : ", all training"}.`);
+    const told = `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${others.length ? `; ${others.join(", ")}` : ", all training"}.`;
+    say(this.headline, now.groups.length ? told : "No group is there.");
     say(this.waiting, `Next quorum: ${byStableNames(now.waiting_for ?? "waiting for nobody")}.`);
     say(this.facts.step, number(now.step));
     say(this.facts.quorum, number(now.quorum_id));
@@ -159,10 +182,10 @@ export class JobPage {
     if (!this.fixed) this.redrawPast();
   }
 
-  /** The past as it was told, and what each group does since then. */
+  /** The past as it was told and, in the live range, what each group does since then. */
   redrawPast() {
     const groups = new Map(this.past.map((one) => [one.name, one]));
-    for (const { name, state, since } of this.now?.groups ?? []) {
+    for (const { name, state, since } of this.fixed ? [] : (this.now?.groups ?? [])) {
       const { spans = [], shares } = groups.get(name) ?? {};
       const last = spans.at(-1);
       const end = last ? last[1] : since;
@@ -180,21 +203,23 @@ export class JobPage {
       return;
     }
     this.refreshing = true;
-    const { since, until } = this.range;
-    const range = { since, until: this.fixed ? until : null, points: Math.max(100, Math.min(1000, Math.round(this.timeline.host.clientWidth))) };
+    const began = performance.now();
     const get = (what, query) => this.api.get(`${this.path}/${what}`, query, this.stop.signal);
     try {
+      if (!this.now) this.showNow(await get("now")); // the clock of this machine may be wrong
+      const { since, until } = this.range;
+      const range = { since, until: this.fixed ? until : null };
       const [timeline, steps, goodput, stragglers, transfers, failures, events] = await Promise.all([
-        get("timeline", range),
-        get("steps", range),
-        get("goodput", { since, until: range.until }),
+        get("timeline", { ...range, points: pixels(this.timeline.host) }),
+        get("steps", { ...range, points: pixels(this.seconds.body) }),
+        get("goodput", range),
         get("stragglers"),
         get("transfers"),
         get("failures", { limit: 50 }),
         get("events", { limit: MOST_EVENTS }),
       ]);
       this.past = timeline.groups;
-      this.steps = steps;
+      this.steps = { ...steps, until };
       this.redrawPast();
       this.showSteps();
       this.showGoodput(goodput);
@@ -208,6 +233,7 @@ export class JobPage {
       if (!this.stop.signal.aborted) this.tell(error);
     } finally {
       this.refreshing = false;
+      this.rested = performance.now() + SHARE * (performance.now() - began);
       if (this.again) {
         this.again = false;
         this.refresh();
@@ -218,9 +244,10 @@ export class JobPage {
   showSteps() {
     if (!this.steps) return;
     this.stepsShownAt = performance.now();
-    const { t, seconds, quantiles, values, committed_per_second: rate } = this.steps;
+    const { t, until, seconds, quantiles, values, committed_per_second: rate } = this.steps;
+    const wide = t[1] - t[0];
     this.seconds.show(t, quantiles.p50, quantiles.p90, quantiles.p99, seconds[this.picked]);
-    this.rate.show(t, rate);
+    this.rate.show(t, rate.map((one, i) => (t[i] + wide > until - LATE ? null : one))); // not of a time that is not over
     for (const name of Object.keys(values).slice(0, MOST_VALUES)) {
       if (!this.values.has(name)) {
         const chart = new Chart(name, [name], number, this.zoomOf);
@@ -251,7 +278,7 @@ export class JobPage {
   heardEvent(event) {
     this.showEvents([event]);
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.fixed || this.refresh(), SOON);
+    this.soon = setTimeout(() => this.fixed || this.refresh(), Math.max(SOON, this.rested - performance.now()));
   }
 
   showEvents(events) {
@@ -264,9 +291,12 @@ export class JobPage {
   repaint() {
     this.legend.paint();
     this.timeline.draw();
-    for (const chart of [this.seconds, this.rate, ...this.values.values()]) chart.repaint();
+    for (const chart of this.allCharts) chart.repaint();
   }
 }
+
+/** How many points a picture is asked for that is as wide as this. */
+const pixels = (node) => Math.max(100, Math.min(1000, Math.round(node.clientWidth)));
 
 function eventRow() {
   const [when, kind, what] = [el("time"), el("code"), el("span")];

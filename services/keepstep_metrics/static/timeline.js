@@ -9,7 +9,6 @@ const LOWEST = 5; // px of a row
 const WANTED = 0.55; // of the window for all rows, when they fit
 const HATCHES = { waiting_quorum: "dots", healing: "up", retrying: "cross", lost: "down", draining: "bars" };
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
-const SHORTEST = 1; // s that can be zoomed to
 
 export class Timeline {
   /** `zoom({since, until} | null)`: the range that somebody wants, null for the live one. `pick(name)`: a group. */
@@ -182,10 +181,12 @@ export class Timeline {
       const box = host.getBoundingClientRect();
       return [event.clientX - box.left, event.clientY - box.top];
     };
+    const choose = (x, y) => this.choose(Math.floor((y - this.axis + host.scrollTop) / this.tall), this.timeAt(x));
     host.addEventListener("scroll", () => this.draw(), { passive: true });
     host.addEventListener("keydown", (event) => this.key(event));
     host.addEventListener("pointerdown", (event) => {
-      const [x] = at(event);
+      const [x, y] = at(event);
+      choose(x, y); // a finger comes without a move
       if (event.button === 0 && x > this.gutter) this.drag = { from: x, to: x, moved: false };
     });
     host.addEventListener("pointermove", (event) => {
@@ -197,7 +198,7 @@ export class Timeline {
         }
         this.drag.to = x;
       }
-      this.choose(Math.floor((y - this.axis + host.scrollTop) / this.tall), this.timeAt(x));
+      choose(x, y);
     });
     host.addEventListener("pointerup", (event) => {
       const drag = this.drag;
@@ -255,7 +256,7 @@ export class Timeline {
   }
 
   ask(since, until) {
-    if (until - since >= SHORTEST) this.zoom({ since, until });
+    this.zoom({ since, until });
   }
 
   /** Says in words what is at this row and time. */
@@ -306,9 +307,11 @@ function hatch(context, kind) {
   return context.createPattern(made.get(key), "repeat");
 }
 
+/** Without its middle: names often differ at their ends only. */
 function shortened(context, text, wide) {
   if (context.measureText(text).width <= wide) return text;
-  let end = text.length;
-  while (end > 1 && context.measureText(`${text.slice(0, end)}…`).width > wide) end -= 1;
-  return `${text.slice(0, end)}…`;
+  const cut = (letters) => `${text.slice(0, letters - Math.floor(letters / 2))}…${text.slice(text.length - Math.floor(letters / 2))}`;
+  let letters = text.length - 1;
+  while (letters > 2 && context.measureText(cut(letters)).width > wide) letters -= 1;
+  return cut(letters);
 }

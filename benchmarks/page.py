@@ -1,0 +1,100 @@
+"""How fast the dashboard shows a job of many groups, and what that costs.
+
+    python benchmarks/page.py --groups 256 --steps 10
+
+A metrics service process with a disk, told of by one sender for each group (a batch a second) and one of a lighthouse,
+and looked at in a chromium without a window. ``load``: from the address to a page that is live and has its past.
+``shown``: from the record of a loss in the lighthouse's sender to its line in the table of groups; it waits for the
+next batch (0.1 s) and the next picture of the stream (0.25 s). Needs chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from metrics import record, service
+
+from keepstep_mesh.http import Identity
+from keepstep_mesh.telemetry import Sender
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.browser.devtools import chromium
+from tests.browser.told import SHOWN, row
+
+WARM_UP = 15.0
+"""Seconds of steps before the first look."""
+LOADS, LOSSES = 5, 20
+
+
+async def train(names: list[str], url: str, steps: int) -> None:
+    """Tells of steps, until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        senders = [Sender("worker", f"{name}:1", lambda: url, Identity(), job="job") for name in names]
+        for sender in senders:
+            group.create_task(sender.run())
+        number = 0
+        while True:
+            number += 1
+            told = record(time.time(), number)
+            for sender in senders:
+                sender.record(**told)
+            await asyncio.sleep(1 / steps)
+
+
+async def look(groups: int, steps: int) -> dict[str, float]:
+    names = [f"g{number:04}" for number in range(groups)]
+    async with service() as (url, process), contextlib.AsyncExitStack() as ended:
+        training = asyncio.create_task(train(names, url, steps))
+        lighthouse = Sender("lighthouse", "l", lambda: url, Identity(), interval=0.1)
+        telling = asyncio.create_task(lighthouse.run())
+        for task in (training, telling):
+            ended.callback(task.cancel)
+        await asyncio.sleep(WARM_UP)
+        folder = Path(ended.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        browser = await ended.enter_async_context(chromium(folder))
+        loads: list[float] = []
+        for _ in range(LOADS):
+            began = time.perf_counter()
+            page = await browser.open(url)
+            await page.until(SHOWN)
+            loads.append(time.perf_counter() - began)
+            if len(loads) < LOADS:
+                await page.tell("Page.close")
+        shown: list[float] = []
+        began, before = time.perf_counter(), process.cpu_times()
+        for number, name in enumerate(names[:LOSSES]):
+            about = {"job": "job", "replica_id": f"{name}:1", "epoch": 1, "detail": {"reason": "killed"}}
+            told = time.perf_counter()
+            lighthouse.record("event", id=number + 1, event="lost", **about)
+            await page.until(f"{row(name)}.includes('lost')")
+            shown.append(time.perf_counter() - told)
+        took, after = time.perf_counter() - began, process.cpu_times()
+        return {
+            "groups": groups,
+            "load_p50_s": round(statistics.median(loads), 2),
+            "load_max_s": round(max(loads), 2),
+            "shown_p50_s": round(statistics.median(shown), 2),
+            "shown_max_s": round(max(shown), 2),
+            "service_cores": round((after.user + after.system - before.user - before.system) / took, 2),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--groups", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=10, help="of each group, a second")
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(look(given.groups, given.steps))))
+
+
+if __name__ == "__main__":
+    main()
