@@ -41,3 +41,5 @@ def check_standard_output() -> None:
             errors="backslashreplace",
             line_buffering=stream.line_buffering or stream.write_through,
         )
+    elif isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")

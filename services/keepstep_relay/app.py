@@ -139,7 +139,7 @@ class Relay(Embedded):
                 bytes=one.bytes_total,
                 bytes_done=one.bytes_done,
                 bytes_per_second=one.bytes_per_second,
-                state="committed" if one.committed else "aborted",
+                state="committed" if one.committed else "aborted" if one.error else "ended",
                 error=one.error,
             )
 

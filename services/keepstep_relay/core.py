@@ -338,12 +338,15 @@ class RelayCore:
             raise RefusedError(Cause.CONFLICT, f"{one.lacking[rank]} chunks of rank {rank} of {key} are not here")
         if said.part and one.facts.kind is not Kind.LIVE:
             raise RefusedError(Cause.CONFLICT, f"{key} is to last: all of it has to come to one relay")
+        was_part = one.is_part
         one.part |= said.part
         one.reported.add(rank)
         one.heard.pop(rank, None)
+        if len(one.reported) == one.facts.ranks and one.complete:
+            return self._commit(key)
         if one.is_part:
             one.read_until = max(one.read_until, now + self.limits.reading_seconds)
-        return self._commit(key) if len(one.reported) == one.facts.ranks and one.complete else []
+        return [one.ended(self.lacking_bytes(one))] if one.is_part and not was_part else []
 
     def _commit(self, key: Key) -> list[Decision]:
         one = self.checkpoint(key)
@@ -387,7 +390,8 @@ class RelayCore:
     ) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed")
-        told = one.ended(self.lacking_bytes(one), reason if is_fault else "") if one.committed_at is None else None
+        told = one.committed_at is not None or one.is_part
+        ended = [] if told else [one.ended(self.lacking_bytes(one), reason if is_fault else "")]
         del self.checkpoints[one.key]
         self.ended[one.key] = Ended(reason, state)
         while len(self.ended) > MAX_ENDED:
@@ -403,7 +407,7 @@ class RelayCore:
             if not chunk.users:
                 digests.append(digest)
         dropped = self._dropped(digests)
-        return [*([told] if told else []), Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
+        return [*ended, Forget(one.key, reason), *dropped, Wake((one.key, *digests))]
 
     def _dropped(self, digests: Iterable[bytes]) -> list[Decision]:
         """Of ``digests`` those that nothing needs are gone."""

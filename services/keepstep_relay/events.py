@@ -301,8 +301,7 @@ class UploadEnded:
     facts: Facts
     committed: bool
     error: str
-    """Empty for a live state of which nobody said more, too: it was of use for its time. Where there are several
-    relays each has a part of it, and none commits it."""
+    """Empty for a part, and for a live state of which nobody said more: it was of use for its time."""
     bytes_total: int
     bytes_done: int
     """That are here, whoever brought them."""

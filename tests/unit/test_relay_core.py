@@ -184,7 +184,9 @@ def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_fr
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)))
     relay(ChunkCame(A, MEMORY), RankReported(C1, 0, part=True), at=5)
     assert relay.core.deadline() == 10, "rank 1 is waited for"
-    assert relay(RankReported(C1, 1, part=True), at=6) == []
+    (told,) = relay(RankReported(C1, 1, part=True), at=6)
+    assert (told.committed, told.error, told.bytes_done) == (False, "", CHUNK_BYTES)
+    assert relay(RankReported(C1, 1, part=True), at=6) == [], "it is told once"
     assert relay.core.checkpoints[C1].state is State.PART
     relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 chunks of")
     relay(ChunkTaken(A), ChunkLetGo(A), at=25)
