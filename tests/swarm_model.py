@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from keepstep.checkpointing.swarm import PEERS_AT_ONCE, RELAY, SOURCE, Swarm
 
-TELL = 0.5
-LOOK = 0.3
+TELL = 0.25
+LOOK = 0.15
 """A joiner that was refused asks the same one again after that, and looks for something to ask after that."""
 DEADLINE = 1000.0
 

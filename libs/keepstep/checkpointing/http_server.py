@@ -48,7 +48,7 @@ SHORT_BYTES = 64 << 10
 """Parts that are shorter are sent together."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
-"""A chunk that is lent shares the uplink with only one more for so long at most."""
+"""A chunk that is lent has the uplink to itself for so long at most."""
 
 _REQUEST_LINE = re.compile(
     r"(GET|DELETE) /(checkpoint|content|manifest|lease|chunk)/([0-9a-zA-Z_-]{1,64})"

@@ -33,10 +33,10 @@ RELAY_STREAMS = 2
 SOURCE_STREAMS = 2
 MAX_PEERS = 16
 """Joiners that one asks."""
-TELL_SECONDS = 0.03
+TELL_SECONDS = 0.016
 """Between two words with the relay about who has what; more where there are many joiners."""
-TELL_SECONDS_PER_JOINER = 0.004
-LOOK_SECONDS = 0.02
+TELL_SECONDS_PER_JOINER = 0.002
+LOOK_SECONDS = 0.01
 """A lane that has nothing to ask for looks again after that."""
 CHUNK_WAIT_SECONDS = 2
 """The relay waits so long for a chunk that is still to be uploaded."""
@@ -106,6 +106,7 @@ class RelayFetch(Fetch):
         self._peers: set[str] = set()
         self.brought: set[str] = set()
         """Who brought a chunk: ``RELAY``, ``SOURCE``, names of peers."""
+        self._told_all = self._alone
         self._told_enough = False
         self._source_lost = ""
 
@@ -168,15 +169,17 @@ class RelayFetch(Fetch):
         self._start(_Lane(SOURCE, self._at_source), SOURCE_STREAMS)
 
     def _linger(self) -> None:
-        """Until the others have all of it, or ask nothing any more."""
+        """Until all have all of it, and the others know that this one has, or they ask nothing any more."""
         now = began = time.monotonic()
         end = began + LINGER_SHARE * (began - self._swarm.began)
+
+        def over() -> bool:
+            return self._ended is not None or (self._told_all and self._swarm.peers_finished())
+
         with self._changed:
-            while not self._swarm.peers_finished() and now < end:
-                self._changed.wait_for(lambda: self._ended or self._swarm.peers_finished(), TELL_SECONDS)
+            while not over() and now < min(end, max(began, self._server.served_at) + LINGER_IDLE_SECONDS):
+                self._changed.wait_for(over, TELL_SECONDS)
                 now = time.monotonic()
-                if self._ended is not None or now - max(began, self._server.served_at) > LINGER_IDLE_SECONDS:
-                    return
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
@@ -214,30 +217,34 @@ class RelayFetch(Fetch):
         swarm = self._swarm
         try:
             while self._ended is None and not self._told_enough:
-                told_all = swarm.finished
+                finished = swarm.finished
                 try:
                     if connection is None:
                         relay = self._relays[min(self._working_relays() or self._relays)]
                         connection = self._opened(relay, PATIENCE_SECONDS)
-                    self._meet(self._checkpoint.hold(connection, self._address, swarm.done, swarm.chunks))
+                    others = self._checkpoint.hold(connection, self._address, swarm.done, swarm.chunks)
+                    self._told_all = finished
+                    self._meet(others)
                 except (BrokenConnection, TransferError) as error:
                     log.debug("cannot learn who else has the state", step=self._step, reason=str(error))
                     if connection is not None:
                         self._close(connection)
                         connection = None
-                self._pause_telling(told_all)
+                self._pause_telling(in_vain=connection is None)
         finally:
             if connection is not None:
                 self._close(connection)
 
-    def _pause_telling(self, told_all: bool) -> None:
-        """Shorter once all is told: then it waits for nothing but what it learns."""
+    def _pause_telling(self, *, in_vain: bool) -> None:
+        """Shorter once all is told: then it waits for what it learns, no more. ``in_vain``: the relay did not hear."""
         pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+
+        def over() -> bool:
+            untold = self._swarm.finished and not self._told_all
+            return self._ended is not None or self._told_enough or (untold and not in_vain)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or self._told_enough or (self._swarm.finished and not told_all),
-                pause / 4 if told_all else pause,
-            )
+            self._changed.wait_for(over, pause / 4 if self._told_all else pause)
 
     def _meet(self, others: dict[str, tuple[str, int]]) -> None:
         for name, (address, _) in others.items():

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-PEERS_AT_ONCE = 2
-"""With one, all wait while the two ends find each other; with more, every copy takes longer to come."""
+PEERS_AT_ONCE = 1
+"""With more, every copy takes longer to come, and so to be passed on."""
 PATIENCE_SECONDS = 0.5
 PATIENCE_FACTOR = 4.0
 """The while is ``PATIENCE_SECONDS``, or this many times what the fastest chunk took, if that is longer."""

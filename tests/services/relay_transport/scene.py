@@ -131,6 +131,15 @@ async def checkpoints(url: str) -> set[tuple[int, str]]:
     return {(one["step"], one["state"]) for one in found}
 
 
+async def held(url: str, *, chunks: int) -> list[int]:
+    """How many chunks each joiner said that it has, of the relay's only checkpoint."""
+    nothing = {"rank": 0, "address": "http://127.0.0.1:1", "has": bytes(-(-chunks // 8)).hex()}
+    async with client(url, job=JOB) as one:
+        (found,) = (await one.call("GET", one.checkpoints))["checkpoints"]
+        answer = await one.call("PUT", f"{one.checkpoints}/{found['id']}/holders/asker", json=nothing)
+    return [int(holder["has"], 16).bit_count() for holder in answer["holders"] if holder["name"] != "asker"]
+
+
 def until(threshold_mib: float, act: Callable[[], object]) -> Callable[[int, int], None]:
     """A ``progress`` that acts once, when so much is here."""
     done = []

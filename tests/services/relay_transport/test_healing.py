@@ -14,7 +14,7 @@ from tests.services.checkpoint_peer import state_of
 from certificates import Authority
 from keepstep.checkpointing import TransferError
 
-from .scene import CHUNK_MIB, Groups, before, received_mib, relay, sent_by, sent_mib
+from .scene import CHUNK_MIB, Groups, before, held, received_mib, relay, sent_by, sent_mib
 
 
 async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only():
@@ -47,6 +47,15 @@ async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners):
             await groups.heal(url=source.url)
             assert await sent_mib(url) <= (1 + joiners) / 2 * 96
             assert source.passed < joiners * MIB
+
+
+async def test_each_joiner_says_that_it_has_all_before_it_goes_so_that_nobody_serves_on_for_nothing():
+    async with relay() as url:
+        with Groups([url], joiners=3, mib=64) as groups:
+            groups.stage()
+            await groups.heal()
+            all_of_it = 64 // CHUNK_MIB + 1  # the rest of the state is a little more
+            assert await held(url, chunks=all_of_it) == [all_of_it] * 3
 
 
 async def test_equal_chunks_go_up_once_and_peers_that_have_one_of_them_are_asked():
