@@ -127,8 +127,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
+    importlib.import_module("torch._dynamo")  # torch does it when the first DistributedDataParallel is made
     if options.library != "plain":
-        importlib.import_module(options.library)
+        library = importlib.import_module(options.library)
+        importlib.import_module(f"{options.library}.process_group").ProcessGroupGloo  # noqa: B018 - it comes when asked
+        library.Manager, library.Optimizer, library.DistributedDataParallel  # noqa: B018
     ballast = more_state(options.ballast_mib)
     if options.on_cue:
         print("ready", flush=True)
