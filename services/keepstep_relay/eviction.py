@@ -19,18 +19,18 @@ def evictions(
             return True
         return Tier.DISK in chunk.tiers
 
-    def busy(chunk: Chunk) -> bool:
+    def is_needed(chunk: Chunk) -> bool:
         """Whether an open upload or transfer needs it."""
         users = (checkpoints[key] for key, _ in chunk.users)
         return any(one.committed_at is None or one.read_until > now for one in users)
 
     chosen: list[bytes] = []
-    for spare_busy in (True, False):
+    for needed in (False, True):
         for digest in memory:
-            chunk = chunks[digest]
             if size <= 0:
                 return chosen
-            if not chunk.readers and elsewhere(chunk) and busy(chunk) is not spare_busy:
+            chunk = chunks[digest]
+            if not chunk.readers and elsewhere(chunk) and is_needed(chunk) is needed:
                 chosen.append(digest)
                 size -= chunk.length
     return chosen
