@@ -240,8 +240,10 @@ class Job:
 
     def _form(self, t: float, quorum_id: int, members: Any) -> None:
         """A quorum. A group that was at work and is not in it is lost, though nobody told: the lighthouse died too."""
-        if quorum_id < self.quorum_id and t <= self.formed_at:
-            return  # told late; one that is later in spite of its number is of a job that began anew
+        if quorum_id < self.quorum_id:
+            if t <= self.formed_at:
+                return  # it is told late
+            self.step = 0  # the job began anew
         self.quorum_id, self.formed_at = quorum_id, t
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)
