@@ -100,7 +100,7 @@ class Registrar:
         try:
             async with http.get(f"{lighthouse}/v1/cluster") as answer:
                 await raise_for_problem(answer)
-                services = (await answer.json())["services"]
+                services = (await answer.json(content_type=None))["services"]
             addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
             self.found = next((as_safe(one, lighthouse) for one in addresses), None)
         except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:

@@ -111,6 +111,8 @@ class Job:
         self.first_seen = self.last_seen = now
         self.groups: dict[str, Group] = {}
         self.step = self.quorum_id = self.epoch = 0
+        self.formed_at = 0.0
+        """When that quorum formed, Unix seconds; not known of one before a restart of this service."""
         self.participants: list[str] = []
         self.joining: set[str] = set()
         self.highest = Series(1, "d")
@@ -230,15 +232,19 @@ class Job:
         name = name_of(one.replica_id)
         if name and (group := self.group(one.replica_id)) is not None:
             self._change_group(group, one)
-        if one.event == "quorum" and (quorum_id := _whole(detail.get("quorum_id"))) >= self.quorum_id:
-            self.quorum_id = quorum_id
-            self._form(t, detail.get("members"))
+        if one.event == "quorum":
+            self._form(t, _whole(detail.get("quorum_id")), detail.get("members"))
         event = Event(number, t, one.event, name, sentence(one.event, one.replica_id, detail), detail)
         self.events.append(event)
         return event
 
-    def _form(self, t: float, members: Any) -> None:
+    def _form(self, t: float, quorum_id: int, members: Any) -> None:
         """A quorum. A group that was at work and is not in it is lost, though nobody told: the lighthouse died too."""
+        if quorum_id < self.quorum_id:
+            if t <= self.formed_at:
+                return  # it is told late
+            self.step = 0  # the job began anew
+        self.quorum_id, self.formed_at = quorum_id, t
         self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
         self.joining.difference_update(self.participants)
         for name in self.groups.keys() - {*self.participants}:

@@ -197,26 +197,26 @@ NOTHING = Live()
 
 
 async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) -> list[LiveUpload]:
-    """Those under way at one relay; none of one that does not answer."""
+    """Those under way at one relay; none of one that does not answer, or with nonsense."""
     try:
         async with asyncio.timeout(RELAY_SECONDS):
             found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints"))["checkpoints"]
-    except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
+        return [
+            LiveUpload(
+                one["id"],
+                one["step"],
+                one["begun"],
+                one["bytes"] - one["lacking_bytes"],
+                one["bytes"],
+                one["bytes_per_second"],
+                relay,
+            )
+            for one in found
+            if one["state"] in UNDER_WAY
+        ]
+    except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError) as error:
         log.debug("a relay does not say what it does", relay=relay, reason=explained(error, url))
         return []
-    return [
-        LiveUpload(
-            one["id"],
-            one["step"],
-            one["begun"],
-            one["bytes"] - one["lacking_bytes"],
-            one["bytes"],
-            one["bytes_per_second"],
-            relay,
-        )
-        for one in found
-        if one["state"] in UNDER_WAY
-    ]
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:

@@ -66,6 +66,7 @@ from keepstep_relay.events import (
     Tier,
     Wake,
 )
+from keepstep_relay.eviction import evictions
 from keepstep_relay.inventory import MAX_ENDED, NEVER, Checkpoint, Chunk, Ended, Holder
 from keepstep_relay.retention import retirements
 
@@ -480,19 +481,10 @@ class RelayCore:
         return []
 
     def _room(self, size: int, now: float) -> list[Decision]:
-        chosen: list[bytes] = []
-        for spare_busy in (True, False):
-            for digest in self.memory:
-                if size <= 0:
-                    break
-                chunk = self.chunks[digest]
-                if chunk.readers or not self._elsewhere(chunk) or (spare_busy and self._busy(chunk, now)):
-                    continue
-                chosen.append(digest)
-                size -= chunk.length
-            for digest in chosen:
-                if digest in self.memory:
-                    self._lost(digest, Tier.MEMORY, now)
+        chosen = evictions(self.memory, self.chunks, self.checkpoints, size, now)
+        for digest in chosen:
+            size -= self.chunks[digest].length
+            self._lost(digest, Tier.MEMORY, now)
         decisions: list[Decision] = [Evict(tuple(chosen))] if chosen else []
         for due in list(retirements(self.checkpoints.values(), self.limits)):
             one, held = due.checkpoint, self.tier_bytes[Tier.MEMORY]
@@ -500,17 +492,6 @@ class RelayCore:
                 decisions += self._end(one, f"{due.reason}; its room was wanted", None, now)
                 size -= held - self.tier_bytes[Tier.MEMORY]
         return decisions
-
-    def _elsewhere(self, chunk: Chunk) -> bool:
-        """Whether all whose chunk it is have it without the memory."""
-        if Tier.DURABLE in chunk.tiers and all(self.checkpoints[key].copied for key, _ in chunk.users):
-            return True
-        return Tier.DISK in chunk.tiers
-
-    def _busy(self, chunk: Chunk, now: float) -> bool:
-        """Whether an open upload or transfer needs it."""
-        users = (self.checkpoints[key] for key, _ in chunk.users)
-        return any(one.committed_at is None or one.read_until > now for one in users)
 
     def validate(self) -> None:
         """Raises ``AssertionError`` that says which invariant is broken."""

@@ -19,6 +19,7 @@ import msgpack
 import pytest
 from aiohttp import web
 
+from keepstep_mesh.registration import Registration, registered
 from keepstep_metrics import stream
 from keepstep_metrics.app import FILE, Metrics, MetricsSettings
 from keepstep_metrics.store import Store, StoreError
@@ -300,6 +301,28 @@ async def test_a_lighthouse_that_answers_nonsense_is_asked_again() -> None:
                 await asking.get("now")  # somebody looks
                 await asyncio.sleep(0.05)
         assert "JSON" in (await asking.call("GET", "/v1/cluster", 502))["detail"]
+
+
+@pytest.mark.parametrize(
+    "said", ['{"checkpoints": [1]}', '{"checkpoints": [{"state": "begun"}]}', '{"checkpoints": 1}']
+)
+async def test_a_relay_that_answers_nonsense_hides_nothing_of_what_the_lighthouse_says(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        lighthouse() as known,
+        broken_lighthouse(said) as (odd, asked),
+        registered([known.address], Registration("relay", "odd", odd)),
+        metrics(lighthouses=(known.address,)) as one,
+        client(one.address) as asking,
+    ):
+        await eventually(lambda: one.is_registered)
+        await asking.tell(Teller("a:1"), step(time.time(), 1))
+        async with asyncio.timeout(DEADLINE):
+            while len(asked) < 3:
+                await asking.get("now")  # somebody looks
+                await asyncio.sleep(0.05)  # nothing tells that it was asked
+    assert "the lighthouse does not say what it does" not in caplog.text
 
 
 async def test_an_order_whose_body_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

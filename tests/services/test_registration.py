@@ -347,6 +347,34 @@ async def test_a_service_that_looks_for_another_finds_it_when_it_comes_and_forge
         await eventually(lambda: registrar.found is None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("text/html", "<h1>It works!</h1>"), ("application/json", "[]"), ("application/json", '{"services": [1]}')],
+)
+async def test_a_service_stays_registered_whatever_is_said_of_the_one_that_it_looks_for(
+    kind: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewals: list[str] = []
+
+    async def renewed(request: web.Request) -> web.Response:
+        renewals.append(request.path)
+        return web.json_response({})
+
+    async def cluster(_: web.Request) -> web.Response:
+        return web.Response(text=said, content_type=kind)
+
+    routes = [Route("PUT", "/v1/services/{kind}/{name}", renewed, Access.OPEN)]
+    routes += [Route("GET", "/v1/cluster", cluster, Access.OPEN)]
+    short = Registration("relay", "relay-1", RELAY.address, ttl=0.3)
+    async with (
+        serving(Service("lighthouse", routes), "127.0.0.1", 0) as endpoint,
+        registered([endpoint.url], short, looks_for="metrics") as registrar,
+    ):
+        await eventually(lambda: len(renewals) > 3)
+        assert (registrar.lighthouse, registrar.found) == (endpoint.url, None)
+    assert "not registered" not in caplog.text
+
+
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 
 

@@ -76,7 +76,7 @@ async def test_a_kill_and_its_recovery_stand_in_the_timeline_and_in_the_failures
 
 async def test_live_state_that_went_through_two_relays_is_told_as_an_upload_to_each_of_its_part() -> None:
     async with Job("--initial-replicas", "2") as job, metrics_process("--lighthouse", job.address) as (_, url):
-        flags = ("--lighthouse", job.address, "--upload-timeout", "10s", "--name")  # what is a part is never committed
+        flags = ("--lighthouse", job.address, "--name")
         async with (
             relay_process(*flags, "east") as (_, east),
             relay_process(*flags, "west") as (_, west),

@@ -123,7 +123,9 @@ def test_nobody_is_drained_by_a_lighthouse_that_does_not_know_the_groups_yet() -
 HAPPENS = st.one_of(
     st.tuples(st.just("is slow"), st.sampled_from("abcd"), st.integers(1, 4)),
     st.tuples(st.just("trains"), st.just("all"), st.integers(1, 3)),
-    st.tuples(st.sampled_from(["leaves", "closes", "fails", "comes", "drains"]), st.sampled_from("abcd"), st.just(1)),
+    st.tuples(
+        st.sampled_from(["leaves", "closes", "fails", "evicts", "comes", "drains"]), st.sampled_from("abcd"), st.just(1)
+    ),
 )
 
 
@@ -155,5 +157,5 @@ def test_whatever_happens_one_goes_at_a_time_after_it_has_trained_and_enough_sta
             driver.opens(names[who])
         elif what == "drains" and replica_id in driver.session_of:
             driver.drains(replica_id)
-        elif what in ("leaves", "closes", "fails") and replica_id in driver.session_of:
+        elif what in ("leaves", "closes", "fails", "evicts") and replica_id in driver.session_of:
             getattr(driver, what)(replica_id)

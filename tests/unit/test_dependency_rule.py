@@ -39,10 +39,11 @@ LIGHTHOUSE_CORE = (
     "stragglers",
     "views",
 )
-METRICS_CORE = ("core", "records", "sentences", "series", "stragglers", "timeline")
+METRICS_CORE = ("core", "histogram", "records", "sentences", "series", "stragglers", "timeline")
+RELAY_CORE = ("core", "events", "eviction", "invariants", "inventory", "retention")
 PURE = [
     *(f"services/keepstep_lighthouse/{part}.py" for part in LIGHTHOUSE_CORE),
-    *(f"services/keepstep_relay/{part}.py" for part in ("core", "events", "inventory", "retention")),
+    *(f"services/keepstep_relay/{part}.py" for part in RELAY_CORE),
     *(f"services/keepstep_metrics/{part}.py" for part in METRICS_CORE),
     "libs/keepstep/quorum_plan.py",
     "libs/keepstep_cli/supervisor.py",

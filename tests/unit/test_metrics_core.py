@@ -153,6 +153,19 @@ def test_a_quorum_that_is_told_late_does_not_take_the_place_of_a_later_one() -> 
     assert (world.job.participants, world.job.quorum_id) == (["a", "b"], 3)
 
 
+def test_a_job_that_begins_anew_counts_its_quorums_from_one_again() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(20, "quorum", quorum_id=7, members=["a:1", "b:1"])
+    world.steps("a:1", 20, 50)
+    world.happens(50, "joined", "c:1", member=False)  # at a lighthouse that knows nothing of the one before
+    world.happens(60, "quorum", quorum_id=1, members=["c:1"])
+    assert (world.job.participants, world.job.quorum_id, world.job.step) == (["c"], 1, 0)
+    world.happens(70, "lost", "c:1", reason="killed", member=True)
+    world.happens(72, "quorum", quorum_id=2, members=["d:1"])
+    world.steps("d:1", 72, 73, quorum_id=2)
+    assert views.failures(world.job, 1).failures[0].seconds_to_commit == 3
+
+
 def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_it_are_not() -> None:
     world = joined(*"abcd")
     for second in range(10, 60):

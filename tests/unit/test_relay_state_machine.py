@@ -40,6 +40,7 @@ from keepstep_relay.events import (
     TableCame,
     Tick,
     Tier,
+    UploadEnded,
 )
 
 KEYS = st.sampled_from([Key("job", "a"), Key("job", "b"), Key("other", "a")])
@@ -66,6 +67,8 @@ class Onlooker(RuleBasedStateMachine):
         self.taken: list[bytes] = []
         self.sealing: dict[Key, tuple[bytes, ...]] = {}
         self.committed: set[Key] = set()
+        self.told: set[Key] = set()
+        """Of whose end somebody was told."""
 
     def step(self, event: Event) -> list[Decision]:
         deadline = self.core.deadline()
@@ -93,7 +96,13 @@ class Onlooker(RuleBasedStateMachine):
                 case Seal(key, digests):
                     assert all(any(digest in tier for tier in self.tiers.values()) for digest in digests)
                     self.sealing[key] = digests
+                case UploadEnded(key, _, committed, _, total, done):
+                    assert committed == isinstance(event, Sealed)
+                    assert 0 <= done <= total
+                    self.told.add(key)
                 case Forget(key):
+                    assert key in self.told, "nobody was told how the upload ended"
+                    self.told.remove(key)
                     assert asked or deadline <= self.now or isinstance(event, Sealed), "nothing was due"
                     self.committed.discard(key)
                     self.tiers[Tier.DURABLE] -= self.copies.pop(key, set()) - set().union(*self.copies.values())

@@ -16,6 +16,7 @@ from tests.services.checkpoint_peer import exchange, state_of
 
 from keepstep.checkpointing import TransferError
 from keepstep.checkpointing.relay_client import LiveCheckpoint
+from keepstep.checkpointing.relay_fetch import MAX_FAILURES
 from relay_driver import Client, client, state
 
 from .scene import CHUNK_MIB, JOB, Groups, before, flip_once, mortal_relay, received_mib, relay, sent_by, sent_mib
@@ -200,6 +201,15 @@ async def test_a_peer_that_lies_about_what_it_has_costs_little(lie):
             groups.stage()
             await groups.heal(0)
             assert liar.asked
+
+
+async def test_a_peer_that_serves_others_first_is_asked_again_and_one_that_has_nothing_is_not():
+    for status, lasts in (("503 Busy", True), ("404 Not Found", False)):
+        async with relay() as url, says(answer(b"", status)) as peer:
+            with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, peer.url):
+                groups.stage()
+                await groups.heal(0)
+                assert (peer.asked > MAX_FAILURES) is lasts, (status, peer.asked)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://a..b:80", f"http://{'x' * 300}:80", "https://h:1"])

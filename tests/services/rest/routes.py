@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepstep_mesh.auth import Tokens
-
 ACCESS = {
     ("GET", "/healthz"): "anybody",
     ("GET", "/readyz"): "anybody",
@@ -31,7 +29,6 @@ ACCESS = {
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/readmit"): "admin",
     ("POST", "/v1/jobs/{job}/replicas/{replica_id}/straggler"): "service admin",
 }
-TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 
 ONE = "/v1/jobs/{job}/replicas/{replica_id}"
 SERVICE = "/v1/services/{kind}/{name}"

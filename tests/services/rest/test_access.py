@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from tests.services.rest.routes import ACCESS, TOKENS, url_of
+from tests.services.rest.routes import ACCESS, url_of
 
+from access_table import ASKERS, TOKENS, check_access
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_mesh.auth import Role
 from keepstep_mesh.service import all_routes
 from lighthouse_driver import connection, lighthouse
 
@@ -17,20 +17,10 @@ def test_the_table_has_every_route() -> None:
     assert sorted(routes) == sorted(ACCESS)
 
 
-@pytest.mark.parametrize("asker", ["nobody", "stranger", *(role.value for role in Role)])
+@pytest.mark.parametrize("asker", ASKERS)
 async def test_each_route_lets_in_whom_the_table_says_and_nobody_else(asker: str) -> None:
-    token = {"nobody": None, "stranger": "stranger-" * 3}.get(asker) or getattr(TOKENS, asker, None)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    async with lighthouse(tokens=TOKENS) as one, aiohttp.ClientSession(headers=headers) as http:
-        for (method, path), roles in ACCESS.items():
-            url = one.address + url_of(path)
-            async with http.request(method, url) as response:
-                allowed = roles == "anybody" or asker in roles.split()
-                if allowed:
-                    assert response.status not in (401, 403), (method, path, asker)
-                else:
-                    assert response.status == (403 if asker in {role.value for role in Role} else 401), (method, path)
-                    assert (await response.json(content_type=None))["detail"]
+    async with lighthouse(tokens=TOKENS) as one:
+        await check_access(ACCESS, asker, one.address, url_of)
         assert not one.jobs
 
 

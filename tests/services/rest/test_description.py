@@ -11,9 +11,10 @@ import openapi_spec_validator
 import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
-from tests.services.rest.routes import ACCESS, BODIES, SESSIONS, TOKENS, url_of
+from tests.services.rest.routes import ACCESS, BODIES, SESSIONS, url_of
 from tests.services.rest.scene import scene
 
+from access_table import TOKENS
 from keepstep_mesh import service
 from keepstep_mesh.http import application
 from keepstep_mesh.messages import Healing
