@@ -29,12 +29,12 @@ def seconds(name: str, argument: timedelta) -> timedelta:
         return argument
     source, value = found
     try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < float("inf"):
+        given = timedelta(seconds=float(value))
+    except (ValueError, OverflowError):
+        given = timedelta(0)
+    if given <= timedelta(0):
         raise ValueError(f"{source}={value!r} must be a positive number of seconds, such as 60")
-    return timedelta(seconds=number)
+    return given
 
 
 def rate(name: str) -> float | None:

@@ -47,6 +47,7 @@ from keepstep_mesh.messages import (
     ServiceAddress,
     Services,
 )
+from keepstep_mesh.service import FIRST_REQUEST_SECONDS, accepting, heard_from
 from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
 from keepstep_mesh.session_settings import SessionSettings
 
@@ -120,13 +121,15 @@ class GroupServer:
         self._tasks = OwnedTasks(self._broke)
         self._impatience = Impatience(self._session, session.replica_id, self._tasks.start)
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self.address = ""
 
     # ---- life
 
     async def start(self, connect: bool = True) -> None:
         """Listens, then opens the lighthouse session. OSError when the port is taken."""
-        app = web.Application(middlewares=[self._authorize], client_max_size=2 * 1024 * 1024)
+        silent: set[asyncio.BaseProtocol] = set()
+        app = web.Application(middlewares=[heard_from(silent), self._authorize], client_max_size=2 * 1024 * 1024)
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),
@@ -138,10 +141,11 @@ class GroupServer:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
+        host, port = self._settings.host, self._settings.port
         try:
-            await site.start()
-            self.address = f"http://{in_url(self._settings.host)}:{self._runner.addresses[0][1]}"
+            accepted = accepting(self._runner, silent, FIRST_REQUEST_SECONDS)
+            self._server = await asyncio.get_running_loop().create_server(accepted, host, port)
+            self.address = f"http://{in_url(host)}:{self._server.sockets[0].getsockname()[1]}"
             if connect:
                 await self._session.start()
             if self._settings.world_size > 1:
@@ -163,6 +167,8 @@ class GroupServer:
         self._deny_asks("closed", "the group server was shut down")
         self._served.close()
         await self._session.close()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

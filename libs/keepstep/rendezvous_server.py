@@ -24,7 +24,7 @@ from aiohttp import web
 
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError
-from keepstep_mesh.http import Problem
+from keepstep_mesh.http import BODY_SECONDS, Problem
 
 PATH = "/v1/rendezvous"
 MAX_VALUE_BYTES = 1024 * 1024
@@ -207,7 +207,7 @@ class KeyValueServer:
     async def _execute(self, table: Table, operation: str, arguments: list[Any]) -> object:
         try:
             match operation, arguments:
-                case "wait", [list(keys), int(start), float(seconds)] if start >= 0:
+                case "wait", [list(keys), int(start), float(seconds)] if start >= 0 and seconds >= 0:
                     arrived = asyncio.wrap_future(self.wait(table, keys))
                     await asyncio.wait([arrived], timeout=min(seconds, POLL_SECONDS))
                     if not arrived.done():
@@ -249,10 +249,14 @@ def _fail(dropped: list[_Contents], reason: str) -> None:
 
 async def _body(request: web.Request) -> bytes:
     body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ProtocolError(f"a rendezvous request has at most {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise ProtocolError(f"a rendezvous request has at most {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise ProtocolError(f"the rendezvous request did not come within {BODY_SECONDS:g} s") from None
     return bytes(body)
 
 

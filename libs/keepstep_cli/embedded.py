@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import socket
 import sys
 import urllib.request
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from keepstep_cli.ranks import free_port
 from keepstep_cli.supervisor import GroupSpec
 
 NAME = "lighthouse"
+_claims: list[socket.socket] = []
+"""Held until this process ends."""
 TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
 
 
@@ -25,10 +28,27 @@ def place(usual: int = DEFAULT_PORT) -> tuple[int, str | None]:
     lighthouse that is there, if it is one.
     """
     try:
-        return free_port(usual), None
+        free_port(usual)
+        _claim(usual)
     except OSError:
         address = f"http://127.0.0.1:{usual}"
         return free_port(), address if _is_lighthouse(address) else None
+    return usual, None
+
+
+def _claim(port: int) -> None:
+    """OSError when another process that still lives has claimed ``port``.
+
+    A lighthouse takes a second to listen. Of two runs that begin together both would find the port free, and the groups
+    of one would come to the lighthouse of the other, as groups of its job.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0keepstep lighthouse on port {port}")
+    except BaseException:
+        claim.close()
+        raise
+    _claims.append(claim)
 
 
 def _is_lighthouse(address: str) -> bool:

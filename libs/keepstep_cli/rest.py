@@ -62,7 +62,7 @@ def read_token(token_file: Path | None) -> ClientToken:
 
 def _escaped(name: str) -> str:
     """As one part of a path: ``.`` and ``..`` too are names there, not folders."""
-    return quote(name, safe="") if name.strip(".") else name.replace(".", "%2E")
+    return quote(name, safe="", errors="surrogateescape") if name.strip(".") else name.replace(".", "%2E")
 
 
 class Lighthouse:

@@ -192,10 +192,17 @@ def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Ha
 def _let_in(request: web.Request, tokens: Tokens, access: Access) -> Token | None:
     token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
     origin = request.headers.get(hdrs.ORIGIN)
-    if token is not None and not tokens and origin and not is_loopback(URL(origin).host or ""):
+    if token is not None and not tokens and origin and not _is_here(origin):
         # A browser on this machine reaches the port, so any page that is open in it would.
         raise ForbiddenError(f"a page of {origin} may not ask this service while it has no tokens")
     return token
+
+
+def _is_here(origin: str) -> bool:
+    try:
+        return is_loopback(URL(origin).host or "")
+    except ValueError:
+        return False
 
 
 async def _audited(request: web.Request, route: Route) -> web.StreamResponse:
@@ -244,6 +251,8 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         if hdrs.ALLOW in error.headers:
             answer.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
         return answer
+    except web.RequestPayloadError as error:
+        return Problem(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}").response()
     except ConnectionError as error:
         log.debug("the client is gone", path=request.path, reason=str(error))
         return web.Response(status=HTTPStatus.BAD_REQUEST)  # for nobody
@@ -279,6 +288,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         return {}
     try:
         body = json.loads(raw)
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and cannot be passed on
     except (ValueError, RecursionError) as error:
         raise Problem(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {str(error) or type(error).__name__}") from error
     if not isinstance(body, dict):

@@ -129,7 +129,7 @@ async def serving(
         max_body_bytes=service.max_body_bytes,
     )
     silent: set[asyncio.BaseProtocol] = set()
-    app.middlewares.append(_heard_from(silent))
+    app.middlewares.append(heard_from(silent))
     runner = web.AppRunner(
         app,
         handle_signals=False,
@@ -142,7 +142,7 @@ async def serving(
     with _listening(service.name, host, port) as listener:
         try:
             async with asyncio.timeout(None) as deadline, _cleaned_up(runner), service.lifespan():
-                door = _Door(_accepting(runner, silent, first_request_seconds), listener, first_request_seconds)
+                door = _Door(accepting(runner, silent, first_request_seconds), listener, first_request_seconds)
                 await door.open(certificates.value if certificates is not None else None)
                 endpoint = Endpoint(host, listener.getsockname()[1], "http" if certificates is None else "https")
                 service.listening(endpoint)
@@ -245,10 +245,10 @@ async def _kept_fresh(
             await asyncio.wait([keeper])
 
 
-def _accepting(
+def accepting(
     runner: web.AppRunner, silent: set[asyncio.BaseProtocol], first_request_seconds: float
 ) -> Callable[[], asyncio.BaseProtocol]:
-    """What accepts connections, and cuts those that are still ``silent`` after a while."""
+    """What accepts connections, and cuts those that are still ``silent`` after a while. ``runner`` is set up."""
     accept = runner.server
     if accept is None:
         raise RuntimeError("the runner was not set up")
@@ -269,7 +269,9 @@ def _accepting(
     return accepted
 
 
-def _heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
+def heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
+    """Who has sent a request is ``silent`` no more."""
+
     @web.middleware
     async def heard(request: web.Request, handler: Handler) -> web.StreamResponse:
         silent.discard(request.protocol)

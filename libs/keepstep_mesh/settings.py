@@ -18,6 +18,8 @@ T = TypeVar("T")
 PREFIXES = ("KEEPSTEP_", "TORCHFT_")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTkmgt])(?:i?[Bb])?|[Bb])?")
+MAX_DIGITS = 30
+"""Of a size."""
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?")
 
 
@@ -95,7 +97,7 @@ def duration(text: str) -> float:
 def byte_size(text: str) -> int:
     """``"8GiB"``, ``"512M"``, ``"1000000"`` in bytes, K to T being powers of 1024. ``ValueError`` for anything else."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(match[1]) > MAX_DIGITS:
         raise ValueError("not a size; write 512MiB, 8GiB or a number of bytes")
     return int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
 

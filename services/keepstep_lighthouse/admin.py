@@ -209,7 +209,11 @@ class _Admin:
 
     async def cluster(self, request: web.Request) -> web.Response:
         # The address under which it was reached: the one that it listens on may be every interface.
-        return json_answer(await cluster.view(self._lighthouse, str(request.url.origin())))
+        try:
+            here = str(request.url.origin())
+        except ValueError as error:
+            raise bad(f"the Host header is no address: {error}") from error
+        return json_answer(await cluster.view(self._lighthouse, here))
 
     async def jobs(self, _request: web.Request) -> web.Response:
         self._lighthouse.leading()
@@ -247,7 +251,7 @@ class _Admin:
     async def evict(self, request: web.Request) -> web.Response:
         body = await read_body(request, EvictBody)
         if not 0 <= body.ban_seconds <= MAX_BAN_SECONDS:
-            raise bad(f"ban_seconds must be between 0 and {MAX_BAN_SECONDS:.0f}, not {body.ban_seconds:g}")
+            raise bad(f"ban_seconds must be between 0 and {MAX_BAN_SECONDS:.0f}, not {body.ban_seconds!r:.40}")
         job, target = self._target(request)
         matching = _matching(job, target)
         here = [one for one in matching if one.state is not ReplicaState.GONE]

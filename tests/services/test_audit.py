@@ -135,6 +135,7 @@ async def test_a_session_with_a_wrong_token_is_a_refusal_too(trail: Trail) -> No
         ("https://evil.example", 403),
         ("http://10.0.0.7", 403),
         ("null", 403),
+        ("http://[", 403),
         ("http://localhost:29530", 202),
         ("http://127.0.0.1:29530", 202),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -315,6 +316,24 @@ async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplo
         pass
     await pair.server.close()
     assert not [record for record in caplog.records if record.name == "aiohttp.server"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_connection_that_asks_nothing_is_cut_and_a_rank_is_not(lighthouse, monkeypatch, sent):
+    monkeypatch.setattr("keepstep.group_server.FIRST_REQUEST_SECONDS", 0.2)
+    group = Group(lighthouse, 2)
+    await group.start()
+    try:
+        host, port = group.server.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(sent)
+        async with asyncio.timeout(DEADLINE):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+        assert all(not isinstance(answer, Exception) for answer in await group.ask())
+    finally:
+        await group.close()
 
 
 async def test_a_token_is_asked_for_on_every_route(lighthouse):

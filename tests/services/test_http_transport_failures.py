@@ -241,6 +241,7 @@ GARBAGE = [
     b"DELETE /checkpoint/1 HTTP/1.1\r\n\r\n",
     b"GET /lease/nobody HTTP/1.1\r\nRange: bytes=0-1\r\n\r\n",
     b"A" * 100_000,
+    b"GET /checkpoint/1 HTTP/1.1\r\nX: " + b"A" * 100_000,
     pickle.dumps(Evil()) + b"\r\n\r\n",
 ]
 

@@ -211,6 +211,15 @@ async def test_bodies_are_json_objects_of_bounded_size(body, status) -> None:
         assert isinstance(await response.json(content_type=None), dict)
 
 
+async def test_a_body_that_is_not_packed_as_it_says_is_a_bad_request() -> None:
+    async with (
+        running() as (url, http),
+        http.post(f"{url}/echo", data=b"{}", headers={"Content-Encoding": "gzip"}) as response,
+    ):
+        assert response.status == 400
+        assert "the body cannot be read" in (await response.json())["detail"]
+
+
 async def test_the_table_decides_who_may() -> None:
     tokens = Tokens(worker=WORKER, admin=ADMIN)
     for token, read, evict in ((None, 401, 401), ("x" * 20, 401, 401), (WORKER, 200, 403), (ADMIN, 200, 200)):

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import io
+import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
@@ -29,7 +30,7 @@ NEW = Table("job", 1, 7, 0)
 async def served(server: KeyValueServer, port: int = 0) -> AsyncIterator[str]:
     app = web.Application(client_max_size=1024)  # the server has its own limit
     app.add_routes(server.routes())
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, lingering_time=0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     host, port = runner.addresses[0][:2]
@@ -327,6 +328,7 @@ BAD = [
     msgpack.packb(["job", 1, 7, 0, "add", "text", 1]),
     msgpack.packb(["job", 1, 7, 0, "wait", [[]], 0, 1.0]),
     msgpack.packb(["job", 1, 7, 0, "wait", ["key"], -1, 0.0]),
+    msgpack.packb(["job", 1, 7, 0, "wait", ["key"], 0, math.nan]),
     msgpack.packb(["job", 1, 7, 0, "items", -1]),
     bytes(rendezvous_server.MAX_BODY_BYTES + 1),
 ]
@@ -343,6 +345,23 @@ async def test_a_bad_request_is_refused_with_a_reason_and_hurts_nobody(server, b
         store = RendezvousStore(address, NEW)
         assert await call(store.get, "text") == b"not a number"
         store.close()
+
+
+async def test_a_request_that_never_comes_whole_is_given_up(server, monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "BODY_SECONDS", 0.2)
+
+    async def never() -> AsyncIterator[bytes]:
+        yield b"\x96"
+        await asyncio.Event().wait()
+
+    async with (
+        served(server) as address,
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(60),
+        session.post(f"{address}{rendezvous_server.PATH}", data=never()) as response,
+    ):
+        assert response.status == 400
+        assert "did not come within 0.2 s" in (await response.json())["detail"]
 
 
 async def test_a_rendezvous_of_many_ranks_takes_few_requests(server) -> None:

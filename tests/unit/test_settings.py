@@ -8,6 +8,7 @@ from keepstep_mesh.settings import (
     Settings,
     bind_address,
     boolean,
+    byte_size,
     duration,
     from_environment,
     read_file,
@@ -61,6 +62,13 @@ def test_a_duration_is_seconds_or_has_its_unit(text, seconds) -> None:
 def test_what_is_no_duration_is_refused_with_what_to_write(text) -> None:
     with pytest.raises(ValueError, match="write 500ms"):
         duration(text)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1 PB", "nan", "1e9", "9" * 400])
+def test_what_is_no_size_is_refused_with_what_to_write(text) -> None:
+    assert byte_size("1.5GiB") == 3 << 29
+    with pytest.raises(ValueError, match="write 512MiB, 8GiB or a number of bytes"):
+        byte_size(text)
 
 
 def test_addresses_are_split_completed_and_checked() -> None:

@@ -210,8 +210,10 @@ class CheckpointServer:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while (head := await self._head(connection, received)) is not None:
+            while True:
                 try:
+                    if (head := await self._head(connection, received)) is None:
+                        return
                     await self._answer(connection, self._parse(head))
                 except _Refused as refused:
                     body = msgpack.packb({"reason": refused.reason})
@@ -227,7 +229,7 @@ class CheckpointServer:
         async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
             while (end := received.find(b"\r\n\r\n")) < 0:
                 if len(received) > MAX_HEAD_BYTES:
-                    return bytes(received)
+                    raise _Refused(400, f"a request has at most {MAX_HEAD_BYTES} bytes here")
                 data = await self._loop.sock_recv(connection, MAX_HEAD_BYTES)
                 if not data:
                     return None

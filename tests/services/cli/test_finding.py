@@ -91,6 +91,7 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
         for name in (".", "..", "a/b", "%2e"):
             assert f"there is no job {name!r}" in (await keepstep("replicas", "--job", name, *job.at)).err
             assert repr(name) in (await keepstep("drain", name, *job.at)).err
+        assert "'%FF'" in (await keepstep("drain", "\udcff", *job.at)).err, "a byte that is no text"
 
 
 async def test_an_empty_token_file_is_told_by_its_flag(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ async def test_the_usual_port_is_taken_if_it_is_free_and_a_lighthouse_there_is_t
         assert port != taken
         assert other == job.lighthouse.address
     assert embedded.place(taken) == (taken, None)
+    assert embedded.place(taken)[0] != taken, "another run is about to start its lighthouse there"
+    embedded._claims.pop().close()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port, other = embedded.place(silent.getsockname()[1])
         assert other is None

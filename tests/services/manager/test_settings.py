@@ -63,6 +63,7 @@ def test_an_evicted_rank_says_so_before_it_ends(capsys):
     ("variables", "arguments", "message"),
     [
         ({"KEEPSTEP_TIMEOUT_SEC": "soon"}, {}, "KEEPSTEP_TIMEOUT_SEC='soon' must be a positive number of seconds"),
+        ({"KEEPSTEP_TIMEOUT_SEC": "1e300"}, {}, "KEEPSTEP_TIMEOUT_SEC='1e300' must be a positive number of seconds"),
         ({"TORCHFT_TIMEOUT_SEC": "inf"}, {}, "TORCHFT_TIMEOUT_SEC='inf' must be a positive number of seconds"),
         ({"TORCHFT_MANAGER_PORT": "http"}, {}, "TORCHFT_MANAGER_PORT='http' must be a whole number"),
         ({"KEEPSTEP_MANAGER_PORT": "70000"}, {}, r"port=70000 \(KEEPSTEP_MANAGER_PORT\): there are 1 to 65535"),

@@ -29,6 +29,12 @@ async def test_health_readiness_and_metrics() -> None:
             assert line in lines
 
 
+async def test_a_host_that_is_no_address_is_a_bad_request() -> None:
+    async with scene() as (_, rest, _members), rest.http.get(f"{rest.address}/v1/cluster", headers={"Host": ""}) as it:
+        assert it.status == 400
+        assert "the Host header is no address" in (await it.json())["detail"]
+
+
 async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_names() -> None:
     async with scene() as (_, rest, members):
         await members[0].send(told := Healing(100, 100, 50.0, 1, "r1:1", "direct", 2.0), replace(told, ended=True))
