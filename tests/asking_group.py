@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.messages import MemberInfo, Quorum
-from keepstep_mesh.session import LighthouseSession, Push
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_events import Push
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 from keepstep_mesh.tls import TlsFiles

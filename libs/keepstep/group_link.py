@@ -25,7 +25,7 @@ from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.session import Push
+from keepstep_mesh.session_events import Push
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import split_addresses
 

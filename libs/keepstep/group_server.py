@@ -48,7 +48,8 @@ from keepstep_mesh.messages import (
     Services,
 )
 from keepstep_mesh.service import FIRST_REQUEST_SECONDS, accepting, heard_from
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session_settings import SessionSettings
 
 log = get_logger("keepstep.group")

@@ -53,7 +53,7 @@ from keepstep_mesh.messages import (
     RoundBroken,
     ServiceAddress,
 )
-from keepstep_mesh.session import Push
+from keepstep_mesh.session_events import Push
 from keepstep_mesh.tls import as_safe
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from keepstep_mesh.messages import (
     ServiceAddress,
     Services,
 )
-from keepstep_mesh.session import Push
+from keepstep_mesh.session_events import Push
 
 log = get_logger("keepstep.group")
 

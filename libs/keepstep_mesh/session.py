@@ -11,22 +11,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from http import HTTPStatus
+from dataclasses import replace
 from urllib.parse import quote
 
 import aiohttp
 
-from keepstep_mesh import codec
-from keepstep_mesh.errors import (
-    AuthError,
-    Banned,
-    KeepstepError,
-    LayoutMismatch,
-    ProtocolError,
-    SessionClosed,
-    VersionError,
-)
+from keepstep_mesh import codec, session_events
+from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.http import Identity
 from keepstep_mesh.liveness import Liveness
 from keepstep_mesh.logging import get_logger
@@ -57,10 +48,11 @@ from keepstep_mesh.messages import (
     Welcome,
 )
 from keepstep_mesh.session_core import Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import base_url
 from keepstep_mesh.tls import as_safe, explained
-from keepstep_mesh.websocket import Link, UpgradeError
+from keepstep_mesh.websocket import Link
 
 log = get_logger("keepstep.session")
 
@@ -72,26 +64,6 @@ PROBE_SECONDS = 0.01
 """Between two looks for a sign of life."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """Welcomed by a lighthouse; open requests have been sent again."""
-
-    lighthouse: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The session broke; another one is being opened."""
-
-    lighthouse: str
-    reason: str
-
-
-Push = MemberLost | RoundBroken | Drain | Evicted | Services | Disconnected | Connected
-"""What the session tells on its own account, through ``on_push``."""
 
 
 class LighthouseSession:
@@ -110,7 +82,7 @@ class LighthouseSession:
         self._log = log.bind(replica_id=settings.replica_id)
         self.lighthouse: str | None = None
         """Address of the lighthouse that welcomed us, None while there is none."""
-        self._liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
+        self.liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
         """The lighthouse says what counts instead."""
         self.services: tuple[ServiceAddress, ...] = ()
         """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
@@ -146,17 +118,8 @@ class LighthouseSession:
 
     @property
     def quorum_id(self) -> int:
-        """Highest quorum_id seen."""
+        """Highest one seen."""
         return self._core.quorum_id
-
-    @property
-    def heartbeat_interval(self) -> float:
-        """Seconds, as told by the lighthouse."""
-        return self._liveness.interval
-
-    @property
-    def heartbeat_timeout(self) -> float:
-        return self._liveness.timeout
 
     # ---- life
 
@@ -339,7 +302,7 @@ class LighthouseSession:
         except TimeoutError:
             raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
         reason = await link.closed
-        self._addresses.lost(address, self._loop.time() - began, silent=self._liveness.silent)
+        self._addresses.lost(address, self._loop.time() - began, silent=self.liveness.silent)
         if self._ended is None:
             self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
 
@@ -354,11 +317,9 @@ class LighthouseSession:
     def _problem(self, address: str, error: Exception) -> None:
         reason = explained(error, address)
         self._last_problem = f"{address}: {reason}"
-        refusal = error if isinstance(error, UpgradeError) and not self._started.done() else None
-        if refusal is not None and refusal.status in (401, 403):
-            self._end(AuthError(f"{self._last_problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?"))
-        elif refusal is not None and refusal.status == HTTPStatus.BAD_REQUEST and refusal.said:
-            self._end(ProtocolError(self._last_problem))  # what is wrong with the job's name stays wrong
+        final = None if self._started.done() else session_events.of_connecting(error, self._last_problem)
+        if final is not None:
+            self._end(final)
         elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
             self._problem_logged = self._loop.time()
             self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)
@@ -388,12 +349,11 @@ class LighthouseSession:
     def _send(self, message: ToLighthouse) -> None:
         """Sends within the session; what is said while there is none is lost, or said again by ``_let_in``."""
         if self.lighthouse and self._link is not None:
-            self._liveness.sent(self._loop.time())
+            self.liveness.sent(self._loop.time())
             self._link.send(codec.encode(message))
 
     def _send_request(self, timeout_ms: int) -> None:
-        request = self._core.to_send(timeout_ms)
-        if request is not None:
+        if (request := self._core.to_send(timeout_ms)) is not None:
             self._send(request)
 
     def _set_timer(self, when: float | None) -> None:
@@ -407,7 +367,7 @@ class LighthouseSession:
     def _tick(self) -> None:
         """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
         now = self._loop.time()
-        stalled = self._timer is not None and self._liveness.is_late(now, self._due)
+        stalled = self._timer is not None and self.liveness.is_late(now, self._due)
         due = []
         if self._asker is not None:
             deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
@@ -416,14 +376,14 @@ class LighthouseSession:
             else:
                 due.append(deadline)
         if self.lighthouse and self._link is not None:
-            if now >= self._liveness.beat_due:
+            if now >= self.liveness.beat_due:
                 self._send(Heartbeat())
-            due.append(self._liveness.beat_due)
+            due.append(self.liveness.beat_due)
             self._watch(self._link, now, stalled=stalled)
         self._set_timer(min(due, default=None))
 
     def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
-        match self._liveness.judge(now, link.last_received, stalled=stalled):
+        match self.liveness.judge(now, link.last_received, stalled=stalled):
             case "ask":
                 link.ping()
             case "silent":
@@ -483,7 +443,8 @@ class LighthouseSession:
             case Services(services):
                 self._set_services(services)
             case Denied():
-                self._denied(message)
+                if self._core.withdraw(message.request):
+                    self._fail_asker(session_events.of_request(message))
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
@@ -492,8 +453,11 @@ class LighthouseSession:
             case Evicted(reason=reason):
                 self._on_push(message)
                 self._end(SessionClosed(f"evicted: {reason}"))
-            case Refused(code=code, reason=reason):
-                self._refused(code, reason)
+            case Refused(reason=reason):
+                if (final := session_events.of_session(message)) is not None:
+                    self._end(final)
+                else:
+                    self._move(reason)
             case _:
                 raise ProtocolError(f"{message.kind!r} is not for workers")
 
@@ -505,7 +469,7 @@ class LighthouseSession:
         self.lighthouse = self._trying
         self._problem_logged = float("-inf")
         now = self._loop.time()
-        self._liveness.begins(now)
+        self.liveness.begins(now)
         self._welcomed.set_result(None)
         if self._farewell is not None:
             self._send(self._farewell)
@@ -519,35 +483,13 @@ class LighthouseSession:
             self._started.set_result(None)
 
     def _set_timing(self, told: Welcome | Timing) -> None:
-        self._liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
-        self._liveness.timeout = told.heartbeat_timeout_ms / 1000 or self._liveness.timeout
+        self.liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.liveness.timeout = told.heartbeat_timeout_ms / 1000 or self.liveness.timeout
 
     def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
         if services != self.services:
             self.services = services
             self._on_push(Services(services))
-
-    def _denied(self, denied: Denied) -> None:
-        if not self._core.withdraw(denied.request):
-            return
-        error: Exception
-        if denied.code == "deadline":
-            error = TimeoutError(denied.reason)
-        elif denied.code == "layout":
-            error = LayoutMismatch(denied.reason, denied.peer_address)
-        else:
-            error = KeepstepError(f"the quorum request was {denied.code}: {denied.reason}")
-        self._fail_asker(error)
-
-    def _refused(self, code: str, reason: str) -> None:
-        if code == "not_ready":
-            self._move(reason)
-        elif code.startswith("version_"):
-            self._end(VersionError(reason))
-        elif code == "banned":
-            self._end(Banned(reason))
-        else:
-            self._end(SessionClosed(f"refused ({code}): {reason}"))
 
     def _move(self, reason: str) -> None:
         """Goes to another lighthouse."""

@@ -25,7 +25,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.messages import Evicted, Healing, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
-from keepstep_mesh.session import Push
+from keepstep_mesh.session_events import Push
 from keepstep_mesh.session_settings import SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop

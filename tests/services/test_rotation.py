@@ -18,7 +18,8 @@ from keepstep_mesh.http import Route, client_session
 from keepstep_mesh.messages import Leave, NotLeader
 from keepstep_mesh.registration import Registration, registered
 from keepstep_mesh.service import Service, serving
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_events import Connected, Disconnected
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from keepstep_mesh.tls import TlsFiles

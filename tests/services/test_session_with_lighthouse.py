@@ -16,7 +16,7 @@ from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.http import client_session
 from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
-from keepstep_mesh.session import Connected, Disconnected
+from keepstep_mesh.session_events import Connected, Disconnected
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 from lighthouse_driver import eventually, lighthouse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.services.session.worker import beats, in_session
 
 from keepstep_mesh.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
-from keepstep_mesh.session import Connected, Disconnected
+from keepstep_mesh.session_events import Connected, Disconnected
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 
 
@@ -61,7 +61,7 @@ async def test_other_heartbeats_than_the_welcomes_hold_at_once() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
         peer.send(Timing(20, 3000, 200))
         await beats(peer, 3)
-        assert (worker.session.heartbeat_interval, worker.session.heartbeat_timeout) == (0.02, 3.0)
+        assert (worker.session.liveness.interval, worker.session.liveness.timeout) == (0.02, 3.0)
 
 
 async def test_a_silent_lighthouse_is_given_up() -> None:

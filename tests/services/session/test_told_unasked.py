@@ -14,7 +14,7 @@ from keepstep_mesh.messages import (
     Services,
     Welcome,
 )
-from keepstep_mesh.session import Connected, Disconnected
+from keepstep_mesh.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 
 

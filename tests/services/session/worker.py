@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from keepstep_mesh.messages import MemberInfo, Quorum
-from keepstep_mesh.session import Connected, Disconnected, LighthouseSession, Push
+from keepstep_mesh.session import LighthouseSession
+from keepstep_mesh.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE, ChaosProxy, ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 
