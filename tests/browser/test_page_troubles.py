@@ -61,6 +61,7 @@ async def test_a_service_that_is_too_slow_is_told_as_such(tmp_path):
         await page.until(SHOWN)
         mesh.held.clear()
         await page.until(f"({PROBLEM}) === 'The metrics service did not answer within 20 s.'")
+        assert await page.run("document.querySelectorAll('.shares li b').length"), "what was there stays"
         mesh.held.set()
         await page.until(f"({PROBLEM}) === ''")
 
@@ -77,6 +78,7 @@ async def test_an_address_with_a_stray_percent_sign_shows_a_page(tmp_path):
     async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
         page = await browser.open(f"{endpoint.url}/#/job/50%")
         await page.until("document.querySelector('.now h2').textContent === 'Job 50%'")
+        assert page.complaints == []
 
 
 @pytest.mark.parametrize("hours", [5, -5])

@@ -127,7 +127,8 @@ async def test_from_the_page_of_the_cluster_each_job_can_be_chosen(tmp_path):
         await page.until(f"{LIVE} && document.querySelector('tbody a')")
         await page.run("document.querySelector('#jobs').focus()")
         await page.press(JOB[0])
-        await page.until(f"location.hash === '#/job/{JOB}'")
+        await page.until(f"{SHOWN} && {HEADLINE}.startsWith('2 of 2 groups')")
+        assert await page.run("location.hash") == f"#/job/{JOB}"
 
 
 async def test_the_focus_stays_on_a_group_when_another_one_leaves(tmp_path):
@@ -153,7 +154,9 @@ async def test_a_finger_picks_a_group(tmp_path):
         point = {"x": left + 150, "y": top + 32}
         await page.tell("Input.dispatchTouchEvent", type="touchStart", touchPoints=[point])
         await page.tell("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        await page.until("document.querySelector('.charts').textContent.includes('trainer-0')")
+        charts = "document.querySelector('.charts').textContent"
+        await page.until(f"{charts}.includes('trainer-0')")
+        assert "trainer-1" not in await page.run(charts)
 
 
 async def test_a_range_has_the_length_of_a_day_at_most_and_ends_now_at_the_latest(tmp_path):

@@ -162,4 +162,4 @@ def eventually(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
+        time.sleep(0.02)  # a condition of the process itself, of which nothing tells

@@ -172,6 +172,8 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
         one.settings = replace(one.settings, body_timeout=0.2)
         async with raw(one.address, get(f"{worker.checkpoints}/c1/packs/0")):
             await eventually(lambda: one.traffic.cut_off == 1)
+        await eventually(lambda: one.traffic.downloads == 0)
+        assert await worker.pack() == big.pack, "others are served"
 
 
 # ---- ranges

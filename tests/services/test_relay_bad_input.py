@@ -211,6 +211,7 @@ async def test_a_chunk_that_nothing_needs_or_of_another_length_is_refused(scene)
     await worker.put(TWO.chunks[1] + b"x", 413, digest=TWO.digests[1])
     await worker.put(b"", 400, digest=TWO.digests[1])
     await worker.put(zlib.compress(TWO.chunks[1], 1)[:100], 400, digest=TWO.digests[1])
+    assert not await worker.has(TWO.digests[1])
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
@@ -242,11 +243,14 @@ async def test_a_length_that_lies_is_refused_before_the_body(scene, lines: list[
 
 
 async def test_a_body_that_ends_early_is_forgotten(scene) -> None:
-    one, _ = scene
+    one, worker = scene
+    used = one.chunks.memory.used
     head = put_head(TWO.digests[1], f"Content-Length: {CHUNK_BYTES}")
     async with raw(one.address, head + TWO.chunks[1][:100_000]):
         await eventually(lambda: one.traffic.uploads == 1)
     await eventually(lambda: one.traffic.uploads == 0)
+    assert one.chunks.memory.used == used
+    assert not await worker.has(TWO.digests[1])
 
 
 async def test_a_body_that_trickles_is_cut_off(scene) -> None:
@@ -287,8 +291,8 @@ async def test_too_much_is_507_or_413_and_says_what_to_do(scene) -> None:
 async def test_too_many_at_once_are_asked_to_come_again(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     _, worker = scene
     monkeypatch.setattr(bulk, "MAX_TRANSFERS", 0)
-    await worker.chunk(ONE.digests[0], 503)
-    await worker.put(TWO.chunks[1], 503)
+    assert "transfers are open" in (await worker.chunk(ONE.digests[0], 503))["detail"]
+    assert "chunks are on their way" in (await worker.put(TWO.chunks[1], 503))["detail"]
     monkeypatch.setattr(app, "MAX_WAITS", 0)
     await worker.call("GET", f"{worker.checkpoints}/c9/manifest?wait=1", 503)
     monkeypatch.setattr(app, "MAX_MANIFESTS_COMING", 0)
@@ -301,13 +305,15 @@ async def test_too_many_at_once_are_asked_to_come_again(scene, monkeypatch: pyte
 )
 async def test_a_number_that_is_none_is_refused(scene, query: str) -> None:
     _, worker = scene
-    await worker.call("GET", f"{worker.checkpoints}/c1/manifest?{query}", 400)
+    problem = await worker.call("GET", f"{worker.checkpoints}/c1/manifest?{query}", 400)
+    assert repr(query.partition("=")[2]) in problem["detail"]
 
 
 async def test_a_wait_is_bounded(scene) -> None:
     one, worker = scene
     one.settings = replace(one.settings, max_wait=0.05)
-    await worker.chunk(TWO.digests[1], 503, wait=1e9)
+    problem = await worker.chunk(TWO.digests[1], 503, wait=1e9)
+    assert "not come" in problem["detail"]
 
 
 async def test_random_bytes_never_stop_the_relay(scene) -> None:

@@ -113,6 +113,7 @@ async def test_the_next_address_is_taken_when_a_lighthouse_goes_away(tmp_path: P
                 while group.session.lighthouse != spare.url:
                     await group.push_of(Connected)
             await round_of(members, 1)
+            assert {group.session.lighthouse for group in members} == {spare.url}
 
 
 async def test_a_group_that_leaves_counts_nowhere_at_once() -> None:

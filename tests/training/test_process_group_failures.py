@@ -183,6 +183,7 @@ async def test_an_operation_that_waits_for_a_stalled_peer_outlives_another_that_
     await asyncio.sleep(3)  # the stall: a wait looks every second whether all peers are there
     await stalled.ask("send", to=waiting.rank, size=4).ok()
     await received.ok()
+    assert not await waiting.ask("errored").ok()
 
 
 OPERATIONS = [

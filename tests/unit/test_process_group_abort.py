@@ -369,7 +369,7 @@ def test_two_hundred_reconfigurations_leave_nothing_behind(cohort) -> None:
         """What is disposed of ends a moment later, in native code that nobody can join."""
         deadline = time.monotonic() + 30
         while any(one > limit for one, limit in zip(counts(), most, strict=True)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.01)  # threads and descriptors of native code: nothing tells when they are gone
         return all(one <= limit for one, limit in zip(counts(), most, strict=True))
 
     for _ in range(10):

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -52,17 +53,22 @@ async def test_who_gives_up_ends_at_once(end, joiners, frozen):
             os.kill(process.pid, signal.SIGCONT)
 
 
+async def seconds_to_end(groups: Groups, receiving: asyncio.Task[Any]) -> float:
+    """Of a joiner whose transfer is aborted, and its source."""
+    began = time.monotonic()
+    groups.joiners[0].abort_receive("no more")
+    with pytest.raises(TransferError, match=r"was aborted: no more"):
+        await receiving
+    groups.sources[0].shutdown()
+    return time.monotonic() - began
+
+
 async def test_who_is_still_connecting_ends_at_once_too():
     with switched_off() as relay, Groups([relay], joiners=2) as groups:
         groups.stage()
         receiving = asyncio.create_task(groups.receiving())
         await asyncio.to_thread(eventually, lambda: any(fetch._open for fetch in groups.joiners[0]._fetches))
-        began = time.monotonic()
-        groups.joiners[0].abort_receive("no more")
-        with pytest.raises(TransferError, match=r"was aborted: no more"):
-            await receiving
-        groups.sources[0].shutdown()
-        assert time.monotonic() - began < AT_ONCE
+        assert await seconds_to_end(groups, receiving) < AT_ONCE
 
 
 async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():
@@ -75,12 +81,7 @@ async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():
             return any(name in one.address and one._lookup is not None for one in connections)
 
         await asyncio.to_thread(eventually, waits)
-        began = time.monotonic()
-        groups.joiners[0].abort_receive("no more")
-        with pytest.raises(TransferError, match=r"was aborted: no more"):
-            await receiving
-        groups.sources[0].shutdown()
-        assert time.monotonic() - began < AT_ONCE
+        assert await seconds_to_end(groups, receiving) < AT_ONCE
 
 
 async def test_a_script_that_just_ends_does_not_wait_for_its_upload():
