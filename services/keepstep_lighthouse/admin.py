@@ -136,7 +136,7 @@ class PolicyChange:
     """The change that this order made; None: it was so before."""
 
 
-QUERY_OF_DELETION = {"force": "true: groups that are connected are evicted; otherwise they are a conflict (409)"}
+SWITCHES_OF_DELETION = {"force": "true: groups that are connected are evicted; otherwise they are a conflict (409)"}
 QUERY_OF_EVENTS = {
     "after": "number of the last event that is known; the first newer ones are answered. Not given: the newest",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
@@ -150,7 +150,7 @@ SHAPES = {
     "GET /v1/jobs": Shape(JobsView),
     "GET /v1/jobs/{job}": Shape(JobView),
     "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
-    "DELETE /v1/jobs/{job}": Shape(OrderAnswer, status=202, query=QUERY_OF_DELETION),
+    "DELETE /v1/jobs/{job}": Shape(OrderAnswer, status=202, switches=SWITCHES_OF_DELETION),
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
     "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
@@ -478,7 +478,8 @@ def _conflict(job: Job) -> str | None:
     advice = "end them first (keepstep drain, or stop their launchers), or evict them with force=true (--force)"
     if job.sessions:
         names = sorted(session.replica_id for session in job.sessions.values())
-        return f"job {job.name!r} is in use: {len(names)} groups are connected; {those(names)}; {advice}"
+        named = ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
+        return f"job {job.name!r} is in use: {len(names)} connected groups ({named}); {advice}"
     if (returning := job.core.returning()) is not None:
         return f"job {job.name!r} is in use: {returning}; wait for them to come or to be lost, or force=true (--force)"
     return None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from keepstep_lighthouse import records
 from keepstep_lighthouse.event_log import Happened
 from keepstep_lighthouse.expiry import JobUse, expired, next_due
+from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.store import Compare, Write
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import ReplicaState
@@ -101,7 +102,8 @@ class JobEndings:
 
     def _evict(self, job: Job, evicted: list[str], by: str) -> None:
         for replica_id in evicted:
-            self._evicted[job.name, replica_id] = None
+            if name_of(replica_id) != replica_id:  # else its next process has the same
+                self._evicted[job.name, replica_id] = None
         while len(self._evicted) > MAX_EVICTED:
             self._evicted.popitem(last=False)
         reason = f"job {job.name} was deleted by {by}"

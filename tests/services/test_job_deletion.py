@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_lighthouse.expiry import due_at
 from keepstep_lighthouse.memory import MemoryStore
-from keepstep_lighthouse.store import WriteFailedError, open_store
+from keepstep_lighthouse.store import Compare, Write, WriteFailedError, open_store
 from keepstep_mesh.messages import Evicted, HeldAnswer, QuorumAnswer, RoundBroken
 from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of, worker, workers
 
@@ -99,7 +99,7 @@ async def test_a_job_with_sessions_is_deleted_only_by_force_and_its_groups_are_e
     async with served() as (one, rest), workers(one.address, 2, "job") as members:
         await round_of(members)
         problem = await rest.call("DELETE", "/v1/jobs/job", 409)
-        assert "2 groups are connected" in problem["detail"]
+        assert "2 connected groups (r0:1, r1:1)" in problem["detail"]
         assert "force=true" in problem["detail"]
         await round_of(members, step=1)
         said = await rest.call("DELETE", "/v1/jobs/job?force=true", 202)
@@ -113,6 +113,71 @@ async def test_a_job_with_sessions_is_deleted_only_by_force_and_its_groups_are_e
             assert (await zombie.refusal()).code == "banned"
         async with worker(one.address, "r0:2") as again:
             assert (await round_of([again]))[0].quorum_id > 1
+
+
+async def test_a_replica_id_that_names_no_incarnation_may_come_back_after_a_forced_deletion() -> None:
+    async with served() as (one, rest):
+        async with worker(one.address, "r0") as group:
+            await round_of([group])
+            await rest.call("DELETE", "/v1/jobs/job?force=true", 202)
+            await group.until(Evicted)
+        async with worker(one.address, "r0") as again:
+            assert (await round_of([again]))[0].quorum_id > 1
+
+
+async def test_who_comes_while_a_job_is_being_deleted_waits_and_a_second_deletion_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transact, asked, go_on = MemoryStore.transact, asyncio.Event(), asyncio.Event()
+
+    async def slow(store: MemoryStore, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
+        if any(write.value is None for write in writes):
+            asked.set()
+            await go_on.wait()
+        return await transact(store, compare, writes)
+
+    async with served() as (one, rest):
+        await visit(one, "job")
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", slow)
+            first = asyncio.create_task(rest.call("DELETE", "/v1/jobs/job", 202))
+            await asked.wait()
+            assert "is being deleted" in (await rest.call("DELETE", "/v1/jobs/job?force=true", 409))["detail"]
+            await rest.patch("/v1/jobs/job", {"min_replicas": 2}, 503)
+            async with connection(one.address) as early:
+                await early.hello()
+                refused = await early.refusal()
+            assert (refused.code, refused.reason) == ("not_ready", "job job is being deleted; try again")
+            go_on.set()
+            await first
+        async with worker(one.address) as group:
+            assert (await round_of([group]))[0].quorum_id > 1
+
+
+async def test_a_forced_deletion_waits_for_the_write_under_way_and_its_quorum_id_is_not_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transact, asked, go_on = MemoryStore.transact, asyncio.Event(), asyncio.Event()
+
+    async def slow(store: MemoryStore, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
+        if not asked.is_set():
+            asked.set()
+            await go_on.wait()
+        return await transact(store, compare, writes)
+
+    async with served() as (one, rest), worker(one.address) as group:
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", slow)
+            await group.ask()
+            await asked.wait()
+            deletion = asyncio.create_task(rest.call("DELETE", "/v1/jobs/job?force=true", 202))
+            await eventually(lambda: one.jobs["job"].closed)
+            go_on.set()
+            assert (await deletion)["detail"]["quorum_id"] == 1
+        await group.until(Evicted)
+        assert not one.jobs
+        assert await one.store.get_prefix(records.JOB_PREFIX) == {}
+        assert one.endings.floor == 2
 
 
 async def test_a_group_that_may_come_back_keeps_its_job_from_being_deleted_without_force() -> None:

@@ -25,7 +25,7 @@ async def test_a_job_that_nobody_uses_is_deleted_and_one_in_use_only_by_force() 
         assert "job 'old' was deleted by admin" in again.err
         refused = await keepstep("job", "rm", "default", *job.at)
         assert refused.code == 4
-        assert "1 groups are connected" in refused.err
+        assert "1 connected groups (r0:1)" in refused.err
         assert "--force" in refused.err
         forced = await keepstep("job", "rm", "default", "--force", "--json", *job.at)
         assert forced.code == 0, forced.err

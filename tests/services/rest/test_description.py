@@ -35,6 +35,8 @@ async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatc
     described = {(method.upper(), path) for path, one in document["paths"].items() for method in one}
     routed = {(route.method, route.resource.canonical) for route in served[0].router.routes() if route.resource}
     assert described == routed == set(ACCESS)
+    force = document["paths"]["/v1/jobs/{job}"]["delete"]["parameters"][1]
+    assert (force["name"], force["schema"]) == ("force", {"type": "boolean"})
     for (method, path), roles in ACCESS.items():
         operation = document["paths"][path][method.lower()]
         named = [one["name"] for one in operation.get("parameters", []) if one["in"] == "path"]
