@@ -73,6 +73,13 @@ def _show_json(answer: Any) -> None:
     print(json.dumps(answer, indent=2))
 
 
+def _link_to(link: Link, name: str | None) -> Link:
+    """To the job that the argument names, else to that of ``--job``."""
+    if name and _is_flag("job") and name != link.job:
+        raise click.UsageError(f"which job: {name}, or {link.job} (--job)?")
+    return replace(link, job=name or link.job)
+
+
 def _is_flag(name: str) -> bool:
     """Whether an option was given on the command line, not by a variable."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -324,11 +331,10 @@ class SecondsOrNone(Seconds):
     metavar="STEPS",
     help="Drain a group that was a straggler for so many steps in a row; 0: never.",
 )
+@click.option("--job-ttl", type=Seconds(), help="Delete the job when it had no sessions for so long; 0: never.")
 def policy(link: Link, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
-    if name and _is_flag("job") and name != link.job:
-        raise click.UsageError(f"the policy of which job: {name}, or {link.job} (--job)?")
-    link = replace(link, job=name or link.job)
+    link = _link_to(link, name)
     changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
     answer = link.change(**changes) if changes else link.of_job()
     if link.as_json:
@@ -345,4 +351,22 @@ def policy(link: Link, name: str | None, **limits: Any) -> None:
         tables.show_event(answer["event"])
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit)
+@click.group()
+def job() -> None:
+    """Delete a job. `keepstep status` shows all jobs."""
+
+
+@job.command(short_help="Delete a job that is no longer needed.")
+@_linked
+@click.argument("name", metavar="JOB", type=Named(), shell_complete=job_names)
+@click.option("--force", is_flag=True, help="Evict its replica groups first, if there are any.")
+def rm(link: Link, name: str, *, force: bool) -> None:
+    """Delete a job from the lighthouse: its quorum, policy, bans and event list. Checkpoints stay.
+
+    The next group that names it creates it anew, so stop the launchers first. Needs the admin token.
+    """
+    query = {"force": "true"} if force else {}
+    _ordered(link, run(link.lighthouse.delete("jobs", _link_to(link, name).job, **query)))
+
+
+COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit, job)

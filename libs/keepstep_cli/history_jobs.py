@@ -34,6 +34,8 @@ class JobHistory:
         self._processes: dict[tuple[str, int], ProcessCheck] = {}
         self._evicted: list[tuple[EventRecord, Place]] = []
         self._readmitted: list[EventRecord] = []
+        self._deleted: list[EventRecord] = []
+        """Evictions go with the job."""
 
     def process(self, replica_id: str, group_rank: int) -> ProcessCheck:
         key = replica_id, group_rank
@@ -48,6 +50,8 @@ class JobHistory:
     def add_event(self, place: Place, record: EventRecord) -> None:
         if record.kind == "quorum":
             self.quorums.made(place, record)
+        elif record.kind == "job_deleted":
+            self._deleted.append(record)
         elif record.quorum_id is not None:
             what = f"{record.replica_id} was {record.kind}" if record.replica_id else "the policy was changed"
             self.quorums.acted(place, record.quorum_id, record.epoch, what)
@@ -150,10 +154,8 @@ class JobHistory:
     def _check_evictions(self) -> None:
         for order, place in self._evicted:
             for replica_id in order.names:
-                lifted = min(
-                    (one.id for one in self._readmitted if one.id > order.id and _names(one.replica_id, replica_id)),
-                    default=None,
-                )
+                lifts = [one for one in self._readmitted if _names(one.replica_id, replica_id)] + self._deleted
+                lifted = min((one.id for one in lifts if one.id > order.id), default=None)
                 for quorum_id, quorum in self.quorums.by_id.items():
                     if quorum.made is None or replica_id not in (quorum.members or ()):
                         continue

@@ -32,6 +32,11 @@ _tier_options = all_of(
     click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints kept of a job; 0: all.  [default: 2]"),
     click.option("--keep-durable", type=click.IntRange(0), help="Durable ones; 0: all.  [default: 0]"),
     click.option("--live-age", type=Seconds(), help="Drop live ones that are older, but the newest.  [default: never]"),
+    click.option(
+        "--live-ttl",
+        type=Seconds(),
+        help="Drop the newest live one when unused for so long; 0: never.  [default: 1d]",
+    ),
     click.option("--durable-age", type=Seconds(), help="The same for durable ones.  [default: never]"),
 )
 _limit_options = all_of(

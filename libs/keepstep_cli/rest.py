@@ -109,9 +109,10 @@ class Lighthouse:
                 raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken", answer.status)
             return await answer.read()
 
-    async def delete(self, *path: str) -> None:
-        async with self._answer("DELETE", path, self._timeout):
-            pass
+    async def delete(self, *path: str, **query: str) -> Any:
+        """The answer; None when it is empty."""
+        async with self._answer("DELETE", path, self._timeout, params=query) as answer:
+            return None if answer.status == HTTPStatus.NO_CONTENT else await self._told(answer)
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:

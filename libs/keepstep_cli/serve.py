@@ -82,6 +82,12 @@ _policy_options = all_of(
         metavar="STEPS",
         help="Drain a group that was a straggler for so many steps in a row; 0: never.  [default: 0]",
     ),
+    click.option(
+        "--job-ttl", type=Seconds(), help="Delete a job that had no sessions for so long; 0: never.  [default: 7d]"
+    ),
+    click.option(
+        "--max-jobs", type=click.IntRange(1), help="Jobs held at most; no new one beyond them.  [default: 1000]"
+    ),
     # As torchft_lighthouse spells them; a lighthouse that does not poll has no use for the last one.
     click.option("--join_timeout_ms", type=float, hidden=True),
     click.option("--heartbeat_timeout_ms", type=float, hidden=True),

@@ -175,7 +175,7 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
 def show_policy(policy: dict[str, Any]) -> None:
     table = table_of("limit", "value", fold={"value"})
     for name, value in policy.items():
-        number = _seconds(value) if name.endswith(("_timeout", "_grace")) else str(value)
+        number = _seconds(value) if name.endswith(("_timeout", "_grace", "_ttl")) else str(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
     _print(table)
 

@@ -29,6 +29,8 @@ class Shape:
     status: int = 200
     body: type | None = None
     query: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Query parameters that are ``true`` or ``false``."""
     takes_bytes: bool = False
     """The body is raw bytes."""
     gives_bytes: bool = False
@@ -106,8 +108,9 @@ def _operation(route: Route, shape: Shape | None, schemas: dict[str, Any]) -> di
         operation["responses"] = {status: {"description": route.summary}, **_problem()}
     else:
         parameters += [
-            {"name": name, "in": "query", "description": meaning, "schema": {"type": "number"}}
-            for name, meaning in shape.query.items()
+            {"name": name, "in": "query", "description": meaning, "schema": {"type": kind}}
+            for kind, given in (("number", shape.query), ("boolean", shape.switches))
+            for name, meaning in given.items()
         ]
         answer: dict[str, Any] = {"description": route.summary}
         if shape.answer is not None:

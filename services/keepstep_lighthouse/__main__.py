@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = program.parser_of("keepstep_lighthouse", "Forms the quorums of training jobs.", LighthouseSettings.bind)
     parser.add_argument("--store", help="memory://, sqlite:///path or etcd://host:port/prefix (memory://)")
     parser.add_argument("--lease", type=duration, help="with etcd: a leader not heard of for so long is succeeded (10)")
+    parser.add_argument("--max-jobs", type=int, help="jobs held at most (1000)")
     parser.add_argument("--event-log", type=Path, help="file that gets every event as a line of JSON")
     for one in fields(Policy):
         flag = f"--{one.name.replace('_', '-')}"

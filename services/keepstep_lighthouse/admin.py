@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +32,7 @@ from keepstep_lighthouse.events import (
     StragglerFound,
     VerifyOrdered,
 )
+from keepstep_lighthouse.expiry import NEVER, due_at
 from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.registry import new_record
@@ -76,6 +78,8 @@ class JobView:
     bans: tuple[Ban, ...]
     """Those that hold now."""
     evicted: tuple[str, ...]
+    expires_in_seconds: float | None
+    """When the job is deleted unless it is used; None: it is in use, or its job_ttl is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class PolicyChange:
     """The change that this order made; None: it was so before."""
 
 
+SWITCHES_OF_DELETION = {"force": "true: groups that are connected are evicted; otherwise they are a conflict (409)"}
 QUERY_OF_EVENTS = {
     "after": "number of the last event that is known; the first newer ones are answered. Not given: the newest",
     "limit": f"how many at most, up to {MAX_EVENTS_AT_ONCE}; {EVENTS_AT_ONCE} unless said",
@@ -145,6 +150,7 @@ SHAPES = {
     "GET /v1/jobs": Shape(JobsView),
     "GET /v1/jobs/{job}": Shape(JobView),
     "PATCH /v1/jobs/{job}": Shape(PolicyChange, status=202, body=Policy),
+    "DELETE /v1/jobs/{job}": Shape(OrderAnswer, status=202, switches=SWITCHES_OF_DELETION),
     "GET /v1/jobs/{job}/quorum": Shape(QuorumStatus),
     "POST /v1/jobs/{job}/verify": Shape(OrderAnswer, status=202, body=VerifyBody),
     "GET /v1/jobs/{job}/replicas": Shape(ReplicasView),
@@ -171,6 +177,7 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
         Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs"),
         Route("GET", job, here.job, Access.READ, "one job: policy, counts, bans"),
         Route("PATCH", job, here.change_policy, Access.ADMIN, "change the fields of the policy that are given"),
+        Route("DELETE", job, here.delete_job, Access.ADMIN, "delete a job: its record, policy, bans and event list"),
         Route("GET", f"{job}/quorum", here.quorum, Access.READ, "the quorum, and why the next one is not formed yet"),
         Route("POST", f"{job}/verify", here.verify, Access.ADMIN, "compare the weights of all groups at the next step"),
         Route("GET", f"{job}/replicas", here.replicas, Access.READ, "all groups, those that just went too"),
@@ -317,7 +324,23 @@ class _Admin:
         if (problem := policy_problem(policy)) is not None:
             raise bad(problem)
         made = await self._carried_out(job, PolicyOrdered(policy, _who(request)), "policy")
+        self._lighthouse.endings.wake()
         return json_answer(PolicyChange(job.name, policy, made), HTTPStatus.ACCEPTED)
+
+    async def delete_job(self, request: web.Request) -> web.Response:
+        force = request.query.get("force", "false")
+        if force not in ("true", "false"):
+            raise bad(f"force is true or false, not {force[:40]!r}")
+        job = self._job(request)
+        if (conflict := _conflict(job)) is not None and (job.closed or force == "false"):
+            raise Problem(HTTPStatus.CONFLICT, conflict)
+        try:
+            made = await self._lighthouse.endings.delete(job, _who(request))
+        except TermOverError as error:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        evicted = made.detail["evicted"]
+        also = f", and {len(evicted)} of its groups evicted" if isinstance(evicted, list) and evicted else ""
+        return _done(made, f"job {job.name} is deleted{also}")
 
     async def verify(self, request: web.Request) -> web.Response:
         await read_body(request, VerifyBody)
@@ -382,10 +405,13 @@ class _Admin:
         try:
             await stream.prepare(request)
             while self._lighthouse.serving:
+                has_ended = job not in self._lighthouse.jobs
                 if batch := events.after(job, after, FOLLOWER_BATCH):
                     text = ": events before this were missed\n\n" if after and events.missed(job, after) else ""
                     text += "".join(f"id: {one.id}\nevent: {one.kind}\ndata: {one.json()}\n\n" for one in batch)
                     after = batch[-1].id
+                elif has_ended:
+                    break  # who follows on is told that there is no such job
                 else:
                     text = ""
                     try:
@@ -413,6 +439,9 @@ class _Admin:
         if job is None:
             known = sorted(self._lighthouse.jobs)
             detail = f"there is no job {name!r}; {those(known)}; one begins with the first group that names it"
+            if (ending := self._lighthouse.events.endings.get(name)) is not None:
+                at = datetime.fromtimestamp(ending.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                detail = f"job {name!r} was deleted by {ending.detail['by']} at {at}; {detail}"
             raise Problem(HTTPStatus.NOT_FOUND, f"{detail}: keepstep run --job {name}", known=known[:MAX_NAMED])
         return job
 
@@ -426,7 +455,7 @@ class _Admin:
 
 
 def _job_view(job: Job) -> JobView:
-    quorum, record = job.core.quorum_view(time.monotonic()), job.core.record
+    quorum, record, expires = job.core.quorum_view(time.monotonic()), job.core.record, due_at(job.use)
     return JobView(
         job=job.name,
         policy=record.policy,
@@ -438,7 +467,22 @@ def _job_view(job: Job) -> JobView:
         sessions=len(job.sessions),
         bans=tuple(ban for ban in record.bans if time.time() < ban.until),
         evicted=record.evicted,
+        expires_in_seconds=None if expires == NEVER else max(0.0, expires - time.monotonic()),
     )
+
+
+def _conflict(job: Job) -> str | None:
+    """Why the job is not deleted without force, as a sentence; None: it may be."""
+    if job.closed:
+        return f"job {job.name!r} is being deleted already"
+    advice = "end them first (keepstep drain, or stop their launchers), or evict them with force=true (--force)"
+    if job.sessions:
+        names = sorted(session.replica_id for session in job.sessions.values())
+        named = ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
+        return f"job {job.name!r} is in use: {len(names)} connected groups ({named}); {advice}"
+    if (returning := job.core.returning()) is not None:
+        return f"job {job.name!r} is in use: {returning}; wait for them to come or to be lost, or force=true (--force)"
+    return None
 
 
 def _matching(job: Job, target: str) -> list[ReplicaView]:

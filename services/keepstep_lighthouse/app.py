@@ -81,6 +81,8 @@ class Lighthouse(Keeper, Embedded):
             stack.push_async_callback(sender.flush, GOODBYE_SECONDS)
             telling = asyncio.create_task(sender.run(), name="keepstep lighthouse telemetry")
             stack.push_async_callback(cancelled, telling)
+            expiring = asyncio.create_task(self.endings.run(), name="keepstep lighthouse expiry")
+            stack.push_async_callback(cancelled, expiring)
             if self.store.exclusive:
                 await self.begin_term()
             else:

@@ -358,7 +358,7 @@ class JobCore:
         state = self._state
         departures.lose_reported(state, now)
         record = state.record
-        until, first = self._takeover.until, record.quorum_id == 0
+        until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
@@ -433,6 +433,14 @@ class JobCore:
         ``GONE_SECONDS``, the last first.
         """
         return replica_views(self._groups, self.record, self._takeover.absent, self._state.gone, now)
+
+    def returning(self) -> str | None:
+        """Why a group without a session may come back any moment, as a sentence; None: no group may."""
+        if self._takeover.until is not None:
+            return "members of its quorum may be on their way back after a change of leader"
+        for away in self._groups.suspects.values():
+            return f"{away.replica_id} lost its connection and may come back"
+        return None
 
     def stays(self, straggler: StragglerFound) -> str | None:
         """Why this straggler would not be drained, as a sentence; None: it would."""

@@ -16,8 +16,8 @@ import socket
 import time
 import uuid
 from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,10 @@ from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data
 
 KEPT_PER_JOB = 10_000
+KEPT_IN_ALL = 100_000
+"""Beyond, the longest lists give way."""
+MAX_ENDINGS = 100
+"""Deleted jobs whose last event is still known."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Then the file becomes ``name.1``, in place of the one before."""
 MAX_UNWRITTEN = 10_000
@@ -53,9 +57,14 @@ class Happened:
 
 class EventLog:
     def __init__(self) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """By job and kind, since this process started."""
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By job and kind, since this process started; those of a job go with it."""
+        self.totals: Counter[str] = Counter()
+        """By kind, of all jobs, since this process started."""
+        self.endings: OrderedDict[str, Happened] = OrderedDict()
+        """The last event of each job that was deleted lately."""
         self._kept: dict[str, list[Happened]] = {}
+        self._kept_in_all = 0
         self._forgotten: dict[str, int] = {}
         """Number of the last event that left the memory, by job."""
         self._news: dict[str, asyncio.Event] = {}
@@ -70,7 +79,8 @@ class EventLog:
 
     def add(self, job: str, kind: str, replica_id: str, detail: dict[str, Data], now_unix: float) -> Happened:
         self._last_id += 1
-        self.counts[job, kind] += 1
+        self.counts[job][kind] += 1
+        self.totals[kind] += 1
         happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
         self._keep(happened)
         self.on_event(happened)
@@ -81,13 +91,50 @@ class EventLog:
     def _keep(self, happened: Happened) -> None:
         kept = self._kept.setdefault(happened.job, [])
         kept.append(happened)
+        self._kept_in_all += 1
         if len(kept) > KEPT_PER_JOB + KEPT_PER_JOB // 10:
-            self._forgotten[happened.job] = kept[-KEPT_PER_JOB - 1].id
-            del kept[:-KEPT_PER_JOB]
+            self._trim(happened.job, KEPT_PER_JOB)
+        while self._kept_in_all > KEPT_IN_ALL:
+            longest = max(self._kept, key=lambda job: len(self._kept[job]))
+            self._trim(longest, len(self._kept[longest]) * 3 // 4)
+
+    def _trim(self, job: str, count: int) -> None:
+        """Keep the newest ``count`` events of ``job``."""
+        kept = self._kept[job]
+        gone = len(kept) - count
+        self._forgotten[job] = kept[gone - 1].id
+        self._kept_in_all -= gone
+        del kept[:gone]
+
+    @property
+    def jobs(self) -> set[str]:
+        """Those of which something is in memory, but for ``endings``."""
+        return {*self._kept, *self.counts} - {""}
+
+    def forget(self, job: str) -> None:
+        """The job was deleted: only its last event stays, for those who follow it."""
+        kept = self._kept.pop(job, [])
+        self._kept_in_all -= len(kept)
+        self._forgotten.pop(job, None)
+        self.counts.pop(job, None)
+        if kept and kept[-1].kind == "job_deleted":
+            self.endings[job] = kept[-1]
+            self.endings.move_to_end(job)
+            while len(self.endings) > MAX_ENDINGS:
+                self.endings.popitem(last=False)
+        if (news := self._news.pop(job, None)) is not None:
+            news.set()
+
+    def forget_others(self, jobs: Collection[str]) -> None:
+        """Another leader may have deleted those of this process that are not among ``jobs``."""
+        for job in self.counts.keys() - {"", *jobs}:
+            self.forget(job)
 
     def after(self, job: str, number: int, limit: int) -> list[Happened]:
         """The first ``limit`` events of ``job`` that are still in memory and newer than ``number``."""
-        kept = self._kept.get(job, [])
+        kept = self._kept.get(job)
+        if kept is None:
+            kept = [self.endings[job]] if job in self.endings else []
         start = bisect_right(kept, number, key=lambda one: one.id)
         return kept[start : start + limit]
 

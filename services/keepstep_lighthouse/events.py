@@ -175,6 +175,8 @@ class Policy:
     ``drain``: that too, and then it leaves; ``report``: nothing."""
     drain_straggler_after: int = 0
     """Steps in a row that the metrics service finds a group to be a straggler, and then it is drained; 0: never."""
+    job_ttl: float = 7 * 86400.0
+    """Time after which a job without sessions is deleted; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,8 @@ class JobRecord:
     bans: tuple[Ban, ...] = ()
     evicted: tuple[str, ...] = ()
     """Incarnations that may not come back."""
+    first_quorum_id: int = 0
+    """quorum_id with which the job was created: above those of every job that was deleted before."""
 
 
 # ---- decisions

@@ -33,6 +33,7 @@ from keepstep_lighthouse.events import (
     Tell,
     Tick,
 )
+from keepstep_lighthouse.expiry import JobUse
 from keepstep_lighthouse.sessions import Session
 from keepstep_lighthouse.term import Term, TermOverError
 from keepstep_mesh import codec
@@ -65,6 +66,10 @@ class Job:
         self.name = name
         self.term = term
         self.sessions: dict[int, Session] = {}
+        self.used_at = time.monotonic()
+        """See ``expiry.JobUse``."""
+        self.closed = False
+        """It is being deleted."""
         self.rounds = 0
         """Quorums announced, confirmed ones too."""
         self.steps = 0
@@ -115,7 +120,8 @@ class Job:
             return steps
 
         if self._over:
-            session.refuse("not_ready", "the lighthouse begins a new term")
+            why = f"job {self.name} is being deleted; try again" if self.closed else "the lighthouse begins a new term"
+            session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
         self._process(event, welcomed)
@@ -123,7 +129,8 @@ class Job:
     async def order(self, event: Event) -> list[Happened]:
         """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
         if self._over:
-            raise TermOverError("the lighthouse begins a new term; ask again")
+            raise TermOverError("the lighthouse begins a new term, or the job is being deleted; ask again")
+        self.used_at = time.monotonic()
         done: asyncio.Future[list[Happened]] = self._loop.create_future()
         made: list[Happened] = []
 
@@ -274,6 +281,11 @@ class Job:
             self.end()
             self._on_term_over(reason)
 
+    def close(self) -> None:
+        """The job is about to be deleted: nothing is decided or said from now on."""
+        self.closed = True
+        self.end()
+
     def end(self) -> None:
         """Nothing is decided or said from now on."""
         self._over = True
@@ -287,6 +299,16 @@ class Job:
     def writing(self) -> list[asyncio.Task[None]]:
         """What has to be awaited before the store is closed."""
         return [] if self._carrying is None else [self._carrying]
+
+    @property
+    def stored(self) -> bytes | None:
+        """What the store holds of it."""
+        return self._stored
+
+    @property
+    def use(self) -> JobUse:
+        awaited = self.closed or self.core.returning() is not None
+        return JobUse(self.name, self.core.record.policy.job_ttl, len(self.sessions), self.used_at, awaited)
 
     @property
     def unused(self) -> bool:

@@ -13,11 +13,13 @@ import contextlib
 import itertools
 import time
 import uuid
+from typing import Any, TypeVar
 
 from keepstep_lighthouse import metrics, records
 from keepstep_lighthouse.election import Leader
 from keepstep_lighthouse.event_log import EventLog
 from keepstep_lighthouse.events import JobRecord, Opened, Policy
+from keepstep_lighthouse.job_endings import JobEndings
 from keepstep_lighthouse.jobs import Job
 from keepstep_lighthouse.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership import Leadership
@@ -32,7 +34,8 @@ from keepstep_mesh import codec, websocket
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Hello, Services
 
-MAX_JOBS = 1000
+T = TypeVar("T")
+
 MAX_WELCOMED = 100_000
 HIGHEST_EPOCH = 2**31
 """A hello that knows a higher one is broken, not ahead."""
@@ -66,13 +69,14 @@ class Keeper:
         """The lighthouses of this store, where there may be several."""
         self.registry = Registry(self._tell_services)
         self.followers = FollowerLinks(self._offered_elsewhere)
+        self.endings = JobEndings(self)
         self.store: Store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of those who have the epoch of this term from us."""
         self._said_to_keep: set[str] = set()
         """Jobs whose stored policy is not the one given here, which was logged."""
-        self._writes: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[Any]] = set()
         """Under way, and not to be left behind."""
         self._over = asyncio.Event()
         self._led_since = 0.0
@@ -163,12 +167,15 @@ class Keeper:
         """Takes up the jobs of the store, unless the term is over by then."""
         async with asyncio.timeout(STORE_TIMEOUT):
             stored = await self.store.get_prefix(records.JOB_PREFIX)
+            floor = await self.store.get(records.FLOOR_KEY)
         found = {key: records.decode(key, value) for key, value in stored.items()}
         if self._over.is_set():
             return
         self.events.begin_epoch(term.epoch)
         self._welcomed.clear()
         self.registry.term_begins()
+        self.endings.term_begins(floor)
+        self.events.forget_others({key.removeprefix(records.JOB_PREFIX) for key in found})
         self.term, self.trouble, self._led_since = term, None, time.monotonic()
         for key, record in found.items():
             name = key.removeprefix(records.JOB_PREFIX)
@@ -278,16 +285,24 @@ class Keeper:
             self._open(session, hello)
         else:
             # It met a leader that our store knows nothing of: the store was restored, or is new.
-            task = asyncio.create_task(self._raise_epoch(term, session, hello))
-            self._writes.add(task)
-            task.add_done_callback(self._writes.discard)
+            self.owned(asyncio.create_task(self._raise_epoch(term, session, hello)))
+
+    def owned(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        """``task``, which writes; the end of the term waits for it."""
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        return task
+
+    def term_failed(self, term: Term, reason: str) -> None:
+        """A write under ``term`` failed, or nobody knows what became of it."""
+        if self.term is term:
+            self._term_is_over(reason)
 
     async def _raise_epoch(self, term: Term, session: Session, hello: Hello) -> None:
         try:
             await term.raise_epoch(hello.epoch_seen)
         except TermOverError as error:
-            if self.term is term:
-                self._term_is_over(str(error))
+            self.term_failed(term, str(error))
         if self.term is not term:
             session.refuse("not_ready", self.trouble or "the lighthouse began another term; try again")
             return
@@ -296,18 +311,35 @@ class Keeper:
         if not session.ending:
             self._open(session, hello)
 
-    def _open(self, session: Session, hello: Hello) -> None:
+    def _open(self, session: Session, hello: Hello, *, may_make_room: bool = True) -> None:
+        if (refusal := self.endings.refusal(session.job, session.replica_id)) is not None:
+            session.refuse("banned", refusal)
+            return
         job = self.jobs.get(session.job)
         if job is None:
-            if self.term is None or len(self.jobs) >= MAX_JOBS:
-                session.refuse("not_ready", f"this lighthouse keeps at most {MAX_JOBS} jobs")
+            if self.term is None:
+                session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
                 return
-            job = self._add_job(session.job, self.term, None, JobRecord(policy=self.settings.policy))
+            if len(self.jobs) >= self.settings.max_jobs:
+                if may_make_room and self.endings.expired():
+                    self.owned(asyncio.create_task(self._open_after_expiry(session, hello)))
+                else:
+                    session.refuse("not_ready", _no_room(session.job, self.settings.max_jobs))
+                return
+            floor = self.endings.floor
+            record = JobRecord(quorum_id=floor, policy=self.settings.policy, first_quorum_id=floor)
+            job = self._add_job(session.job, self.term, None, record)
         if len(self._welcomed) >= MAX_WELCOMED:
             self._welcomed.clear()
         self._welcomed.add((session.job, session.replica_id))
         job.open(session, Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held))
         session.begin(job)
+
+    async def _open_after_expiry(self, session: Session, hello: Hello) -> None:
+        with contextlib.suppress(TermOverError):  # then there is no term, which ``_open`` says
+            await self.endings.expire(at_most=1)
+        if not session.ending:
+            self._open(session, hello, may_make_room=False)
 
     def _tell_services(self) -> None:
         frame = codec.encode(Services(self.registry.addresses()))
@@ -322,10 +354,21 @@ class Keeper:
         self.sessions.pop(session.number, None)
         job = self.jobs.get(session.job)
         if job is not None:
-            job.sessions.pop(session.number, None)
+            if job.sessions.pop(session.number, None) is not None:
+                job.used_at = time.monotonic()
             if job.unused:
                 job.end()
                 del self.jobs[session.job]
+                self.events.forget(session.job)
+            elif not job.sessions:
+                self.endings.wake()
+
+
+def _no_room(job: str, limit: int) -> str:
+    return (
+        f"job {job!r} cannot be created: this lighthouse holds its {limit} jobs; delete those that are no longer "
+        f"needed (keepstep status shows them, keepstep job rm JOB), or raise the limit (--max-jobs)"
+    )
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:

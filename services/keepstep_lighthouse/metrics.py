@@ -24,6 +24,8 @@ LOGGED_SECONDS = 10.0
 
 FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
 """Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
+MAX_IDLE_SHOWN = 20
+"""Jobs without sessions that have lines of their own, the last used."""
 UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
 """Of no group at work."""
 
@@ -70,11 +72,26 @@ class _Lighthouse(Collector):
             services.add_metric([kind], count)
         yield services
         events = CounterMetricFamily("keepstep_events", "entries of the event log", labels=["job", "kind"])
-        counts = {(job, kind): 0 for job in one.jobs for kind in FROM_ZERO} | one.events.counts
-        for (name, kind), count in counts.items():
-            events.add_metric([name, kind], count)
+        jobs = shown(one.jobs.values())
+        from_zero = dict.fromkeys(FROM_ZERO, 0)
+        for name in ("", *(job.name for job in jobs)):
+            for kind, count in ((from_zero if name else {}) | one.events.counts.get(name, {})).items():
+                events.add_metric([name, kind], count)
         yield events
-        yield from _of_jobs(one.jobs.values(), time.monotonic())
+        totals = CounterMetricFamily(
+            "keepstep_lighthouse_events", "the same, of all jobs together, those that are gone too", labels=["kind"]
+        )
+        for kind, count in (from_zero | one.events.totals).items():
+            totals.add_metric([kind], count)
+        yield totals
+        yield from _of_jobs(jobs, time.monotonic())
+
+
+def shown(jobs: Iterable[Job]) -> list[Job]:
+    """The jobs that have lines of their own: those in use, and ``MAX_IDLE_SHOWN`` others."""
+    last_used = sorted(jobs, key=lambda job: job.used_at, reverse=True)
+    idle = [job for job in last_used if not job.sessions]
+    return [job for job in last_used if job.sessions] + idle[:MAX_IDLE_SHOWN]
 
 
 def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:

@@ -38,7 +38,7 @@ def policy_problem(policy: Policy) -> str | None:
         return f"on_divergence must be one of {', '.join(ON_DIVERGENCE)}, not {policy.on_divergence!r:.40}"
     for one in fields(policy):
         value = getattr(policy, one.name)
-        if one.name.endswith(("_timeout", "_grace")) and value is not None and not 0 <= value <= MAX_SECONDS:
+        if one.name.endswith(("_timeout", "_grace", "_ttl")) and value is not None and not 0 <= value <= MAX_SECONDS:
             return f"{one.name} must be a time from 0 s to {MAX_SECONDS:.0f} s, not {value!r:.40}"
     if policy.heartbeat_timeout < MIN_HEARTBEAT_TIMEOUT:
         return (

@@ -12,6 +12,8 @@ from keepstep_lighthouse.store import StoreError
 T = TypeVar("T")
 
 JOB_PREFIX = "jobs/"
+FLOOR_KEY = "first_quorum_id"
+"""With which the next new job is created: above every quorum_id of a job that was deleted."""
 
 
 def encode(record: JobRecord) -> bytes:
@@ -29,6 +31,14 @@ def decode(key: str, value: bytes) -> JobRecord:
         return _known(JobRecord, plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} in the store is not the record of a job ({error!r}); restore or delete it") from error
+
+
+def parse_floor(stored: bytes | None) -> int:
+    """Raises ``StoreError`` when what is stored is no quorum_id."""
+    try:
+        return int(stored or b"0")
+    except ValueError as error:
+        raise StoreError(f"{FLOOR_KEY} in the store is {stored!r} and no number; restore it") from error
 
 
 def _known(cls: type[T], plain: dict[str, Any]) -> T:

@@ -18,6 +18,7 @@ from keepstep_mesh.settings import Settings, duration, whole
 @dataclass(frozen=True, kw_only=True)
 class LighthouseSettings(ListenSettings):
     """``policy``: of each job that is new; a known one keeps its own. ``event_log``: a file of JSON lines, if any.
+    ``max_jobs``: beyond them no new job is created.
 
     For a store of several lighthouses, ``lease``: seconds after which a leader that is not heard of any more is
     succeeded; then workers and other lighthouses use ``advertise``, too.
@@ -28,6 +29,7 @@ class LighthouseSettings(ListenSettings):
     policy: Policy = field(default_factory=Policy)
     event_log: Path | None = None
     lease: float = 10.0
+    max_jobs: int = 1000
 
 
 MIN_LEASE = 3.0
@@ -40,6 +42,12 @@ def _lease(seconds: float) -> float:
     return seconds
 
 
+def _max_jobs(count: int) -> int:
+    if count < 1:
+        raise ValueError(f"max_jobs must be at least 1, not {count}")
+    return count
+
+
 def read_like(default: object) -> Callable[[Any], Any]:
     """What reads a field of the policy that has this default."""
     readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str}
@@ -49,8 +57,8 @@ def read_like(default: object) -> Callable[[Any], Any]:
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
-    """``flags``: those of ``read_listen_settings``, ``store``, ``lease``, ``event_log``, the fields of ``Policy``
-    (seconds).
+    """``flags``: those of ``read_listen_settings``, ``store``, ``lease``, ``max_jobs``, ``event_log``, the fields of
+    ``Policy`` (seconds).
 
     In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
     that names what is wrong, ``AuthError`` for tokens, ``StoreError`` for a store that there is not.
@@ -73,4 +81,5 @@ def read_settings(
         policy=policy,
         event_log=settings.path("lighthouse_event_log"),
         lease=_lease(settings.get("lighthouse_lease", duration, default.lease)),
+        max_jobs=_max_jobs(settings.get("lighthouse_max_jobs", whole, default.max_jobs)),
     )

@@ -68,27 +68,33 @@ class Term:
 
     async def replace(self, key: str, before: bytes | None, after: bytes | None, lease: int = 0) -> None:
         """Writes ``after`` where ``before`` stood. ``after`` None deletes."""
+        await self.change((Compare(key, before),), (Write(key, after, lease),))
+
+    async def change(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
+        """Do all of ``writes``, where all of ``compare`` holds."""
         async with self._one_write:
-            await self._write((Compare(key, before),), Write(key, after, lease))
+            await self._write(compare, writes)
 
     async def raise_epoch(self, seen: int) -> None:
         """Raises the epoch above ``seen``, which a worker met."""
         async with self._one_write:
             if self.epoch <= seen:
-                await self._write((), Write(EPOCH_KEY, b"%d" % (seen + 1)))
+                await self._write((), (Write(EPOCH_KEY, b"%d" % (seen + 1)),))
                 self.epoch = seen + 1
 
-    async def _write(self, compare: Sequence[Compare], write: Write) -> None:
+    async def _write(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
         leader = () if self._leader is None else (self._leader,)
         mine = (Compare(EPOCH_KEY, b"%d" % self.epoch), *leader)
-        done = [one for one in mine if one.key != write.key] + [Compare(write.key, write.value)]
+        written = {write.key: write.value for write in writes}
+        done = [one for one in mine if one.key not in written]
+        done += [Compare(key, value) for key, value in written.items()]
         unknown, pause = False, PAUSE_FIRST
         while True:
             try:
                 async with asyncio.timeout(STORE_TIMEOUT):
                     if unknown and await self._store.transact(done, ()):
                         return
-                    if await self._store.transact((*mine, *compare), (write,)):
+                    if await self._store.transact((*mine, *compare), writes):
                         return
                     # what seemed lost may have come between the two
                     if unknown and await self._store.transact(done, ()):
@@ -99,7 +105,7 @@ class Term:
                 reason = str(error) or f"the store did not answer a write for {STORE_TIMEOUT:g} s"
                 if self._until is None or time.monotonic() + pause >= self._until():
                     raise TermOverError(reason) from error
-                log.warning("the store does not take a write; trying again", key=write.key, reason=reason)
+                log.warning("the store does not take a write; trying again", keys=[*written], reason=reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_MOST)
 

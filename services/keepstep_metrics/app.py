@@ -146,6 +146,8 @@ class Metrics(Embedded):
         while True:
             await asyncio.sleep(min(TIDY_SECONDS, self.settings.snapshot_every))
             self.core.forget_before(time.time() - KEPT_SECONDS)
+            for job in self._live_changes.keys() - self.core.jobs.keys():
+                del self._live_changes[job]
             self.store.forget_events(time.time() - self.settings.keep_events)
             due = time.monotonic() - snapshot_at >= self.settings.snapshot_every
             if due or self._journal_bytes > MAX_JOURNAL_BYTES:

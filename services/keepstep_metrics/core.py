@@ -6,7 +6,7 @@ it came, and events get their numbers here. Everything is bounded; ``dump`` and 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -33,7 +33,9 @@ AHEAD_SECONDS = 60.0
 """A record from further in the future has a wrong clock, and is left out."""
 KEPT_SECONDS = 86400.0
 IDLE_SECONDS = 3600.0
-"""A job of which nothing was heard for so long makes room for another."""
+"""A job of which nothing was heard for so long makes room for another; one that has ended does so at once."""
+MAX_DELETED = 1000
+"""Deleted jobs that are remembered."""
 MAX_WHOLE = 2**63 - 1
 RECENT_STEPS = 64
 SHORT_WAIT = 0.05
@@ -101,6 +103,10 @@ class Group:
     """incarnation -> when it was lost, left, or was told to leave: nothing that it says of later changes its state."""
 
     @property
+    def is_there(self) -> bool:
+        return self.timeline.state not in (State.LOST, State.GONE)
+
+    @property
     def seconds_p50(self) -> float | None:
         return median(self.recent) if self.recent else None
 
@@ -136,6 +142,11 @@ class Job:
         if (group := self.groups.get(name)) is None and len(self.groups) < MAX_GROUPS:
             group = self.groups[name] = Group(name, replica_id)
         return group
+
+    @property
+    def at_work(self) -> bool:
+        """A group is there."""
+        return any(group.is_there for group in self.groups.values())
 
     def _is_now(self, group: Group, replica_id: str) -> None:
         """Another incarnation is judged by its own steps."""
@@ -373,6 +384,8 @@ class MetricsCore:
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
         self.last_event = 0
+        self.deleted: OrderedDict[str, Event] = OrderedDict()
+        """The deletion of each job that was deleted; nothing that happened before it counts."""
         self._senders: dict[tuple[str, str], int] = {}
         """(name, boot) -> last number taken; who spoke last stands last."""
         self.dropped: dict[tuple[str, str], int] = {}
@@ -399,7 +412,7 @@ class MetricsCore:
             if record is None:
                 continue
             name = record.job if isinstance(record, Happening | Upload) else batch.job
-            job = self._job(name, now) if name and record.t <= now + AHEAD_SECONDS else None
+            job = self._job(name, now) if name and self._counts(name, record.t, now) else None
             if job is None or (batch.source == "worker" and job.group(batch.name) is None):
                 self.left_out += 1
                 continue
@@ -413,6 +426,8 @@ class MetricsCore:
                 case Happening():
                     self.last_event += 1
                     made.append((name, job.take_event(record, self.last_event)))
+                    if record.event == DELETED:
+                        self._delete(*made[-1])
                 case Upload():
                     job.take_upload(batch.name, record)
         if (job := self.jobs.get(batch.job)) is not None:
@@ -420,6 +435,17 @@ class MetricsCore:
                 self.last_event += 1
                 made.append((job.name, job.straggler_event(slow, now, self.last_event)))
         return len(new), made
+
+    def _counts(self, job: str, t: float, now: float) -> bool:
+        deleted = self.deleted.get(job)
+        return t <= now + AHEAD_SECONDS and (deleted is None or t > deleted.t)
+
+    def _delete(self, job: str, event: Event) -> None:
+        del self.jobs[job]
+        self.deleted[job] = event
+        self.deleted.move_to_end(job)
+        while len(self.deleted) > MAX_DELETED:
+            self.deleted.popitem(last=False)
 
     def _take_state(self, job: Job, replica_id: str, one: StateSaid) -> None:
         group = job.group(replica_id)
@@ -429,10 +455,11 @@ class MetricsCore:
     def _job(self, name: str, now: float) -> Job | None:
         if (job := self.jobs.get(name)) is None:
             if len(self.jobs) >= MAX_JOBS:
-                oldest = min(self.jobs.values(), key=lambda one: one.last_seen)
-                if now - oldest.last_seen < IDLE_SECONDS:
+                silent = sorted(self.jobs.values(), key=lambda one: one.last_seen)
+                goes = next((one for one in silent if not one.at_work), silent[0])
+                if goes.at_work and now - goes.last_seen < IDLE_SECONDS:
                     return None
-                del self.jobs[oldest.name]
+                del self.jobs[goes.name]
             job = self.jobs[name] = Job(name, now)
         return job
 
@@ -451,6 +478,7 @@ class MetricsCore:
         return {
             "jobs": [job.dump() for job in self.jobs.values()],
             "last_event": self.last_event,
+            "deleted": [[name, asdict(event)] for name, event in self.deleted.items()],
             "senders": [[*key, last, self.dropped.get(key, 0)] for key, last in self._senders.items()],
             "dropped_total": self.dropped_total,
         }
@@ -460,11 +488,14 @@ class MetricsCore:
             job = Job.load(one)
             self.jobs[job.name] = job
         self.last_event, self.dropped_total = plain["last_event"], plain["dropped_total"]
+        self.deleted.update((name, Event(**event)) for name, event in plain.get("deleted", []))
         for name, boot, last, dropped in plain["senders"]:
             self._senders[name, boot] = last
             self.dropped[name, boot] = dropped
 
 
+DELETED = "job_deleted"
+"""Event of a lighthouse that ends a job."""
 AT_WORK = {State.TRAINING, State.HEALING, State.RETRYING}
 CAN_GO = {State.LOST, State.GONE, State.TRAINING}
 SAID = {one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from keepstep_metrics import views
-from keepstep_metrics.timeline import LIVING, State
+from keepstep_metrics.core import Job
+from keepstep_metrics.timeline import LIVING
 
 if TYPE_CHECKING:
     from keepstep_metrics.app import Metrics
 
 WINDOW_SECONDS = 300.0
+MAX_ENDED_SHOWN = 20
+"""Jobs without a group that have lines of their own, the last heard of."""
 
 
 @dataclass(slots=True)
@@ -65,7 +68,8 @@ class _Metrics(Collector):
         groups = GaugeMetricFamily("keepstep_job_groups", "groups by state", labels=["job", "state"])
         seconds = GaugeMetricFamily("keepstep_group_step_seconds", "median of its last steps", labels=["job", "group"])
         slow = GaugeMetricFamily("keepstep_group_straggler", "1 for a straggler", labels=["job", "group"])
-        for name, job in self._metrics.core.jobs.items():
+        for job in shown(self._metrics.core.jobs.values()):
+            name = job.name
             step.add_metric([name], job.step)
             if (share := views.goodput_ratio(views.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
                 goodput.add_metric([name], share)
@@ -73,11 +77,19 @@ class _Metrics(Collector):
             for state in LIVING:
                 groups.add_metric([name, state.value], states[state])
             for group in job.groups.values():
-                if group.timeline.state is not State.GONE and (p50 := group.seconds_p50) is not None:
+                if group.is_there and (p50 := group.seconds_p50) is not None:
                     seconds.add_metric([name, group.name], p50)
             for group_name, standing in job.standings.items():
-                slow.add_metric([name, group_name], float(standing.straggler))
+                if group_name in job.groups and job.groups[group_name].is_there:
+                    slow.add_metric([name, group_name], float(standing.straggler))
         yield from (step, goodput, groups, seconds, slow)
+
+
+def shown(jobs: Iterable[Job]) -> list[Job]:
+    """The jobs that have lines: those at work, and ``MAX_ENDED_SHOWN`` others."""
+    last_heard = sorted(jobs, key=lambda job: job.last_seen, reverse=True)
+    ended = [job for job in last_heard if not job.at_work]
+    return [job for job in last_heard if job.at_work] + ended[:MAX_ENDED_SHOWN]
 
 
 def registry(metrics: Metrics) -> CollectorRegistry:

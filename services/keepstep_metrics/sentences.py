@@ -46,6 +46,10 @@ def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
             return f"{name} may come back, says {detail.get('by')}"
         case "replica_diverged":
             return f"the weights of {name} are not those of the others at step {detail.get('step')}"
+        case "job_deleted" if detail.get("by") == "job_ttl":
+            return f"the job expired: it was not used for {_number(detail.get('idle_seconds')):.0f} s"
+        case "job_deleted":
+            return f"the job was deleted by {detail.get('by')}"
         case "straggler":
             own, usual = _number(detail.get("seconds")), _number(detail.get("median"))
             return f"{name} is slow: {own:.3f} s a step, {usual:.3f} s is usual"

@@ -23,7 +23,7 @@ import msgpack
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
-from keepstep_metrics.core import Event
+from keepstep_metrics.core import DELETED, Event
 
 T = TypeVar("T")
 
@@ -247,6 +247,8 @@ class Store:
                     for job, one in events
                 ),
             )
+            gone = ((job, one.id) for job, one in events if one.event == DELETED)
+            connection.executemany("DELETE FROM events WHERE job = ? AND id < ?", gone)
 
     def _tidied(self, snapshot: tuple[int, bytes] | None, before: float | None) -> None:
         with self._transaction() as connection:

@@ -72,6 +72,9 @@ async def stream(metrics: Metrics, request: web.Request, name: str | None) -> we
         while metrics.serving:
             text = ""
             job = metrics.core.jobs.get(name) if name else None
+            if job is None and (deleted := metrics.core.deleted.get(name or "")) is not None and deleted.id > after:
+                after = deleted.id
+                text += _message("event", deleted, after)
             if job is not None:
                 for one in _events(job, after):
                     after = one.id

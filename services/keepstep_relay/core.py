@@ -13,7 +13,8 @@ The rules that this file keeps:
   nobody is waited for, and the part is dropped when nobody has read from it for ``reading_seconds``.
 * Of what is committed, dropped without being asked are only checkpoints beyond the count or age of their kind, never
   the newest of a job and kind, never one that was read from within ``reading_seconds``; for want of room only live ones
-  beyond the count, that nobody reads from at that moment.
+  beyond the count, that nobody reads from at that moment. The newest live one goes when nobody used it for
+  ``live_ttl_seconds``: the job is over. A durable one never goes for that.
 * A chunk is in the durable tier while one of its checkpoints is copied there, and goes from it with the last of them.
 * Memory is taken back from chunks that nobody reads now and that all their checkpoints have in another tier: first
   from those that no open upload or transfer needs, the longest unused first.
@@ -199,7 +200,7 @@ class RelayCore:
             raise RefusedError(
                 Cause.FULL,
                 f"this relay holds its {self.limits.checkpoints} checkpoints; remove some (keepstep checkpoint rm) or "
-                f"let it keep fewer (--keep-live, --keep-durable)",
+                f"let it keep fewer (--keep-live, --keep-durable, --live-ttl)",
             )
         self.ended.pop(key, None)
         self.checkpoints[key] = Checkpoint(key, facts, now)

@@ -114,6 +114,8 @@ class Limits:
     live_seconds: float = 0.0
     """Age at which a committed live checkpoint is dropped, unless it is the newest of its job."""
     durable_seconds: float = 0.0
+    live_ttl_seconds: float = 86400.0
+    """The newest live checkpoint of a job is dropped too when nobody used it for so long: the job is over."""
 
 
 # ---- events

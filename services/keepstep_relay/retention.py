@@ -18,7 +18,7 @@ class Due(NamedTuple):
 
 
 def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[Due]:
-    """Of each job and kind the newest stays; a reader delays the others."""
+    """Of each job and kind the newest stays, unless it is live and no longer used; a reader delays the others."""
     groups: dict[tuple[str, Kind], list[tuple[int, float, Checkpoint]]] = {}
     for one in checkpoints:
         if one.committed_at is not None:
@@ -28,6 +28,10 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
         count = limits.keep_live if live else limits.keep_durable
         age = limits.live_seconds if live else limits.durable_seconds
         group.sort(key=lambda one: one[:2])
+        if live and (ttl := limits.live_ttl_seconds):
+            _, committed_at, newest = group[-1]
+            reason = f"it was the last live state of job {newest.key.job}, and nobody used it for {ttl:g} s"
+            yield Due(max(committed_at, newest.read_until) + ttl, newest, reason, spare=False)
         for newer, (_, committed_at, one) in zip(range(len(group) - 1, 0, -1), group, strict=False):
             if count and newer >= count:
                 yield Due(

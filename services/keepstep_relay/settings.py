@@ -36,6 +36,7 @@ LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "keep_durable": ("keep_durable", whole),
     "live_age": ("live_seconds", duration),
     "durable_age": ("durable_seconds", duration),
+    "live_ttl": ("live_ttl_seconds", duration),
     "upload_timeout": ("upload_seconds", duration),
     "max_checkpoints": ("checkpoints", whole),
     "max_chunks": ("chunks", whole),

@@ -411,4 +411,26 @@ MUTATIONS = (
         "            return None\n        known",
         Seeds(1, 0, 200),
     ),
+    # ---- the end of jobs
+    Mutation(
+        "a job that has sessions expires",
+        f"{LIGHTHOUSE}/expiry.py",
+        "    return NEVER if use.sessions or not use.ttl else use.used_at + use.ttl\n",
+        "    return NEVER if not use.ttl else use.used_at + use.ttl\n",
+        Test("tests/unit/test_expiry.py::test_a_job_with_sessions_never_expires"),
+    ),
+    Mutation(
+        "a job expires while its groups may come back",
+        f"{LIGHTHOUSE}/expiry.py",
+        "    found = [use for use in uses if due_at(use) <= now and not use.awaited]\n",
+        "    found = [use for use in uses if due_at(use) <= now]\n",
+        Test("tests/unit/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"),
+    ),
+    Mutation(
+        "the quorum_id of a deleted job is given again",
+        f"{LIGHTHOUSE}/job_endings.py",
+        "            floor = max(self.floor, quorum_id + 1)\n",
+        "            floor = self.floor\n",
+        Test("tests/services/test_job_deletion.py::test_a_zombie_of_a_deleted_job_never_counts_as_equal"),
+    ),
 )

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep_lighthouse import app, keeper, sessions
+from keepstep_lighthouse import app, sessions
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.events import Policy
 from keepstep_mesh import codec
@@ -195,9 +195,12 @@ async def test_more_sessions_than_it_holds_are_turned_away_and_the_others_stay(m
         await job.goes_on()
 
 
-async def test_more_jobs_than_it_keeps_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "MAX_JOBS", 2)
-    async with training() as (one, _), worker(one.address, job="second"), connection(one.address, job="third") as third:
+async def test_more_jobs_than_it_keeps_are_turned_away() -> None:
+    async with (
+        training(max_jobs=2) as (one, _),
+        worker(one.address, job="second"),
+        connection(one.address, job="third") as third,
+    ):
         await third.hello()
         assert (await third.refusal()).code == "not_ready"
 

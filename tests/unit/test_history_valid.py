@@ -70,6 +70,13 @@ def test_an_evicted_incarnation_that_is_readmitted_may_come_back() -> None:
     assert report_on(story.numbered()).fine
 
 
+def test_an_evicted_incarnation_may_come_back_to_a_job_that_was_deleted_meanwhile() -> None:
+    story = valid()
+    story.event("l2.jsonl", 2, "job_deleted", by="ann", quorum_id=4, evicted=[])
+    story.quorum("l2.jsonl", 2, 5, "a:2", "b:1")
+    assert report_on(story.numbered()).fine
+
+
 @pytest.mark.parametrize("missing", sorted(valid().logs))
 def test_a_log_that_is_missing_is_named_and_breaks_nothing(missing: str) -> None:
     logs = valid().numbered()

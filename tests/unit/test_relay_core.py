@@ -348,7 +348,7 @@ def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_m
 
 
 def test_age_drops_all_but_the_newest():
-    relay = Driver(keep_live=0, live_seconds=100)
+    relay = Driver(keep_live=0, live_seconds=100, live_ttl_seconds=0)
     relay.stored(C1, A, step=1)
     relay.stored(C2, B, step=2)
     assert relay.core.deadline() == 100

@@ -54,6 +54,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         flags = ("--min-replicas", "1", "--max-replicas", "4", "--join-timeout", "500ms", "--heal-timeout", "2m")
         flags += ("--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
         flags += ("--verify-every", "500", "--on-divergence", "report", "--drain-straggler-after", "200")
+        flags += ("--job-ttl", "2h")
         changed = await keepstep("policy", "default", *flags, *job.at)
         assert changed.code == 0, changed.err
         assert re.search(r"join timeout +500 ms", changed.out)
@@ -76,6 +77,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
             "verify_every": 500,
             "on_divergence": "report",
             "drain_straggler_after": 200,
+            "job_ttl": 7200.0,
         }
         answer = json.loads((await keepstep("policy", "--takeover-grace", "none", "--json", *job.at)).out)
         assert answer["policy"]["takeover_grace"] is None

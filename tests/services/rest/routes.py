@@ -16,6 +16,7 @@ ACCESS = {
     ("GET", "/v1/jobs"): "worker service admin",
     ("GET", "/v1/jobs/{job}"): "worker service admin",
     ("PATCH", "/v1/jobs/{job}"): "admin",
+    ("DELETE", "/v1/jobs/{job}"): "admin",
     ("GET", "/v1/jobs/{job}/quorum"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas"): "worker service admin",
     ("GET", "/v1/jobs/{job}/replicas/{replica_id}"): "worker service admin",
@@ -42,7 +43,8 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", f"{ONE}/readmit"): None,
     ("DELETE", SERVICE): None,
 }
-"""Of every order, in an order in which they can be carried out."""
+"""Of every order but the last, in an order in which they can be carried out."""
+LAST = ("DELETE", "/v1/jobs/{job}")
 SESSIONS = {("GET", "/v1/jobs/{job}/session"), ("GET", "/v1/lighthouses/session")}
 
 

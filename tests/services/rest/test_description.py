@@ -11,7 +11,7 @@ import openapi_spec_validator
 import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
-from tests.services.rest.routes import ACCESS, BODIES, SESSIONS, url_of
+from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
 from tests.services.rest.scene import scene
 
 from access_table import TOKENS
@@ -35,6 +35,8 @@ async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatc
     described = {(method.upper(), path) for path, one in document["paths"].items() for method in one}
     routed = {(route.method, route.resource.canonical) for route in served[0].router.routes() if route.resource}
     assert described == routed == set(ACCESS)
+    force = document["paths"]["/v1/jobs/{job}"]["delete"]["parameters"][1]
+    assert (force["name"], force["schema"]) == ("force", {"type": "boolean"})
     for (method, path), roles in ACCESS.items():
         operation = document["paths"][path][method.lower()]
         named = [one["name"] for one in operation.get("parameters", []) if one["in"] == "path"]
@@ -74,10 +76,10 @@ async def test_every_answer_is_as_described() -> None:
         await eventually(lambda: one.jobs["job"].core.heals(0.0))
         page = ("GET", "/")  # of the metrics service, which is not there
         reads = [one for one in ACCESS if one[0] == "GET" and one not in {*SESSIONS, page}]
-        assert {*reads, *BODIES, *SESSIONS, page} == set(ACCESS)
-        for method, path in (*reads, *BODIES, *reads):
+        assert {*reads, *BODIES, *SESSIONS, page, LAST} == set(ACCESS)
+        for method, path in (*reads, *BODIES, *reads, LAST):
             whom = {"straggler": "r0:1", "drain": "r2"}.get(path.rpartition("/")[2], "r1")
-            url = rest.address + url_of(path, replica_id=whom)
+            url = rest.address + url_of(path, replica_id=whom) + ("?force=true" if (method, path) == LAST else "")
             async with rest.http.request(method, url, json=BODIES.get((method, path))) as answer:
                 assert answer.status < 300, (method, path, await answer.text())
                 body = await answer.json() if answer.content_type == "application/json" else None
