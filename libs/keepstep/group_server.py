@@ -21,6 +21,7 @@ from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_lists import ListSender
+from keepstep.rendezvous_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
@@ -112,6 +113,7 @@ class GroupServer:
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
         self._settings = settings
+        self._job = session.job
         self._token = ClientToken.of(session.token)
         self._session = LighthouseSession(session, self._pushed)
         self._on_failed = on_failed
@@ -318,6 +320,7 @@ class GroupServer:
             world_size=self._settings.world_size,
             layout=merged.layout,
             handles=merged.handles,
+            rendezvous=RENDEZVOUS_VERSION,
         )
         if info != self._info:  # else the very one of before: the session need not look at it again
             self._info = info
@@ -345,6 +348,8 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
+        if self._last is None or self._last.quorum_id != quorum.quorum_id or self._last.epoch != quorum.epoch:
+            self._served.drop_before(self._job, quorum.epoch, quorum.quorum_id)
         self._last = quorum
         return RankQuorum(asks[0].request, self._attempt, quorum)
 

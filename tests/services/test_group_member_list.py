@@ -19,6 +19,7 @@ from keepstep.group import GroupSettings
 from keepstep.group_server import GroupServer
 from keepstep.quorum_plan import make_plan
 from keepstep.rank_client import RankClient
+from keepstep.rendezvous_server import VERSION, RendezvousError, Table
 from keepstep_mesh import codec
 from keepstep_mesh.messages import (
     Denied,
@@ -184,6 +185,24 @@ async def test_a_rank_that_gave_up_on_the_answer_with_the_list_has_it_all_the_sa
     scene.session.send(QuorumAnswer(request.request, 1, 1, 0, scene.version, scene.step, 0, 0, listed))
     await asyncio.wait_for(asyncio.gather(asked[0], asked[2]), DEADLINE)
     await scene.expect(None, listed)
+
+
+async def test_a_group_says_what_it_reads_at_the_rendezvous_and_drops_what_older_quorums_stored(scene: Scene) -> None:
+    table = scene.server.key_values
+    assert table is not None
+    for quorum_id in (1, 2, 3):
+        table.set(Table("default", 1, quorum_id), "key", b"value")
+        answers = scene.begin()
+        request = await scene.session.next(QuorumRequest)
+        if quorum_id == 1:
+            assert request.info is not None
+            assert request.info.rendezvous == VERSION
+        answer = QuorumAnswer(request.request, 1, quorum_id, 0, quorum_id, scene.step, 0, 0, members(3))
+        scene.session.send(answer)
+        await asyncio.wait_for(asyncio.gather(*answers), DEADLINE)
+        assert table.check(Table("default", 1, quorum_id), ["key"])
+        with pytest.raises(RendezvousError, match=f"quorum {quorum_id - 1} of job 'default' is over"):
+            table.check(Table("default", 1, quorum_id - 1), ["key"])
 
 
 async def test_an_older_rank_gets_every_list() -> None:
