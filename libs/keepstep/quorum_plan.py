@@ -121,7 +121,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
         step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
     else:
         step, lineage = reference_state(members)
-        holds = [(member.step, member.lineage) == (step, lineage) for member in members]
+        holds = [(m.step, m.lineage) == (step, lineage) for m in members]
         cohort = tuple(rank for rank, held in enumerate(holds) if held)
         healing = tuple(rank for rank, held in enumerate(holds) if not held)
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
