@@ -21,6 +21,8 @@ import heal
 import heal_step
 import kill_to_commit
 import quorum_round
+import rank_step
+import rebuild
 import step_cost
 import swarm
 import transfer
@@ -39,6 +41,8 @@ BENCHMARKS = {
     "swarm": swarm.run,
     "heal_step": heal_step.run,
 }
+ALONE = {"rank": rank_step.run, "rebuild": rebuild.run}
+"""Without torchft: these need no environment of it."""
 
 
 def machine() -> dict[str, object]:
@@ -81,7 +85,7 @@ def table(figures: list[Figure]) -> Table:
     return shape
 
 
-def write(figures: list[Figure], facts: dict[str, object], sides: tuple[Side, Side]) -> Path:
+def write(figures: list[Figure], facts: dict[str, object], sides: list[Side]) -> Path:
     path = WORK / "results.json"
     record = {
         "when": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -94,7 +98,7 @@ def write(figures: list[Figure], facts: dict[str, object], sides: tuple[Side, Si
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(list(BENCHMARKS)))
+@click.argument("names", nargs=-1, type=click.Choice([*BENCHMARKS, *ALONE]))
 @click.option("--quick", is_flag=True, help="Fewer samples; for a look, not for a number to quote.")
 @click.option("--peer-python", type=click.Path(exists=True, path_type=Path), help="A Python that has torchft.")
 def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> None:
@@ -103,12 +107,17 @@ def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> No
     WORK.mkdir(exist_ok=True)
     log = WORK / "log.txt"
     log.write_text("")
-    ours, theirs = keepstep_side(), torchft_side(peer_python)
+    sides = [keepstep_side()]
+    if not set(names) or set(names) - set(ALONE):
+        sides.append(torchft_side(peer_python))
     facts = machine()
     figures: list[Figure] = []
-    for name in names or tuple(BENCHMARKS):
-        figures += BENCHMARKS[name](ours, theirs, quick=quick, log=log)
-        path = write(figures, facts, (ours, theirs))
+    for name in names or (*BENCHMARKS, *ALONE):
+        if name in ALONE:
+            figures += ALONE[name](quick=quick, log=log)
+        else:
+            figures += BENCHMARKS[name](*sides, quick=quick, log=log)
+        path = write(figures, facts, sides)
     console = Console(width=None if os.isatty(1) else 140)
     console.print(table(figures))
     console.print(f"every sample: {path}")

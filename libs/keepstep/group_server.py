@@ -16,10 +16,12 @@ from http import HTTPStatus
 from aiohttp import WSMsgType, web
 
 from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, Leaving, denial, denied, rank_beats
-from keepstep.group_core import CommitBarrier, merge_asks, merge_healing
+from keepstep.group_core import CommitBarrier, DisagreeError, GroupAsk, merge_asks, merge_healing
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.quorum_plan import make_plan
+from keepstep.rank_lists import ListSender
+from keepstep.rendezvous_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
@@ -37,6 +39,7 @@ from keepstep_mesh.messages import (
     Heartbeat,
     Leave,
     MemberInfo,
+    Quorum,
     RankAsk,
     RankDecision,
     RankHello,
@@ -64,15 +67,27 @@ LEAVE_SECONDS = 5.0
 class _Rank:
     """One connected rank, as the server sees it."""
 
-    def __init__(self, rank: int, socket: web.WebSocketResponse, now: float) -> None:
-        self.rank = rank
+    def __init__(self, hello: RankHello, socket: web.WebSocketResponse, now: float) -> None:
+        self.rank = hello.group_rank
         self.socket = socket
         self.heard = now
         self.said_goodbye = False
+        self._keeps_list = hello.keeps_list
+        self._list_sent = 0
+        """Number of the member list that this connection carried last; 0: none."""
 
     async def send(self, message: codec.Message) -> None:
+        await self._send_frame(codec.encode(message))
+
+    async def send_quorum(self, answer: RankQuorum, lists: ListSender) -> None:
+        frame, number = lists.frame(answer, self._list_sent)
+        if self._keeps_list:
+            self._list_sent = number
+        await self._send_frame(frame)
+
+    async def _send_frame(self, frame: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # its reader sees the same end and reports it
-            await self.socket.send_bytes(codec.encode(message))
+            await self.socket.send_bytes(frame)
 
 
 class GroupServer:
@@ -98,6 +113,7 @@ class GroupServer:
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
         self._settings = settings
+        self._job = session.job
         self._token = ClientToken.of(session.token)
         self._session = LighthouseSession(session, self._pushed)
         self._on_failed = on_failed
@@ -106,12 +122,13 @@ class GroupServer:
         self._asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
         self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
         self._ranks: dict[int, _Rank] = {}
+        self._lists = ListSender()
         self._gone: set[int] = set()
         self._info = MemberInfo()
         self._checkpoints: dict[int, str] = {}
         self._attempt = 0
-        self._healed = False
-        """Whether the last quorum told the group to heal."""
+        self._last: Quorum | None = None
+        """The last quorum of the group."""
         self._heals: dict[int, Healing] = {}
         """What each rank last said of its heal, since the last request."""
         self._failed = ""
@@ -291,7 +308,7 @@ class GroupServer:
                 future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
 
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
-        merged = merge_asks(asks, self.replica_id, healed=self._healed)
+        merged = self._merge(asks)
         if merged.leaving:
             await self._leave_anyway(merged.leaving, min(merged.timeout, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
@@ -303,6 +320,7 @@ class GroupServer:
             world_size=self._settings.world_size,
             layout=merged.layout,
             handles=merged.handles,
+            rendezvous=RENDEZVOUS_VERSION,
         )
         if info != self._info:  # else the very one of before: the session need not look at it again
             self._info = info
@@ -330,8 +348,19 @@ class GroupServer:
                 raise
             finally:
                 self._requesting = False
-        self._healed = not quorum.uniform and make_plan(quorum, self.replica_id).heal
+        if self._last is None or self._last.quorum_id != quorum.quorum_id or self._last.epoch != quorum.epoch:
+            self._served.drop_before(self._job, quorum.epoch, quorum.quorum_id)
+        self._last = quorum
         return RankQuorum(asks[0].request, self._attempt, quorum)
+
+    def _merge(self, asks: dict[int, RankAsk]) -> GroupAsk:
+        """Ranks may differ after a heal; whether there was one is looked up only then, because it costs O(members)."""
+        try:
+            return merge_asks(asks, self.replica_id)
+        except DisagreeError:
+            if self._last is None or not make_plan(self._last, self.replica_id).heal:
+                raise
+            return merge_asks(asks, self.replica_id, healed=True)
 
     # ---- votes
 
@@ -366,7 +395,7 @@ class GroupServer:
             await socket.close()
             return socket
         assert isinstance(hello, RankHello)
-        peer = _Rank(hello.group_rank, socket, loop.time())
+        peer = _Rank(hello, socket, loop.time())
         self._ranks[peer.rank] = peer
         await peer.send(RankReady(PROTOCOL_VERSION, self.replica_id))
         await peer.send(Services(self.services))
@@ -432,7 +461,7 @@ class GroupServer:
         except Exception as error:  # noqa: BLE001  the rank waits for an answer, whatever it is
             await peer.send(denied(ask.request, error))
         else:
-            await peer.send(answer)
+            await peer.send_quorum(answer, self._lists)
 
     async def _answer_vote(self, peer: _Rank, vote: RankVote) -> None:
         ok = await self._vote(peer.rank, vote)

@@ -38,6 +38,10 @@ class QuorumPlan:
     replica_rank: int
     cohort: tuple[int, ...]
     """replica_ranks that hold the reference state."""
+    healing: tuple[int, ...]
+    """All other replica_ranks: they heal."""
+    max_replica_rank: int | None
+    """Place within the cohort; None while this group heals."""
     max_step: int
     lineage: Lineage
     source: int | None
@@ -53,24 +57,12 @@ class QuorumPlan:
         return len(self.members)
 
     @property
-    def max_replica_rank(self) -> int | None:
-        """Place within the cohort; None while this group heals."""
-        return self.cohort.index(self.replica_rank) if self.replica_rank in self.cohort else None
-
-    @property
     def max_world_size(self) -> int:
         return len(self.cohort)
 
     @property
     def heal(self) -> bool:
         return self.source is not None
-
-    @property
-    def healing(self) -> tuple[int, ...]:
-        """replica_ranks of all that heal."""
-        if len(self.cohort) == len(self.members):
-            return ()
-        return tuple(rank for rank in range(len(self.members)) if rank not in self.cohort)
 
     @property
     def diverged(self) -> bool:
@@ -106,10 +98,11 @@ class QuorumPlan:
 def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = None) -> QuorumPlan:
     """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member.
 
-    ``previous``: its plan of the step before; what has not changed is not worked out again.
+    ``previous``: its plan of the step before; what has not changed is not worked out again. O(members) for a new list,
+    O(1) for the list of ``previous``.
     """
     members = quorum.listed
-    if quorum.uniform and previous and members is previous.members and len(previous.cohort) == len(members):
+    if quorum.uniform and previous and members is previous.members and not previous.healing:
         return replace(
             previous,
             epoch=quorum.epoch,
@@ -123,22 +116,27 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
     if replica_id not in ids:
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
     replica_rank = ids.index(replica_id)
+    healing: tuple[int, ...] = ()
     if quorum.uniform:  # what the list says of steps is old, and nobody heals
         step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
     else:
         step, lineage = reference_state(members)
-        cohort = tuple(i for i, m in enumerate(members) if (m.step, m.lineage) == (step, lineage))
-    healing = [i for i in range(len(members)) if i not in set(cohort)]
+        holds = [(m.step, m.lineage) == (step, lineage) for m in members]
+        cohort = tuple(rank for rank, held in enumerate(holds) if held)
+        healing = tuple(rank for rank, held in enumerate(holds) if not held)
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
+    source = sources.get(replica_rank)
     return QuorumPlan(
         epoch=quorum.epoch,
         quorum_id=quorum.quorum_id,
         members=members,
         replica_rank=replica_rank,
         cohort=cohort,
+        healing=healing,
+        max_replica_rank=cohort.index(replica_rank) if source is None else None,
         max_step=step,
         lineage=lineage,
-        source=sources.get(replica_rank),
+        source=source,
         destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
         joiners=quorum.joiners,
         verify=quorum.verify,

@@ -12,6 +12,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, 
 
 from keepstep.group import CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.owned_tasks import OwnedTasks
+from keepstep.rank_lists import ListKeeper
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
@@ -71,7 +72,9 @@ class RankClient:
         self.layout_lines: list[str] = []
         self.key_values: KeyValueServer | None = None
         self.services: tuple[ServiceAddress, ...] = ()
-        self._hello = RankHello(PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart)
+        self._hello = RankHello(
+            PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart, keeps_list=True
+        )
         self._token = ClientToken.of(token)
         self._on_failed = on_failed
         self._on_push = on_push
@@ -130,6 +133,7 @@ class RankClient:
     async def _read(self) -> None:
         reason = f"rank 0's group server at {self.address} is gone"
         beats = asyncio.create_task(self._beat())
+        lists = ListKeeper()
         try:
             async for frame in self._socket:
                 if frame.type is not WSMsgType.BINARY:
@@ -138,7 +142,8 @@ class RankClient:
                 message = codec.decode(frame.data, codec.MAX_SERVER_FRAME_BYTES)
                 match message:
                     case RankQuorum():
-                        self._resolve(self._asks.pop(message.request, None), message)
+                        answer = lists.restored(message)  # also when nobody waits for it any more
+                        self._resolve(self._asks.pop(answer.request, None), answer)
                     case RankDenied():
                         future = self._asks.pop(message.request, None)
                         if future is not None and not future.done():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from keepstep.process_group import ProcessGroup
 from keepstep.quorum_plan import QuorumPlan
 from keepstep.rendezvous import RendezvousStore
-from keepstep.rendezvous_server import KeyValueServer, Table
+from keepstep.rendezvous_server import MAX_TOTAL_BYTES, VERSION, KeyValueServer, Table
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 
@@ -99,9 +99,13 @@ class Reconfigurer:
             self._broken = True  # until it is built: an abort now could only hit what is to come
             aborts, self._aborts = self._aborts, []
         concurrent.futures.wait(aborts, self._timeout.total_seconds())
+        version = min(member.info.rendezvous for member in plan.members)
+        self._check_room(plan, version)
         table = Table(self._job, plan.epoch, plan.quorum_id, self._group_rank)
         here = self._key_values if plan.store_address == self._own_address else None
-        store = RendezvousStore(plan.store_address, table, timeout=self._timeout, token=self._token, server=here)
+        store = RendezvousStore(
+            plan.store_address, table, timeout=self._timeout, token=self._token, server=here, version=version
+        )
         with self._lock:
             if self._store is not None:
                 self._store.close()
@@ -115,6 +119,23 @@ class Reconfigurer:
             raise
         with self._lock:
             self._raise_if_lost(plan.quorum_id)
+
+    def _check_room(self, plan: QuorumPlan, version: int) -> None:
+        """Every member comes to the same result, so that nobody waits for who found the rendezvous full."""
+        if not isinstance(self.pg, ProcessGroup):
+            return
+        groups, ranks = plan.replica_world_size, self._group_world_size
+        need = groups * ranks * self.pg.rendezvous_bytes(groups, version)
+        if need <= MAX_TOTAL_BYTES:
+            return
+        remedy = "use fewer groups or fewer ranks in each"
+        if version < VERSION:
+            old = next(member.replica_id for member in plan.members if member.info.rendezvous == version)
+            remedy = f"{old} runs an older keepstep, which stores more for each group: update it, or {remedy}"
+        raise KeepstepError(
+            f"{groups} groups of {ranks} ranks need {need / 1e6:.1f} MB at the rendezvous of a rebuild, which holds "
+            f"{MAX_TOTAL_BYTES / 1e6:.1f} MB: {remedy}"
+        )
 
     def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
         address = f"{plan.store_address}/{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"

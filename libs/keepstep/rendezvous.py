@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 import msgpack
 from torch.distributed.distributed_c10d import Store
 
-from keepstep.rendezvous_server import PATH, KeyValueServer, RendezvousError, Table
+from keepstep.rendezvous_server import PATH, VERSION, KeyValueServer, RendezvousError, Table
 from keepstep_mesh.addresses import Lookup
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
@@ -44,6 +44,8 @@ class RendezvousStore(Store):
     ``RendezvousError`` when the host dies or the quorum is over; and with ``RendezvousAbortedError`` at once when
     ``abort`` is called, from any thread. A key is meant to be written once: what was read may be answered again
     without asking.
+
+    ``version``: the lowest ``MemberInfo.rendezvous`` of the members, for who stores something that not all understand.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class RendezvousStore(Store):
         timeout: timedelta = timedelta(seconds=60),
         token: str | ClientToken | None = None,
         server: KeyValueServer | None = None,
+        version: int = VERSION,
     ) -> None:
         super().__init__()
         self._timeout = timeout
+        self.version = version
         self.address = address
         self.host = _split(address)[0]
         self._table = table or Table()

@@ -27,6 +27,10 @@ from keepstep_mesh.errors import KeepstepError, ProtocolError
 from keepstep_mesh.http import BODY_SECONDS, Problem
 
 PATH = "/v1/rendezvous"
+VERSION = 2
+"""What this build understands of what members store (``MemberInfo.rendezvous``). 2: short Gloo addresses."""
+MAX_KEY_CHARACTERS = 1024
+"""Of a key, and of the name of a job."""
 MAX_VALUE_BYTES = 1024 * 1024
 MAX_BODY_BYTES = MAX_VALUE_BYTES + 4096
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
@@ -71,7 +75,7 @@ class _Contents:
 
     def put(self, key: str, value: bytes) -> list[Arrival]:
         """Stores a value and returns the waits that it completes."""
-        self.size += len(value) + _KEY_OVERHEAD_BYTES - self._held(key)
+        self.size += _size(key, value) - self._held(key)
         self.values[key] = value
         return [arrival for keys, arrival in self.waiting.pop(key, ()) if not self.await_keys(keys, arrival)]
 
@@ -90,7 +94,11 @@ class _Contents:
         return False
 
     def _held(self, key: str) -> int:
-        return len(self.values[key]) + _KEY_OVERHEAD_BYTES if key in self.values else 0
+        return _size(key, self.values[key]) if key in self.values else 0
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key) + len(value) + _KEY_OVERHEAD_BYTES
 
 
 class KeyValueServer:
@@ -103,6 +111,8 @@ class KeyValueServer:
         self._token = ClientToken.of(token)
         self._lock = threading.Lock()
         self._tables: dict[Table, _Contents] = {}
+        self._oldest: dict[str, Table] = {}
+        """Of each job: where the quorum begins that is not over."""
         self._closed = False
 
     def routes(self) -> list[web.RouteDef]:
@@ -115,6 +125,16 @@ class KeyValueServer:
             self._closed = True
             dropped = [self._tables.pop(table) for table in list(self._tables)]
         _fail(dropped, "the rendezvous host is shutting down")
+
+    def drop_before(self, job: str, epoch: int, quorum_id: int) -> None:
+        """The group has come to this quorum: tables of older ones are dropped, their waits end, and none is made."""
+        newest = Table(job, epoch, quorum_id)
+        with self._lock:
+            if job not in self._oldest or self._oldest[job].generation < newest.generation:
+                self._oldest[job] = newest
+            for known in list(self._tables):
+                if known.job == job and known.generation < newest.generation:
+                    _fail([self._tables.pop(known)], _over(known, newest))
 
     def set(self, table: Table, key: str, value: bytes) -> None:
         self._update(table, key, lambda _: value)
@@ -151,6 +171,8 @@ class KeyValueServer:
         :raises RendezvousError: in the future too, when a newer quorum takes over or the server closes.
         """
         arrival: Arrival = concurrent.futures.Future()
+        for key in keys:
+            _check_key(key)
         with self._lock:
             missing = self._open(table).await_keys(keys, arrival)
         if not missing:
@@ -158,6 +180,7 @@ class KeyValueServer:
         return arrival
 
     def _update(self, table: Table, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
+        _check_key(key)
         with self._lock:
             contents = self._open(table)
             old = contents.values.get(key)
@@ -166,7 +189,7 @@ class KeyValueServer:
                 return value
             if len(value) > MAX_VALUE_BYTES:
                 raise RendezvousError(f"rendezvous value {key!r} has {len(value)} bytes; {MAX_VALUE_BYTES} are allowed")
-            if sum(held.size for held in self._tables.values()) + len(value) > MAX_TOTAL_BYTES:
+            if sum(held.size for held in self._tables.values()) + _size(key, value) > MAX_TOTAL_BYTES:
                 raise RendezvousError(f"the rendezvous host is full: it holds {MAX_TOTAL_BYTES} bytes already")
             complete = contents.put(key, value)
         for arrival in complete:
@@ -178,6 +201,9 @@ class KeyValueServer:
         if self._closed:
             raise RendezvousError("the rendezvous host is shutting down")
         now = time.monotonic()
+        oldest = self._oldest.get(table.job)
+        if oldest is not None and table.generation < oldest.generation:
+            raise RendezvousError(_over(table, oldest))
         if table not in self._tables:
             for known in list(self._tables):
                 if known.job == table.job and known.generation > table.generation:
@@ -236,6 +262,11 @@ class KeyValueServer:
         raise ProtocolError(f"no rendezvous operation {operation!r} with {len(arguments)} such arguments")
 
 
+def _check_key(key: str) -> None:
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise RendezvousError(f"rendezvous key of {len(key)} characters; {MAX_KEY_CHARACTERS} are allowed")
+
+
 def _over(old: Table, new: Table) -> str:
     return f"quorum {old.quorum_id} of job {old.job!r} is over: its members meet for quorum {new.quorum_id} now"
 
@@ -264,6 +295,10 @@ def _unpack(body: bytes) -> tuple[Table, str, list[Any]]:
     try:
         match msgpack.unpackb(body, use_list=True):
             case [str(job), int(epoch), int(quorum_id), int(group_rank), str(operation), *arguments]:
+                if len(job) > MAX_KEY_CHARACTERS:
+                    raise ProtocolError(
+                        f"the name of a job has {len(job)} characters; {MAX_KEY_CHARACTERS} are allowed"
+                    )
                 return Table(job, epoch, quorum_id, group_rank), operation, arguments
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a rendezvous request is not msgpack: {error}") from error

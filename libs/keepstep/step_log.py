@@ -43,7 +43,7 @@ class StepLog:
         self._cut = False
         """What is in the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
-        """The quorum that was written last."""
+        """The plan of the quorum before, written or equal to what was written."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
         except OSError as error:
@@ -74,9 +74,12 @@ class StepLog:
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
         """Written when its process group was ``built``, or anything of it differs from the one before."""
-        if self._file < 0 or not (built or _differ(self._plan, plan)):
+        if self._file < 0:
             return
-        self._plan, members = plan, list(plan.replica_ids)
+        before, self._plan = self._plan, plan  # an equal one too: lists that are one object are not compared
+        if not (built or _differ(before, plan)):
+            return
+        members = list(plan.replica_ids)
         self.write("quorum", step, plan.quorum_id, epoch=plan.epoch, members=members, participants=len(members))
 
     def close(self) -> None:

@@ -17,7 +17,14 @@ import msgpack
 
 from keepstep_mesh import messages
 from keepstep_mesh.errors import ProtocolError, VersionError
-from keepstep_mesh.messages import MAX_DATA_BYTES, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Hello, QuorumAnswer
+from keepstep_mesh.messages import (
+    MAX_DATA_BYTES,
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    QuorumAnswer,
+    RankQuorum,
+)
 
 MAX_FRAME_BYTES = 1024 * 1024
 """Largest frame from a worker."""
@@ -239,7 +246,7 @@ def check_info(info: messages.MemberInfo) -> None:
     _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
 
 
-def answer_frames(answer: QuorumAnswer) -> Callable[[int], bytes]:
+def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
     """Frames of one answer for many requests: all but the request number is packed once."""
     fields = _plain(answer)
     head = msgpack.Packer().pack_array_header(1 + len(fields)) + pack(answer.kind)

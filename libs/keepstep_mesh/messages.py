@@ -48,6 +48,8 @@ class MemberInfo:
     data: Data = None
     handles: tuple[str, ...] = ()
     """Per-rank reconfigure handles of the process group, if it has them."""
+    rendezvous: int = 1
+    """Version of what its ranks understand of what members store where they meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +378,8 @@ class RankHello:
     world_size: int
     restart: int
     """The launcher's restart count; ranks of different counts never meet."""
+    keeps_list: bool = False
+    """The rank keeps the last member list: rank 0 need not send it again on this connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +417,9 @@ class RankQuorum:
     attempt: int
     """Number of the group's request; part of the key of its votes."""
     quorum: Quorum
+    """``listed`` is empty when it is the list that was sent last on this connection (``RankHello.keeps_list``)."""
+    list_number: int = 0
+    """Changes with the member list; 0: from a rank 0 that sends every list."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,6 +383,20 @@ MUTATIONS = (
     ),
     # ---- the groups
     Mutation(
+        "rank 0 leaves out a member list that has changed",
+        "libs/keepstep/rank_lists.py",
+        "        if known == self._number:\n",
+        "        if known:\n",
+        Test("tests/unit/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
+    ),
+    Mutation(
+        "a member stores a short address though not all members can read it",
+        "libs/keepstep/reconfigure.py",
+        "        version = min(member.info.rendezvous for member in plan.members)\n",
+        "        version = max(member.info.rendezvous for member in plan.members)\n",
+        Test("tests/unit/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
+    ),
+    Mutation(
         "a group takes a lower epoch than it has seen",
         f"{MESH}/session_core.py",
         "        if epoch < self.epoch:\n",

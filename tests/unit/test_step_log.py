@@ -58,6 +58,21 @@ def test_a_file_that_cannot_be_written_is_named_with_its_variable(
         StepLog("job", "a:1", 0)
 
 
+def test_an_equal_list_that_came_again_is_compared_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    replica_ids = QuorumPlan.replica_ids.fget
+    monkeypatch.setattr(QuorumPlan, "replica_ids", property(lambda plan: reads.append(plan) or replica_ids(plan)))
+    log = StepLog("job", "a:1", 0)
+    log.quorum(3, plan_of(1, "a:1", "b:1"), built=True)
+    again = plan_of(1, "a:1", "b:1")
+    reads.clear()
+    for step in range(4, 10):
+        log.quorum(step, replace(again, max_step=step), built=False)
+    log.close()
+    assert len(reads) == 2, "of the list before and of the one that came again"
+    assert len(lines(path)) == 1
+
+
 def test_a_quorum_is_written_when_it_is_another_or_its_group_was_built(path: Path) -> None:
     log = StepLog("job", "a:1", 0)
     first = plan_of(1, "a:1", "b:1")

@@ -95,6 +95,10 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: what sub
     def set_timeout(self, timeout: timedelta) -> None:
         """How long an operation may take from now on."""
 
+    def rendezvous_bytes(self, world_size: int, version: int) -> int:  # noqa: ARG002
+        """At most how much each member of a world stores in a store of ``version`` to configure; 0: next to nothing."""
+        return 0
+
     def _run(self, operation: str, *args: Any) -> Work:
         """Starts the collective that torch's backends call ``operation``, with their arguments."""
         raise NotImplementedError

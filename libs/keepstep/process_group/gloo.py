@@ -16,6 +16,7 @@ from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
+from keepstep.process_group.gloo_addresses import lengthened, shortened
 from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, shut_down
 from keepstep.rendezvous import RendezvousStore
 from keepstep_mesh.addresses import address_towards
@@ -27,6 +28,10 @@ _GLOO: Any = TorchGloo  # torch's stubs do not fit it
 POLL_SECONDS = 0.005
 """Between two looks at a store that knows no abort."""
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
+SHORT_ADDRESSES = 2
+"""From this version of the rendezvous on all members can read shortened addresses."""
+ADDRESS_BYTES = 384
+"""At the rendezvous, with the key: 136 of a socket address, 64 of a host's name, 128 of overhead, lengths."""
 RESCUE_SECONDS = 0.02
 """Between two tries to free a constructor that is to end."""
 
@@ -38,6 +43,9 @@ class ProcessGroupGloo(BackendProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return "keepstep-gloo"
+
+    def rendezvous_bytes(self, world_size: int, version: int) -> int:
+        return ADDRESS_BYTES + (0 if version >= SHORT_ADDRESSES else 8 * world_size)
 
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
@@ -139,11 +147,13 @@ class _ObservedStore(Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch really hands over
         self._check()
         self.own = self._parse(value)
+        if isinstance(self._inner, RendezvousStore) and self._inner.version >= SHORT_ADDRESSES:
+            value = shortened(value, self._communicator.size)
         self._inner.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         self._check()
-        value = bytes(self._inner.get(key))
+        value = lengthened(bytes(self._inner.get(key)), self._communicator.size)
         rank = self._parse(value)
         if rank is not None and rank != self.own:
             self.peers.add(rank.listener)

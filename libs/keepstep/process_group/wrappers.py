@@ -81,6 +81,9 @@ class ProcessGroupWrapper(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._pg.set_timeout(timeout)
 
+    def rendezvous_bytes(self, world_size: int, version: int) -> int:
+        return self._pg.rendezvous_bytes(world_size, version)
+
     def rank(self) -> int:
         return self._pg.rank()
 
