@@ -19,8 +19,8 @@ from aiohttp import hdrs, web
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem, read_whole
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.names import name_of
 from keepstep_mesh.tls import TlsFiles, as_safe, explained
-from keepstep_metrics.sentences import name_of
 
 ASK_SECONDS = 0.5
 """Between two questions."""
