@@ -42,7 +42,13 @@ class Embedded(ABC):
         try:
             host, port = bind_address(settings.bind)
             async with serving(
-                self.service(), host, port, tokens=settings.tokens, tls=settings.tls, insecure=settings.insecure
+                self.service(),
+                host,
+                port,
+                tokens=settings.tokens,
+                tls=settings.tls,
+                insecure=settings.insecure,
+                allow_hosts=settings.hosts,
             ) as endpoint:
                 listens.set_result(endpoint)
                 await self._stopped.wait()

@@ -7,7 +7,7 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,10 +17,11 @@ from aiohttp import hdrs, web
 from yarl import URL
 
 from keepstep_mesh.audit import Caller, Ration
-from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, is_loopback
+from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import TlsFiles, as_safe, watched_client_context
+from keepstep_mesh.web_pages import MisdirectedError, host_problem, origin_problem
 
 log = get_logger("keepstep.http")
 audit = get_logger("keepstep.audit")
@@ -150,23 +151,30 @@ CALLER = web.RequestKey("caller", Caller)
 
 
 def application(
-    routes: Iterable[Route], tokens: Callable[[], Tokens], *, max_body_bytes: int = MAX_BODY_BYTES
+    routes: Iterable[Route],
+    tokens: Callable[[], Tokens],
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    loopback: bool = False,
+    allow_hosts: Collection[str] = (),
 ) -> web.Application:
     """An app that lets nobody through whom the table does not, and turns every error into problem details.
 
-    ``tokens``: those of the moment.
+    ``tokens``: those of the moment. ``loopback``: it listens on loopback only; without tokens it then answers requests
+    to loopback and to ``allow_hosts`` only.
     """
+    gate = _Gate(tokens, loopback, allow_hosts)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
     refusals = Ration()
     for route in routes:
-        app.router.add_route(route.method, route.path, _guarded(route, tokens, refusals))
+        app.router.add_route(route.method, route.path, _guarded(route, gate, refusals))
     return app
 
 
-def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Handler:
+def _guarded(route: Route, gate: _Gate, refusals: Ration) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            token = _let_in(request, tokens(), route.access)
+            token = gate.check(request, route.access)
         except AuthError as error:
             who = _caller(request, getattr(error, "token", None))
             left_out = refusals.take(who.remote, time.monotonic())
@@ -189,20 +197,27 @@ def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Ha
     return handle
 
 
-def _let_in(request: web.Request, tokens: Tokens, access: Access) -> Token | None:
-    token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
-    origin = request.headers.get(hdrs.ORIGIN)
-    if token is not None and not tokens and origin and not _is_here(origin):
-        # A browser on this machine reaches the port, so any page that is open in it would.
-        raise ForbiddenError(f"a page of {origin} may not ask this service while it has no tokens")
-    return token
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """See ``application``."""
 
+    tokens: Callable[[], Tokens]
+    loopback: bool
+    allow_hosts: Collection[str]
 
-def _is_here(origin: str) -> bool:
-    try:
-        return is_loopback(URL(origin).host or "")
-    except ValueError:
-        return False
+    def check(self, request: web.Request, access: Access) -> Token | None:
+        """Who asks; None for an open route. Raises ``AuthError``."""
+        tokens = self.tokens()
+        if self.loopback and not tokens:
+            problem = host_problem(request.headers.get(hdrs.HOST), self.allow_hosts)
+            if problem is not None:
+                raise MisdirectedError(problem)
+        token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
+        if token is not None and not tokens:
+            problem = origin_problem(request.headers.get(hdrs.ORIGIN), self.allow_hosts)
+            if problem is not None:
+                raise ForbiddenError(problem)
+        return token
 
 
 async def _audited(request: web.Request, route: Route) -> web.StreamResponse:
@@ -240,6 +255,8 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         return problem.response()
     except ForbiddenError as error:
         return Problem(HTTPStatus.FORBIDDEN, str(error)).response()
+    except MisdirectedError as error:
+        return Problem(HTTPStatus.MISDIRECTED_REQUEST, str(error)).response()
     except AuthError as error:
         return Problem(HTTPStatus.UNAUTHORIZED, str(error)).response()
     except ProtocolError as error:
