@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 10.0
+READ_SECONDS = 600.0
+"""For a manifest or a chunk, on a slow line."""
+MAX_ANSWER_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+"""Of an event that is followed."""
 SILENCE_SECONDS = 45.0
 """Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
 PATIENCE_SECONDS = 30.0
@@ -63,6 +68,20 @@ def read_token(token_file: Path | None) -> ClientToken:
 def _escaped(name: str) -> str:
     """As one part of a path: ``.`` and ``..`` too are names there, not folders."""
     return quote(name, safe="", errors="surrogateescape") if name.strip(".") else name.replace(".", "%2E")
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Of a body that may go on for ever."""
+    rest = bytearray()
+    async for part in answer.content.iter_any():
+        rest += part
+        if b"\n" in part:
+            *whole, last = rest.split(b"\n")
+            rest = last
+            for line in whole:
+                yield bytes(line)
+        if len(rest) > MAX_LINE_BYTES:
+            raise Refused(f"line of {answer.url} too long: at most {MAX_LINE_BYTES} bytes are read", answer.status)
 
 
 class Lighthouse:
@@ -103,11 +122,10 @@ class Lighthouse:
 
     async def read(self, *path: str, limit: int, **query: int) -> bytes:
         """The answer as bytes. ``Refused`` when there are more than ``limit``."""
-        async with self._answer("GET", path, None, params=query) as answer:
-            length = answer.content_length
-            if length is None or length > limit:
-                raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken", answer.status)
-            return await answer.read()
+        from keepstep_mesh.http import read_answer
+
+        async with self._answer("GET", path, READ_SECONDS, params=query) as answer:
+            return await read_answer(answer, limit)
 
     async def delete(self, *path: str) -> None:
         async with self._answer("DELETE", path, self._timeout):
@@ -122,10 +140,12 @@ class Lighthouse:
             return await self._told(answer)
 
     async def _told(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):
-            if isinstance(found := await answer.json(), dict):
-                return found
-        raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
+        from keepstep_mesh.http import Problem, read_json_answer
+
+        try:
+            return await read_json_answer(answer, MAX_ANSWER_BYTES)
+        except Problem as problem:
+            raise Unreachable(f"{answer.url.origin()}: {self.impostor} ({problem})") from problem
 
     async def follow(
         self, *path: str, after: int, told: Callable[[str], None], **query: int
@@ -166,15 +186,18 @@ class Lighthouse:
             if answer.content_type != "text/event-stream":
                 raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
             yield None
-            async for line in answer.content:
+            async for line in _lines(answer):
                 if line.startswith(b"data:"):
-                    yield json.loads(line[5:])
+                    try:
+                        yield json.loads(line[5:])
+                    except ValueError as error:
+                        raise Unreachable(f"{answer.url.origin()}: {self.impostor}") from error
 
     @asynccontextmanager
     async def _answer(
         self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """``timeout``: for all of it; None: until nothing is heard for ``SILENCE_SECONDS``."""
+        """``timeout``: for all of it; None: none. A long one ends when nothing is heard for ``SILENCE_SECONDS``, too."""
         import aiohttp
         from yarl import URL
 
@@ -190,8 +213,8 @@ class Lighthouse:
             identity = Identity(self._token, self._tls)
         except TlsError as error:
             raise click.UsageError(str(error)) from error
-        if timeout is None:
-            how["timeout"] = aiohttp.ClientTimeout(sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
+        if timeout is None or timeout > SILENCE_SECONDS:
+            how["timeout"] = aiohttp.ClientTimeout(timeout, sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
         async with identity.session(timeout=timeout) as session:
             while left:
                 address = left.pop(0)

@@ -30,10 +30,17 @@ PROBLEM_JSON = "application/problem+json"
 MAX_BODY_BYTES = 1024 * 1024
 """Of a request, unless the service says otherwise."""
 MAX_PROBLEM_BYTES = 64 * 1024
+PROBLEM_SECONDS = 5.0
+"""Longest that the reason of a refusal may take to come."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Of an answer in JSON, unless the client says otherwise."""
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
 BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
+
+UNCOMPRESSED = {hdrs.ACCEPT_ENCODING: "identity"}
+"""What is not unpacked cannot grow beyond the limit of an answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -73,7 +80,8 @@ def client_session(
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=tls or True),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
-        headers={hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {},
+        headers=UNCOMPRESSED | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
+        auto_decompress=False,
     )
 
 
@@ -102,7 +110,7 @@ async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     """Does nothing for a status below 400. Raises ``AuthError`` for 401 and 403, else ``Problem``."""
     if response.status < 400:
         return
-    text = (await response.content.read(MAX_PROBLEM_BYTES)).decode(errors="replace")
+    text = (await _beginning(response)).decode(errors="replace")
     try:
         body = json.loads(text)
     except ValueError:
@@ -115,6 +123,46 @@ async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     for known in ("type", "status"):
         body.pop(known, None)
     raise Problem(response.status, detail, title=title, **{str(name): value for name, value in body.items()})
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """Of the body: what comes of it in time, up to ``MAX_PROBLEM_BYTES``."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(PROBLEM_SECONDS):
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) >= MAX_PROBLEM_BYTES:
+                    break
+    except (TimeoutError, aiohttp.ClientError):
+        log.debug("the reason of a refusal broke off", url=str(response.url))
+    return bytes(body[:MAX_PROBLEM_BYTES])
+
+
+async def read_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    """The body of an answer. ``Problem`` 502 when it has more than ``limit`` bytes; the session has the deadline."""
+    body = bytearray()
+    if (answer.content_length or 0) <= limit:
+        async for part in answer.content.iter_any():
+            body += part
+            if len(body) > limit:
+                break
+        else:
+            return bytes(body)
+    answer.close()
+    raise Problem(HTTPStatus.BAD_GATEWAY, f"answer of {answer.url} too large: at most {limit} bytes are read")
+
+
+async def read_json_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> dict[str, Any]:
+    """The JSON object that is the body of an answer. ``Problem`` 502 when it is none, or larger than ``limit``."""
+    raw = await read_answer(answer, limit)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Problem(HTTPStatus.BAD_GATEWAY, f"{answer.url} does not answer with a JSON object")
+    return found
 
 
 def leader_of(answer: aiohttp.ClientResponse) -> str | None:

@@ -17,7 +17,15 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem, read_whole
+from keepstep_mesh.http import (
+    Identity,
+    Problem,
+    leader_of,
+    raise_for_problem,
+    read_answer,
+    read_json_answer,
+    read_whole,
+)
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.names import name_of
 from keepstep_mesh.tls import TlsFiles, as_safe, explained
@@ -31,7 +39,6 @@ RELAY_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
 LOG_AGAIN_SECONDS = 60.0
-MAX_ANSWER_BYTES = 16 << 20
 
 log = get_logger("keepstep.metrics.lighthouse")
 
@@ -181,7 +188,7 @@ class Asker:
                         if (leader := leader_of(answer)) is not None:
                             address = leader
                             continue
-                        text = await answer.content.read(MAX_ANSWER_BYTES)
+                        text = await read_answer(answer)
                         return web.Response(body=text, status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
@@ -220,12 +227,6 @@ async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) 
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with http.get(url) as answer:
+    async with http.get(url, allow_redirects=False) as answer:
         await raise_for_problem(answer)
-        try:
-            found = await answer.json()
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise Problem(502, f"{url} does not answer with a JSON object")
-        return found
+        return await read_json_answer(answer)
