@@ -92,6 +92,8 @@ class Lighthouse:
     starts = "`keepstep up`"
     flags = "--lighthouse or KEEPSTEP_LIGHTHOUSE"
     impostor = NO_LIGHTHOUSE
+    has_leader = True
+    """It may send us to another of its kind."""
     forms: tuple[str, ...] = ("application/json", "text/event-stream")
     """Content types of its answers."""
 
@@ -101,7 +103,10 @@ class Lighthouse:
         token: ClientToken | None,
         tls: TlsFiles | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        *,
+        told: bool = False,
     ) -> None:
+        """``told``: a lighthouse told the addresses, so that the token itself is not for them."""
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -111,14 +116,15 @@ class Lighthouse:
         self._token = token
         self._tls = tls
         self._timeout = timeout
+        self._told = told
 
     def relay(self, address: str, timeout: float) -> Relay:
-        """One that it knows, asked with the same token and certificate."""
-        return Relay(address, self._token, self._tls, timeout)
+        """One that it knows, asked with the same certificate, and what is derived from the same token."""
+        return Relay(address, self._token, self._tls, timeout, told=True)
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
     async def read(self, *path: str, limit: int, **query: int) -> bytes:
         """The answer as bytes. ``Refused`` when there are more than ``limit``."""
@@ -133,13 +139,13 @@ class Lighthouse:
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
     async def patch(self, *path: str, **body: Any) -> Any:
         async with self._answer("PATCH", path, self._timeout, json=body) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
-    async def _told(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    async def _object(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
         from keepstep_mesh.http import Problem, read_json_answer
 
         try:
@@ -197,7 +203,7 @@ class Lighthouse:
     async def _answer(
         self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """``timeout``: for all of it; None: none. A long one ends when nothing is heard for ``SILENCE_SECONDS``, too."""
+        """``timeout``: for all of it; None: none. A long one ends after ``SILENCE_SECONDS`` without a byte, too."""
         import aiohttp
         from yarl import URL
 
@@ -219,6 +225,8 @@ class Lighthouse:
             while left:
                 address = left.pop(0)
                 asked.add(address)
+                if self._told:
+                    how["headers"] = identity.headers_for(self.what, address)
                 url = URL("/".join((address, "v1", *map(_escaped, path))), encoded=True)
                 try:
                     answer = await session.request(method, url, allow_redirects=False, **how)
@@ -227,7 +235,7 @@ class Lighthouse:
                     away = away and is_away(error)
                     continue
                 async with answer:
-                    if (leader := leader_of(answer)) is not None:
+                    if self.has_leader and (leader := leader_of(answer)) is not None:
                         tried.append(f"{address}: does not lead; {leader} does")
                         left = [] if leader in asked else [leader]
                         continue
@@ -258,6 +266,8 @@ class Lighthouse:
 
     def _is_ours(self, answer: aiohttp.ClientResponse) -> bool:
         """Whether this is what it would answer, by its form."""
+        if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+            return False
         if answer.status >= HTTPStatus.BAD_REQUEST:
             return answer.content_type == "application/problem+json"
         return not answer.content_length or answer.content_type in self.forms
@@ -271,4 +281,5 @@ class Relay(Lighthouse):
     starts = "`keepstep up` or `keepstep relay`"
     flags = "--relay or KEEPSTEP_RELAY"
     impostor = "what answers there is no keepstep relay"
+    has_leader = False
     forms = ("application/json", "application/octet-stream")

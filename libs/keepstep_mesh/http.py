@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 from yarl import URL
 
 from keepstep_mesh.audit import Caller, Ration
-from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens
+from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, derived, place_of
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import TlsFiles, as_safe, watched_client_context
@@ -98,12 +98,22 @@ class Identity:
         self._token = token if callable(token) else ClientToken.of(token).latest
         self._certificates = watched_client_context(tls or TlsFiles())
 
-    def session(self, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
-        """See ``client_session``."""
+    def session(self, *, timeout: float | None = REQUEST_SECONDS, place: str | None = None) -> aiohttp.ClientSession:
+        """See ``client_session``. ``place`` (``place_of``): the token is shown as what is derived for there; None: as
+        it is.
+        """
+        token = self._token()
+        if token and place is not None:
+            token = derived(token, place)
         if self._certificates is None:
-            return client_session(self._token(), timeout=timeout)
+            return client_session(token, timeout=timeout)
         self._certificates.refresh()
-        return client_session(self._token(), timeout=timeout, tls=self._certificates.value)
+        return client_session(token, timeout=timeout, tls=self._certificates.value)
+
+    def headers_for(self, kind: str, address: str) -> dict[str, str]:
+        """For one request to a service whose address a lighthouse told."""
+        token = self._token()
+        return {hdrs.AUTHORIZATION: f"Bearer {derived(token, place_of(kind, address))}"} if token else {}
 
 
 async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
@@ -205,13 +215,14 @@ def application(
     max_body_bytes: int = MAX_BODY_BYTES,
     loopback: bool = False,
     allow_hosts: Collection[str] = (),
+    places: Callable[[], Collection[str]] = tuple,
 ) -> web.Application:
     """An app that lets nobody through whom the table does not, and turns every error into problem details.
 
     ``tokens``: those of the moment. ``loopback``: it listens on loopback only; without tokens it then answers requests
-    to loopback and to ``allow_hosts`` only.
+    to loopback and to ``allow_hosts`` only. ``places``: where it is; tokens derived for there are taken.
     """
-    gate = _Gate(tokens, loopback, allow_hosts)
+    gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
     refusals = Ration()
     for route in routes:
@@ -252,6 +263,7 @@ class _Gate:
     tokens: Callable[[], Tokens]
     loopback: bool
     allow_hosts: Collection[str]
+    places: Callable[[], Collection[str]]
 
     def check(self, request: web.Request, access: Access) -> Token | None:
         """Who asks; None for an open route. Raises ``AuthError``."""
@@ -260,7 +272,7 @@ class _Gate:
             problem = host_problem(request.headers.get(hdrs.HOST), self.allow_hosts)
             if problem is not None:
                 raise MisdirectedError(problem)
-        token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
+        token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access, self.places())
         if token is not None and not tokens:
             problem = origin_problem(request.headers.get(hdrs.ORIGIN), self.allow_hosts)
             if problem is not None:

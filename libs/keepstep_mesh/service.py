@@ -73,6 +73,8 @@ class Service:
     """Told once where the service listens."""
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
+    places: Callable[[], Collection[str]] = tuple
+    """Where it is known to be (``auth.place_of``): tokens derived for there are taken."""
     max_body_bytes: int = MAX_BODY_BYTES
     read_ahead_bytes: int = 2**18
     """Of a body, beyond what was taken of it, when reading from its connection pauses."""
@@ -131,6 +133,7 @@ async def serving(
         max_body_bytes=service.max_body_bytes,
         loopback=is_loopback(host),
         allow_hosts=allow_hosts,
+        places=service.places,
     )
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(heard_from(silent))

@@ -130,7 +130,9 @@ class Asker:
                     log.warning("the lighthouse does not say what it does", reason=explained(error, address))
 
     async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:
-        asked = await asyncio.gather(*(_uploads(http, name, url, job) for name, url in relays.items()))
+        asked = await asyncio.gather(
+            *(_uploads(http, name, url, job, self._identity.headers_for("relay", url)) for name, url in relays.items())
+        )
         uploads = tuple(one for of_relay in asked for one in of_relay)
         try:
             quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
@@ -203,11 +205,13 @@ class Asker:
 NOTHING = Live()
 
 
-async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) -> list[LiveUpload]:
+async def _uploads(
+    http: aiohttp.ClientSession, relay: str, url: str, job: str, headers: Mapping[str, str]
+) -> list[LiveUpload]:
     """Those under way at one relay; none of one that does not answer, or with nonsense."""
     try:
         async with asyncio.timeout(RELAY_SECONDS):
-            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints"))["checkpoints"]
+            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints", headers))["checkpoints"]
         return [
             LiveUpload(
                 one["id"],
@@ -226,7 +230,7 @@ async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) 
         return []
 
 
-async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with http.get(url, allow_redirects=False) as answer:
+async def _get(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async with http.get(url, headers=headers, allow_redirects=False) as answer:
         await raise_for_problem(answer)
         return await read_json_answer(answer)
