@@ -14,10 +14,12 @@ ASKERS = ("nobody", "stranger", *ROLES)
 
 
 async def check_access(
-    table: Mapping[tuple[str, str], str], asker: str, address: str, url_of: Callable[[str], str]
+    table: Mapping[tuple[str, str], str], asker: str, address: str, url_of: Callable[[str], str], shows: str = ""
 ) -> None:
-    """``table``: (method, path) -> the roles that are let in, or ``anybody``; ``url_of`` fills in a path."""
-    token = {"nobody": None, "stranger": "stranger-" * 3}.get(asker) or getattr(TOKENS, asker, None)
+    """``table``: (method, path) -> the roles that are let in, or ``anybody``; ``url_of`` fills in a path. ``shows``:
+    what the asker has in the place of its token.
+    """
+    token = shows or {"nobody": None, "stranger": "stranger-" * 3}.get(asker) or getattr(TOKENS, asker, None)
     async with client_session(token) as http:
         for (method, path), roles in table.items():
             async with http.request(method, address + url_of(path)) as answer:  # of a stream the head is enough

@@ -52,7 +52,7 @@ async def raw(address: str, request: bytes) -> AsyncIterator[tuple[asyncio.Strea
 
 def get(path: str) -> bytes:
     """For ``raw``."""
-    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 async def metric(address: str, name: str) -> float:

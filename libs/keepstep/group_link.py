@@ -25,6 +25,7 @@ from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.names import group_name_problem, name_of
 from keepstep_mesh.session_events import Push
 from keepstep_mesh.session_settings import SessionSettings
 from keepstep_mesh.settings import split_addresses
@@ -86,6 +87,9 @@ class LinkSettings:
         if not 0 <= port <= 65535:
             raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT): there are 1 to 65535")
         lighthouses = split_addresses(addresses)
+        name = replica_id or _name_of_group()
+        if name and (problem := group_name_problem(name)) is not None:
+            raise ValueError(f"{problem} (replica_id, REPLICA_GROUP_ID)")
         if world_size > 1:
             store_port = environment.from_launcher("MASTER_PORT", store_port, 0)
             store_addr = store_addr or os.environ.get("MASTER_ADDR")
@@ -98,7 +102,7 @@ class LinkSettings:
             session=SessionSettings.from_environment(
                 lighthouses, "", connect_timeout=connect_timeout, heartbeat_interval=heartbeat_interval
             ),
-            name=replica_id or _name_of_group(),
+            name=name,
             rank=rank,
             world_size=world_size,
             host=hostname or address_towards_any(lighthouses),
@@ -213,7 +217,7 @@ class _MeetingStore:
                 f"rank {self._rank} was not told where rank 0 of its group is, in the store at {self._place}; look at "
                 f"what rank 0 says, it may not have started or not reached the lighthouse: {error}"
             ) from error
-        if name and not replica_id.startswith(f"{name}:"):
+        if name and name_of(replica_id) != name:
             raise KeepstepError(
                 f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
                 f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"

@@ -25,7 +25,7 @@ from keepstep.rendezvous_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
-from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.auth import ClientToken, is_loopback
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.http import Problem
 from keepstep_mesh.logging import get_logger
@@ -54,6 +54,7 @@ from keepstep_mesh.service import FIRST_REQUEST_SECONDS, accepting, heard_from
 from keepstep_mesh.session import LighthouseSession
 from keepstep_mesh.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.web_pages import HOST_ADVICE, host_problem, origin_problem
 
 log = get_logger("keepstep.group")
 
@@ -140,6 +141,7 @@ class GroupServer:
         self._impatience = Impatience(self._session, session.replica_id, self._tasks.start)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
+        self._on_loopback = False
         self.address = ""
 
     # ---- life
@@ -163,7 +165,9 @@ class GroupServer:
         try:
             accepted = accepting(self._runner, silent, FIRST_REQUEST_SECONDS)
             self._server = await asyncio.get_running_loop().create_server(accepted, host, port)
-            self.address = f"http://{in_url(host)}:{self._server.sockets[0].getsockname()[1]}"
+            bound, port = self._server.sockets[0].getsockname()[:2]
+            self._on_loopback = is_loopback(bound)
+            self.address = f"http://{in_url(host)}:{port}"
             if connect:
                 await self._session.start()
             if self._settings.world_size > 1:
@@ -493,6 +497,13 @@ class GroupServer:
     async def _authorize(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        if not self._token:
+            own = (self._settings.host,)
+            wrong = host_problem(request.headers.get("Host"), own, HOST_ADVICE) if self._on_loopback else None
+            if wrong is not None:
+                return Problem(HTTPStatus.MISDIRECTED_REQUEST, wrong).response()
+            if (wrong := origin_problem(request.headers.get("Origin"), own)) is not None:
+                return Problem(HTTPStatus.FORBIDDEN, wrong).response()
         if request.path != "/healthz" and not self._token.accepts_peer(request.headers.get("Authorization", "")):
             return Problem(HTTPStatus.UNAUTHORIZED, "wrong or missing token").response()
         return await handler(request)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import aiohttp
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import raise_for_problem
+from keepstep_mesh.http import raise_for_problem, read_json_answer
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session import LighthouseSession
 
@@ -68,7 +68,7 @@ async def _why(session: LighthouseSession, replica_id: str) -> str:
             for place in (f"{job}/replicas/{quote(replica_id, safe='')}", f"{job}/quorum"):
                 async with http.get(place) as answer:
                     await raise_for_problem(answer)
-                    reason = (await answer.json())["reason"]
+                    reason = (await read_json_answer(answer))["reason"]
                 if reason is not None:
                     return str(reason["sentence"])
     return session.why()

@@ -28,6 +28,9 @@ from keepstep_mesh.errors import AuthError
 
 __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "RendezvousStore", "Table"]
 
+MAX_ANSWER_BYTES = 256 << 20
+"""No table holds as much."""
+MAX_REASON_BYTES = 500
 RETRY_SECONDS = 0.02
 """Between two tries to reach a host that does not listen yet."""
 _REPEATABLE = frozenset({"wait", "check", "items", "set"})
@@ -188,6 +191,19 @@ class _Here:
             raise RendezvousAbortedError(self._aborted)
 
 
+class _BoundedSocket(socket.socket):
+    """Reads until ``end``, however little comes at a time; the timeout of a socket begins anew with each byte."""
+
+    end = float("inf")
+
+    def recv_into(self, *args: Any, **how: Any) -> int:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer did not come in time")
+        self.settimeout(left)
+        return super().recv_into(*args, **how)
+
+
 class _There:
     """The table of a server elsewhere, over blocking HTTP connections of our own.
 
@@ -245,15 +261,22 @@ class _There:
             connection.close()
 
     def _exchange(self, connection: http.client.HTTPConnection, body: bytes, deadline: float) -> Any:
-        sock = connection.sock
-        sock.settimeout(max(deadline - time.monotonic(), 0.0) + 1.0)
+        sock = cast("_BoundedSocket", connection.sock)
+        sock.end = max(deadline, time.monotonic()) + 1.0
+        sock.settimeout(sock.end - time.monotonic())
         keep = False
         try:
             headers = {"Content-Type": "application/msgpack", **self._token.peer_headers()}
             connection.request("POST", PATH, body, headers)
             response = connection.getresponse()
-            answer = response.read()
-            keep = not response.will_close
+            good = response.status == http.HTTPStatus.OK
+            if good and (response.length is None or response.length > MAX_ANSWER_BYTES):
+                raise RendezvousError(
+                    f"the rendezvous host {self._peer} answers with {response.length or 'no end of'} bytes; at most "
+                    f"{MAX_ANSWER_BYTES} are read"
+                )
+            answer = response.read(None if good else MAX_REASON_BYTES)
+            keep = good and not response.will_close
         finally:
             with self._lock:
                 self._busy.discard(sock)
@@ -262,12 +285,18 @@ class _There:
                     self._idle.append(connection)
             if not keep:
                 connection.close()
-        if response.status == http.HTTPStatus.OK:
-            return msgpack.unpackb(answer, use_list=False)
+        if good:
+            return self._unpacked(answer)
         if response.status == http.HTTPStatus.UNAUTHORIZED:
             raise AuthError(f"the rendezvous host {self._peer} wants another token")
-        detail = answer[:500].decode(errors="replace")
+        detail = answer.decode(errors="replace")
         raise RendezvousError(f"the rendezvous host {self._peer} refused ({response.status}): {detail}")
+
+    def _unpacked(self, answer: bytes) -> Any:
+        try:
+            return msgpack.unpackb(answer, use_list=False)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise RendezvousError(f"the answer of the rendezvous host {self._peer} is not msgpack: {error}") from error
 
     def _connection(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
         """A connection, marked busy, and whether it is a new one."""
@@ -290,7 +319,7 @@ class _There:
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
         family, kind, protocol, _, peer = self._look_up(deadline)[0]
-        sock = socket.socket(family, kind, protocol)
+        sock = _BoundedSocket(family, kind, protocol)
         with self._lock:
             self._busy.add(sock)
         try:

@@ -54,13 +54,14 @@ def _linked(function: Callable[..., None]) -> Callable[..., None]:
         **others: Any,
     ) -> None:
         token = read_token(token_file)
-        if relays is None:
+        told = relays is None
+        if told:
             services = run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
             relays = ",".join(one["address"] for one in services if one["kind"] == "relay")
             if not relays:
                 advice = f"Start one with {Relay.starts}, or say where it is with {Relay.flags}."
                 raise Unreachable(f"the lighthouse knows of no relay. {advice}")
-        function(Link(Relay(relays, token, tls), job, as_json), **others)
+        function(Link(Relay(relays, token, tls, told=told), job, as_json), **others)
 
     return with_link
 

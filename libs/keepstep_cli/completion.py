@@ -48,8 +48,10 @@ def refused_names(context: click.Context, _parameter: click.Parameter, incomplet
     """Those that a readmission is for."""
     path = ("jobs", context.params.get("job") or "default")
 
+    from keepstep_mesh.names import name_of
+
     def names(job: Any) -> list[str]:
-        return [ban["target"] for ban in job["bans"]] + [one.rpartition(":")[0] or one for one in job["evicted"]]
+        return [ban["target"] for ban in job["bans"]] + [name_of(one) for one in job["evicted"]]
 
     return _names(context, incomplete, names, *path)
 

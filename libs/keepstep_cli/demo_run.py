@@ -28,6 +28,7 @@ from keepstep_cli.embedded import lighthouse_program, relay_program
 from keepstep_cli.launcher import Launcher, replica_programs, stop_on_signals
 from keepstep_cli.ranks import JobSpec, command_line, free_port
 from keepstep_cli.supervisor import Restarts
+from keepstep_mesh.names import name_of
 
 LOOK_SECONDS = 0.05
 SETTLE_SECONDS = 0.75
@@ -57,7 +58,7 @@ class StepLogReader:
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             entry = json.loads(line)
-            name = entry["replica_id"].partition(":")[0]
+            name = name_of(entry["replica_id"])
             self._story.heard(name if name in self._story.groups else f"r{name}", entry)
 
     def close(self) -> None:

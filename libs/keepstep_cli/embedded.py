@@ -18,6 +18,7 @@ from keepstep_cli.ranks import free_port
 from keepstep_cli.supervisor import GroupSpec
 
 NAME = "lighthouse"
+MAX_HEALTH_BYTES = 4096
 _claims: list[socket.socket] = []
 """Held until this process ends."""
 TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
@@ -54,7 +55,7 @@ def _claim(port: int) -> None:
 def _is_lighthouse(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/healthz", timeout=1.0) as answer:  # noqa: S310 - http, on loopback
-            return bool(json.load(answer)["service"] == NAME)
+            return bool(json.loads(answer.read(MAX_HEALTH_BYTES))["service"] == NAME)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return False
 

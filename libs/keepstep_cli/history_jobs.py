@@ -10,6 +10,7 @@ from keepstep_cli.history_logs import ProcessCheck, Run
 from keepstep_cli.history_quorums import Quorums, listed
 from keepstep_cli.history_records import EventRecord, Place
 from keepstep_cli.history_rules import Violations
+from keepstep_mesh.names import name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class JobHistory:
             steps += max(0, last - max(first - 1, reach))
             reach = max(reach, last)
         return Facts(
-            groups=len({name.partition(":")[0] for name in incarnations}),
+            groups=len({name_of(one) for one in incarnations}),
             incarnations=len(incarnations),
             quorums=len(self.quorums.by_id),
             epochs=len(epochs),
@@ -218,4 +219,4 @@ class JobHistory:
 
 
 def _names(target: str, replica_id: str) -> bool:
-    return target in (replica_id, replica_id.partition(":")[0])
+    return target in (replica_id, name_of(replica_id))

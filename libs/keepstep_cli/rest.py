@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 10.0
+READ_SECONDS = 600.0
+"""For a manifest or a chunk, on a slow line."""
+MAX_ANSWER_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+"""Of an event that is followed."""
 SILENCE_SECONDS = 45.0
 """Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
 PATIENCE_SECONDS = 30.0
@@ -65,6 +70,20 @@ def _escaped(name: str) -> str:
     return quote(name, safe="", errors="surrogateescape") if name.strip(".") else name.replace(".", "%2E")
 
 
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Of a body that may go on for ever."""
+    rest = bytearray()
+    async for part in answer.content.iter_any():
+        rest += part
+        if b"\n" in part:
+            *whole, last = rest.split(b"\n")
+            rest = last
+            for line in whole:
+                yield bytes(line)
+        if len(rest) > MAX_LINE_BYTES:
+            raise Refused(f"line of {answer.url} too long: at most {MAX_LINE_BYTES} bytes are read", answer.status)
+
+
 class Lighthouse:
     """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
 
@@ -73,6 +92,8 @@ class Lighthouse:
     starts = "`keepstep up`"
     flags = "--lighthouse or KEEPSTEP_LIGHTHOUSE"
     impostor = NO_LIGHTHOUSE
+    has_leader = True
+    """It may send us to another of its kind."""
     forms: tuple[str, ...] = ("application/json", "text/event-stream")
     """Content types of its answers."""
 
@@ -82,7 +103,10 @@ class Lighthouse:
         token: ClientToken | None,
         tls: TlsFiles | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        *,
+        told: bool = False,
     ) -> None:
+        """``told``: a lighthouse told the addresses, so that the token itself is not for them."""
         from keepstep_mesh.settings import split_addresses
 
         try:
@@ -92,22 +116,22 @@ class Lighthouse:
         self._token = token
         self._tls = tls
         self._timeout = timeout
+        self._told = told
 
     def relay(self, address: str, timeout: float) -> Relay:
-        """One that it knows, asked with the same token and certificate."""
-        return Relay(address, self._token, self._tls, timeout)
+        """One that it knows, asked with the same certificate, and what is derived from the same token."""
+        return Relay(address, self._token, self._tls, timeout, told=True)
 
     async def get(self, *path: str, **query: int) -> Any:
         async with self._answer("GET", path, self._timeout, params=query) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
     async def read(self, *path: str, limit: int, **query: int) -> bytes:
         """The answer as bytes. ``Refused`` when there are more than ``limit``."""
-        async with self._answer("GET", path, None, params=query) as answer:
-            length = answer.content_length
-            if length is None or length > limit:
-                raise Refused(f"{answer.url} answers with {length} bytes; at most {limit} are taken", answer.status)
-            return await answer.read()
+        from keepstep_mesh.http import read_answer
+
+        async with self._answer("GET", path, READ_SECONDS, params=query) as answer:
+            return await read_answer(answer, limit)
 
     async def delete(self, *path: str, **query: str) -> Any:
         """The answer; None when it is empty."""
@@ -116,17 +140,19 @@ class Lighthouse:
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
     async def patch(self, *path: str, **body: Any) -> Any:
         async with self._answer("PATCH", path, self._timeout, json=body) as answer:
-            return await self._told(answer)
+            return await self._object(answer)
 
-    async def _told(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
-        with contextlib.suppress(ValueError):
-            if isinstance(found := await answer.json(), dict):
-                return found
-        raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
+    async def _object(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+        from keepstep_mesh.http import Problem, read_json_answer
+
+        try:
+            return await read_json_answer(answer, MAX_ANSWER_BYTES)
+        except Problem as problem:
+            raise Unreachable(f"{answer.url.origin()}: {self.impostor} ({problem})") from problem
 
     async def follow(
         self, *path: str, after: int, told: Callable[[str], None], **query: int
@@ -167,15 +193,18 @@ class Lighthouse:
             if answer.content_type != "text/event-stream":
                 raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
             yield None
-            async for line in answer.content:
+            async for line in _lines(answer):
                 if line.startswith(b"data:"):
-                    yield json.loads(line[5:])
+                    try:
+                        yield json.loads(line[5:])
+                    except ValueError as error:
+                        raise Unreachable(f"{answer.url.origin()}: {self.impostor}") from error
 
     @asynccontextmanager
     async def _answer(
         self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """``timeout``: for all of it; None: until nothing is heard for ``SILENCE_SECONDS``."""
+        """``timeout``: for all of it; None: none. A long one ends after ``SILENCE_SECONDS`` without a byte, too."""
         import aiohttp
         from yarl import URL
 
@@ -191,12 +220,14 @@ class Lighthouse:
             identity = Identity(self._token, self._tls)
         except TlsError as error:
             raise click.UsageError(str(error)) from error
-        if timeout is None:
-            how["timeout"] = aiohttp.ClientTimeout(sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
+        if timeout is None or timeout > SILENCE_SECONDS:
+            how["timeout"] = aiohttp.ClientTimeout(timeout, sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
         async with identity.session(timeout=timeout) as session:
             while left:
                 address = left.pop(0)
                 asked.add(address)
+                if self._told:
+                    how["headers"] = identity.headers_for(self.what, address)
                 url = URL("/".join((address, "v1", *map(_escaped, path))), encoded=True)
                 try:
                     answer = await session.request(method, url, allow_redirects=False, **how)
@@ -205,7 +236,7 @@ class Lighthouse:
                     away = away and is_away(error)
                     continue
                 async with answer:
-                    if (leader := leader_of(answer)) is not None:
+                    if self.has_leader and (leader := leader_of(answer)) is not None:
                         tried.append(f"{address}: does not lead; {leader} does")
                         left = [] if leader in asked else [leader]
                         continue
@@ -236,6 +267,8 @@ class Lighthouse:
 
     def _is_ours(self, answer: aiohttp.ClientResponse) -> bool:
         """Whether this is what it would answer, by its form."""
+        if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+            return False
         if answer.status >= HTTPStatus.BAD_REQUEST:
             return answer.content_type == "application/problem+json"
         return not answer.content_length or answer.content_type in self.forms
@@ -249,4 +282,5 @@ class Relay(Lighthouse):
     starts = "`keepstep up` or `keepstep relay`"
     flags = "--relay or KEEPSTEP_RELAY"
     impostor = "what answers there is no keepstep relay"
+    has_leader = False
     forms = ("application/json", "application/octet-stream")

@@ -151,7 +151,7 @@ def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flag
     flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
     if flags["event_log"] is None and from_environment("LIGHTHOUSE_EVENT_LOG") is None:
         flags["event_log"] = state_dir / "events.jsonl"
-    shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure")
+    shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure", "allow_host")
     same = {name: flags[name] for name in shared}
     of_relay = same | {"bind": relay_bind, "data_dir": state_dir / "relay"}
     of_metrics = same | {"bind": metrics_bind, "data_dir": state_dir / "metrics"}

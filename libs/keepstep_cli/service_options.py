@@ -32,6 +32,11 @@ def service_options(port: int) -> Callable[[Command], Command]:
         ),
         click.option("--insecure", is_flag=True, default=None, help="Listen beyond this machine without a token."),
         click.option(
+            "--allow-host",
+            metavar="NAME[,NAME]",
+            help="On loopback without tokens: answer requests to these names too, not only to localhost.",
+        ),
+        click.option(
             "--log-format",
             type=click.Choice(["auto", "console", "json"]),
             default="auto",

@@ -3,6 +3,10 @@
 A service has any number of tokens for each role; a client presents one. Without any token a service listens on loopback
 only and everybody there may do everything. Tokens are compared in constant time and hidden from logs. Those of a file
 are read again when it changes.
+
+The token itself is shown to lighthouses, and by people to services whose address they give. A service whose address a
+lighthouse told is shown what is derived from the token for that kind of service at that address: anybody with a service
+token can register one. Processes of a job show each other what is derived for peers. Neither is taken anywhere else.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ import hmac
 import ipaddress
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.logging import hide
@@ -102,8 +107,9 @@ class Tokens:
         roles = dict.fromkeys(one.role.value for one in self.all)
         return f"Tokens({', '.join(roles) or 'none'})"
 
-    def holder(self, authorization: str | None) -> Token:
-        """The token that the ``Authorization`` header holds. ``AuthError`` says what is wrong with it.
+    def holder(self, authorization: str | None, places: Collection[str] = ()) -> Token:
+        """The token that the ``Authorization`` header holds, or from which what it holds was derived for one of
+        ``places`` (``place_of``). ``AuthError`` says what is wrong with it.
 
         Where no token is set everybody is an admin.
         """
@@ -114,11 +120,14 @@ class Tokens:
             raise AuthError("a token is needed: send Authorization: Bearer <token> (set KEEPSTEP_TOKEN)")
         found = None
         for token in self.all:  # all of them, so that the time tells nothing
-            if _equal(token.value, given):
-                found = token
+            for known in (token.value, *(derived(token.value, place) for place in places)):
+                if _equal(known, given):
+                    found = token
         if found is None:
+            also = f"; of derived ones it takes those for {', '.join(sorted(places))}" if places else ""
             raise AuthError(
                 "the token is wrong; compare KEEPSTEP_TOKEN, or the file it is in, with the tokens of this service"
+                + also
             )
         return found
 
@@ -127,18 +136,32 @@ class Tokens:
         found = {token.role: token.value for token in reversed(self.all)}
         return found.get(Role.SERVICE) or found.get(Role.ADMIN)
 
-    def check(self, authorization: str | None, access: Access) -> Token | None:
-        """Who asks; None for an open route. ``AuthError``, or ``ForbiddenError`` for a role that may not."""
+    def check(self, authorization: str | None, access: Access, places: Collection[str] = ()) -> Token | None:
+        """Who asks; None for an open route. ``AuthError``, or ``ForbiddenError`` for a role that may not.
+
+        ``places``: see ``holder``.
+        """
         roles = access.value
         if roles is None:
             return None
-        token = self.holder(authorization)
+        token = self.holder(authorization, places)
         if token.role not in roles:
             wanted = " or ".join(sorted(one.value for one in roles))
             has_admin = any(one.role is Role.ADMIN for one in self.all)
             missing = "" if has_admin else "; this service has no admin token (KEEPSTEP_ADMIN_TOKEN)"
             raise ForbiddenError(f"a {token.role.value} token may not do this; it takes {wanted}{missing}", token)
         return token
+
+
+def place_of(kind: str, address: str) -> str:
+    """Where a derived token is taken: by a service of this kind at ``address``; http or https does not matter."""
+    return f"{kind} {urlsplit(address).netloc.lower()}"
+
+
+@lru_cache(maxsize=1024)
+def derived(token: str, place: str) -> str:
+    """What a holder of ``token`` shows at ``place`` (``place_of``) instead."""
+    return hmac.digest(token.encode(), f"keepstep service {place}".encode(), "sha256").hex()
 
 
 def _equal(one: str, other: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
+from keepstep_mesh.addresses import in_url, reachable
+from keepstep_mesh.auth import is_loopback, place_of
 from keepstep_mesh.listen_settings import ListenSettings
 from keepstep_mesh.service import Endpoint, Service, serving
 from keepstep_mesh.settings import bind_address
@@ -20,6 +22,9 @@ class Embedded(ABC):
         self._stopped = asyncio.Event()
         self._listening = asyncio.Event()
         self._endpoint: Endpoint | None = None
+        self.known_address = ""
+        """Under which others are told of it, once it listens."""
+        self._places: tuple[str, ...] = ()
 
     @abstractmethod
     def service(self) -> Service:
@@ -42,7 +47,13 @@ class Embedded(ABC):
         try:
             host, port = bind_address(settings.bind)
             async with serving(
-                self.service(), host, port, tokens=settings.tokens, tls=settings.tls, insecure=settings.insecure
+                self.service(),
+                host,
+                port,
+                tokens=settings.tokens,
+                tls=settings.tls,
+                insecure=settings.insecure,
+                allow_hosts=settings.hosts,
             ) as endpoint:
                 listens.set_result(endpoint)
                 await self._stopped.wait()
@@ -66,4 +77,15 @@ class Embedded(ABC):
 
     def _listens(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        settings = self._listen_settings
+        self.known_address = settings.advertise or reachable(endpoint.url)
+        hosts = [*settings.allow_host, *(("localhost",) if is_loopback(endpoint.host) else ())]
+        if endpoint.near_url == endpoint.url:  # not every interface
+            hosts.append(endpoint.host)
+        addresses = (self.known_address, *(f"//{in_url(host)}:{endpoint.port}" for host in hosts))
+        self._places = tuple(dict.fromkeys(place_of(self._name, address) for address in addresses))
         self._listening.set()
+
+    def places(self) -> tuple[str, ...]:
+        """For a service that registers: where it is."""
+        return self._places

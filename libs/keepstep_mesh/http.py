@@ -7,7 +7,7 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -17,10 +17,11 @@ from aiohttp import hdrs, web
 from yarl import URL
 
 from keepstep_mesh.audit import Caller, Ration
-from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, is_loopback
+from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, derived, place_of
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import TlsFiles, as_safe, watched_client_context
+from keepstep_mesh.web_pages import MisdirectedError, host_problem, origin_problem
 
 log = get_logger("keepstep.http")
 audit = get_logger("keepstep.audit")
@@ -29,10 +30,17 @@ PROBLEM_JSON = "application/problem+json"
 MAX_BODY_BYTES = 1024 * 1024
 """Of a request, unless the service says otherwise."""
 MAX_PROBLEM_BYTES = 64 * 1024
+PROBLEM_SECONDS = 5.0
+"""Longest that the reason of a refusal may take to come."""
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Of an answer in JSON, unless the client says otherwise."""
 CONNECT_SECONDS = 5.0
 REQUEST_SECONDS = 30.0
 BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
+
+UNCOMPRESSED = {hdrs.ACCEPT_ENCODING: "identity"}
+"""What is not unpacked cannot grow beyond the limit of an answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,7 +80,8 @@ def client_session(
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=tls or True),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
-        headers={hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {},
+        headers=UNCOMPRESSED | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
+        auto_decompress=False,
     )
 
 
@@ -89,19 +98,29 @@ class Identity:
         self._token = token if callable(token) else ClientToken.of(token).latest
         self._certificates = watched_client_context(tls or TlsFiles())
 
-    def session(self, *, timeout: float | None = REQUEST_SECONDS) -> aiohttp.ClientSession:
-        """See ``client_session``."""
+    def session(self, *, timeout: float | None = REQUEST_SECONDS, place: str | None = None) -> aiohttp.ClientSession:
+        """See ``client_session``. ``place`` (``place_of``): the token is shown as what is derived for there; None: as
+        it is.
+        """
+        token = self._token()
+        if token and place is not None:
+            token = derived(token, place)
         if self._certificates is None:
-            return client_session(self._token(), timeout=timeout)
+            return client_session(token, timeout=timeout)
         self._certificates.refresh()
-        return client_session(self._token(), timeout=timeout, tls=self._certificates.value)
+        return client_session(token, timeout=timeout, tls=self._certificates.value)
+
+    def headers_for(self, kind: str, address: str) -> dict[str, str]:
+        """For one request to a service whose address a lighthouse told."""
+        token = self._token()
+        return {hdrs.AUTHORIZATION: f"Bearer {derived(token, place_of(kind, address))}"} if token else {}
 
 
 async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     """Does nothing for a status below 400. Raises ``AuthError`` for 401 and 403, else ``Problem``."""
     if response.status < 400:
         return
-    text = (await response.content.read(MAX_PROBLEM_BYTES)).decode(errors="replace")
+    text = (await _beginning(response)).decode(errors="replace")
     try:
         body = json.loads(text)
     except ValueError:
@@ -114,6 +133,46 @@ async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
     for known in ("type", "status"):
         body.pop(known, None)
     raise Problem(response.status, detail, title=title, **{str(name): value for name, value in body.items()})
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """Of the body: what comes of it in time, up to ``MAX_PROBLEM_BYTES``."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(PROBLEM_SECONDS):
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) >= MAX_PROBLEM_BYTES:
+                    break
+    except (TimeoutError, aiohttp.ClientError):
+        log.debug("the reason of a refusal broke off", url=str(response.url))
+    return bytes(body[:MAX_PROBLEM_BYTES])
+
+
+async def read_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+    """The body of an answer. ``Problem`` 502 when it has more than ``limit`` bytes; the session has the deadline."""
+    body = bytearray()
+    if (answer.content_length or 0) <= limit:
+        async for part in answer.content.iter_any():
+            body += part
+            if len(body) > limit:
+                break
+        else:
+            return bytes(body)
+    answer.close()
+    raise Problem(HTTPStatus.BAD_GATEWAY, f"answer of {answer.url} too large: at most {limit} bytes are read")
+
+
+async def read_json_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSWER_BYTES) -> dict[str, Any]:
+    """The JSON object that is the body of an answer. ``Problem`` 502 when it is none, or larger than ``limit``."""
+    raw = await read_answer(answer, limit)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Problem(HTTPStatus.BAD_GATEWAY, f"{answer.url} does not answer with a JSON object")
+    return found
 
 
 def leader_of(answer: aiohttp.ClientResponse) -> str | None:
@@ -150,23 +209,31 @@ CALLER = web.RequestKey("caller", Caller)
 
 
 def application(
-    routes: Iterable[Route], tokens: Callable[[], Tokens], *, max_body_bytes: int = MAX_BODY_BYTES
+    routes: Iterable[Route],
+    tokens: Callable[[], Tokens],
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    loopback: bool = False,
+    allow_hosts: Collection[str] = (),
+    places: Callable[[], Collection[str]] = tuple,
 ) -> web.Application:
     """An app that lets nobody through whom the table does not, and turns every error into problem details.
 
-    ``tokens``: those of the moment.
+    ``tokens``: those of the moment. ``loopback``: it listens on loopback only; without tokens it then answers requests
+    to loopback and to ``allow_hosts`` only. ``places``: where it is; tokens derived for there are taken.
     """
+    gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
     refusals = Ration()
     for route in routes:
-        app.router.add_route(route.method, route.path, _guarded(route, tokens, refusals))
+        app.router.add_route(route.method, route.path, _guarded(route, gate, refusals))
     return app
 
 
-def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Handler:
+def _guarded(route: Route, gate: _Gate, refusals: Ration) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            token = _let_in(request, tokens(), route.access)
+            token = gate.check(request, route.access)
         except AuthError as error:
             who = _caller(request, getattr(error, "token", None))
             left_out = refusals.take(who.remote, time.monotonic())
@@ -189,20 +256,28 @@ def _guarded(route: Route, tokens: Callable[[], Tokens], refusals: Ration) -> Ha
     return handle
 
 
-def _let_in(request: web.Request, tokens: Tokens, access: Access) -> Token | None:
-    token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access)
-    origin = request.headers.get(hdrs.ORIGIN)
-    if token is not None and not tokens and origin and not _is_here(origin):
-        # A browser on this machine reaches the port, so any page that is open in it would.
-        raise ForbiddenError(f"a page of {origin} may not ask this service while it has no tokens")
-    return token
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """See ``application``."""
 
+    tokens: Callable[[], Tokens]
+    loopback: bool
+    allow_hosts: Collection[str]
+    places: Callable[[], Collection[str]]
 
-def _is_here(origin: str) -> bool:
-    try:
-        return is_loopback(URL(origin).host or "")
-    except ValueError:
-        return False
+    def check(self, request: web.Request, access: Access) -> Token | None:
+        """Who asks; None for an open route. Raises ``AuthError``."""
+        tokens = self.tokens()
+        if self.loopback and not tokens:
+            problem = host_problem(request.headers.get(hdrs.HOST), self.allow_hosts)
+            if problem is not None:
+                raise MisdirectedError(problem)
+        token = tokens.check(request.headers.get(hdrs.AUTHORIZATION), access, self.places())
+        if token is not None and not tokens:
+            problem = origin_problem(request.headers.get(hdrs.ORIGIN), self.allow_hosts)
+            if problem is not None:
+                raise ForbiddenError(problem)
+        return token
 
 
 async def _audited(request: web.Request, route: Route) -> web.StreamResponse:
@@ -240,6 +315,8 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         return problem.response()
     except ForbiddenError as error:
         return Problem(HTTPStatus.FORBIDDEN, str(error)).response()
+    except MisdirectedError as error:
+        return Problem(HTTPStatus.MISDIRECTED_REQUEST, str(error)).response()
     except AuthError as error:
         return Problem(HTTPStatus.UNAUTHORIZED, str(error)).response()
     except ProtocolError as error:

@@ -7,11 +7,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from keepstep_mesh.auth import ClientToken, Tokens, watched_tokens
 from keepstep_mesh.reloading import FromFiles
 from keepstep_mesh.settings import Settings, base_url, bind_address, boolean, split_addresses
 from keepstep_mesh.tls import TlsFiles, tls_of_client, tls_of_service
+from keepstep_mesh.web_pages import host_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,8 @@ class ListenSettings:
     """``bind``: host:port, port 0 for any free one. ``tls``: files of its certificate; without, it speaks plain HTTP.
 
     ``insecure``: listen beyond this machine without a token. ``advertise``: where others reach it, None: where it
-    listens. ``peer_tls``: certificates for its connections to lighthouses.
+    listens. ``peer_tls``: certificates for its connections to lighthouses. ``allow_host``: names of its own, for those
+    who reach it on loopback without a token under another name than localhost.
     """
 
     bind: str = "127.0.0.1:0"
@@ -28,6 +31,13 @@ class ListenSettings:
     insecure: bool = False
     advertise: str | None = None
     peer_tls: TlsFiles = field(default_factory=TlsFiles)
+    allow_host: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names under which it is reached on loopback, beside localhost."""
+        advertised = urlsplit(self.advertise or "").hostname
+        return self.allow_host + ((advertised,) if advertised else ())
 
     def own_token(self) -> str | None:
         """The one of those it takes that it shows to other services."""
@@ -94,5 +104,6 @@ def read_listen_settings(settings: Settings, service: str, bind: str) -> dict[st
         "tls": tls,
         "insecure": settings.get(f"{service}_insecure", boolean, default=False),
         "advertise": advertise,
+        "allow_host": host_names(settings.get(f"{service}_allow_host", str, "")),
         "peer_tls": tls_of_client(environ=settings.environ) or tls,
     }

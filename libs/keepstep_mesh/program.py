@@ -23,6 +23,7 @@ def parser_of(package: str, description: str, bind: str) -> argparse.ArgumentPar
     parser.add_argument("--tls-key", type=Path, help="PEM: the key, if it is not in the file of the certificate")
     parser.add_argument("--tls-ca", type=Path, help="PEM: who connects must show a certificate of this CA")
     parser.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token")
+    parser.add_argument("--allow-host", help="own names on loopback without tokens, beside localhost; comma separated")
     parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
     return parser
 

@@ -18,7 +18,7 @@ import aiohttp
 
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, leader_of, raise_for_problem
+from keepstep_mesh.http import Identity, leader_of, raise_for_problem, read_json_answer
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.session_core import Addresses
 from keepstep_mesh.tls import TlsFiles, as_safe, explained
@@ -100,7 +100,7 @@ class Registrar:
         try:
             async with http.get(f"{lighthouse}/v1/cluster") as answer:
                 await raise_for_problem(answer)
-                services = (await answer.json(content_type=None))["services"]
+                services = (await read_json_answer(answer))["services"]
             addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
             self.found = next((as_safe(one, lighthouse) for one in addresses), None)
         except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -73,6 +73,8 @@ class Service:
     """Told once where the service listens."""
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
+    places: Callable[[], Collection[str]] = tuple
+    """Where it is known to be (``auth.place_of``): tokens derived for there are taken."""
     max_body_bytes: int = MAX_BODY_BYTES
     read_ahead_bytes: int = 2**18
     """Of a body, beyond what was taken of it, when reading from its connection pauses."""
@@ -106,12 +108,14 @@ async def serving(
     tokens: Tokens | FromFiles[Tokens] | None = None,
     tls: TlsFiles | None = None,
     insecure: bool = False,
+    allow_hosts: Collection[str] = (),
     reread: asyncio.Event | None = None,
     stop_seconds: float = STOP_SECONDS,
     first_request_seconds: float = FIRST_REQUEST_SECONDS,
 ) -> AsyncIterator[Endpoint]:
     """Runs ``service`` while the context is open. ``port`` 0 takes any free one. ``tls``: None speaks plain HTTP.
 
+    ``allow_hosts``: names under which it is reached on loopback without tokens, beside ``localhost``.
     ``reread``, when it is set, has the files of tokens and certificates read again at once. Raises ``BindError`` with
     what to do for a port that is taken, ``AuthError`` for one that would be open to all, ``TlsError`` for certificates.
     """
@@ -127,6 +131,9 @@ async def serving(
         all_routes(service, not_ready),
         lambda: known.value,
         max_body_bytes=service.max_body_bytes,
+        loopback=is_loopback(host),
+        allow_hosts=allow_hosts,
+        places=service.places,
     )
     silent: set[asyncio.BaseProtocol] = set()
     app.middlewares.append(heard_from(silent))
@@ -385,6 +392,7 @@ def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
                         tokens=settings.tokens,
                         tls=settings.tls,
                         insecure=settings.insecure,
+                        allow_hosts=settings.hosts,
                         reread=reread,
                     )
                 )

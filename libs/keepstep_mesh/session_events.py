@@ -43,8 +43,8 @@ def of_connecting(error: Exception, problem: str) -> KeepstepError | None:
         return None
     if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return AuthError(f"{problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?")
-    if error.status == HTTPStatus.BAD_REQUEST and error.said:
-        return ProtocolError(problem)  # what is wrong with the job's name stays wrong
+    if error.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.MISDIRECTED_REQUEST) and error.said:
+        return ProtocolError(problem)  # what is wrong with the job's name, or the lighthouse's, stays wrong
     return None
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.auth import place_of
+from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.http import Identity, Problem, raise_for_problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import explained
@@ -143,7 +144,7 @@ class Sender:
                 await asyncio.sleep(self._interval)
                 continue
             try:
-                async with self._identity.session(timeout=REQUEST_SECONDS) as http:
+                async with self._identity.session(timeout=REQUEST_SECONDS, place=place_of("metrics", address)) as http:
                     while self._address() == address:
                         pause = FIRST_PAUSE if await self._send(http, address) else pause
                         await asyncio.sleep(self._interval)
@@ -158,7 +159,8 @@ class Sender:
         if address is None:
             return
         try:
-            async with asyncio.timeout(seconds), self._identity.session(timeout=seconds) as http:
+            place = place_of("metrics", address)
+            async with asyncio.timeout(seconds), self._identity.session(timeout=seconds, place=place) as http:
                 while await self._send(http, address):
                     pass
         except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
@@ -186,9 +188,10 @@ class Sender:
         now = time.monotonic()
         if now - self._logged >= LOG_AGAIN_SECONDS:
             self._logged = now
+            older = "; update it first if it is of an older release" if isinstance(error, AuthError) else ""
             log.warning(
                 "the metrics service does not take what it is told; trying on",
-                reason=explained(error, address),
+                reason=explained(error, address) + older,
                 waiting=len(self._outbox),
                 dropped=self.dropped,
             )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import hdrs, web
 
-from keepstep_lighthouse import cluster, service_records
+from keepstep_lighthouse import bans, cluster, service_records
 from keepstep_lighthouse.bodies import DrainBody, EvictBody, ReadmitBody, ServiceBody, StragglerBody, VerifyBody
 from keepstep_lighthouse.cluster import ClusterView
 from keepstep_lighthouse.event_log import Happened
@@ -33,7 +33,6 @@ from keepstep_lighthouse.events import (
     VerifyOrdered,
 )
 from keepstep_lighthouse.expiry import NEVER, due_at
-from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.policies import MAX_STEPS, policy_problem
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.service_records import ServiceRecord
@@ -43,6 +42,7 @@ from keepstep_lighthouse.views import HealView, QuorumView, ReplicaState, Replic
 from keepstep_mesh import openapi
 from keepstep_mesh.auth import Access
 from keepstep_mesh.http import CALLER, Problem, Route, read_json
+from keepstep_mesh.names import name_of
 from keepstep_mesh.openapi import Shape
 from keepstep_mesh.rest import MAX_DIGITS, MAX_NAMED, bad, checked, json_answer, number, read_body, those
 
@@ -270,8 +270,10 @@ class _Admin:
             gone = f"{made.replica_id} is evicted" if here else f"no group {target} is there now"
             banned = f"; {target} is banned for {body.ban_seconds:g} s" if body.ban_seconds else ""
             return _done(made, gone + banned)
-        before = self._latest(job, "evicted", target)
-        lifted = self._latest(job, "readmitted", target)
+        names = {name_of(one.replica_id) for one in matching}
+        names |= {name_of(one) for one in job.core.record.evicted if one == target}
+        before = self._latest(job, "evicted", target, *names)
+        lifted = self._latest(job, "readmitted", target, *names)
         if before is None or (lifted is not None and lifted.id > before.id):
             raise Problem(HTTPStatus.CONFLICT, f"{target} is gone; ban_seconds would keep it out")
         return _nothing(before, f"{target} is gone, and was evicted before")
@@ -286,7 +288,8 @@ class _Admin:
         said_before = bool(here) and all(one.draining for one in here)
         if made := await self._carried_out(job, None if said_before else order, "drain"):
             return _done(made, f"{made.replica_id} is asked to finish its step and leave")
-        before = self._latest(job, "drain", *(one.replica_id for one in here or matching))
+        incarnations = [one.replica_id for one in here or matching]
+        before = self._latest(job, "drain", *incarnations, *map(name_of, incarnations))
         if before is None:
             raise Problem(HTTPStatus.CONFLICT, f"{target} is gone already")
         return _nothing(before, f"{before.replica_id} was asked before" + ("" if here else ", and is gone"))
@@ -306,8 +309,7 @@ class _Admin:
     async def readmit(self, request: web.Request) -> web.Response:
         await read_body(request, ReadmitBody)
         job, target = self._target(request)
-        lifted = [one.target for one in job.core.record.bans] + [*job.core.record.evicted]
-        lifted = [one for one in lifted if target in (one, name_of(one))]
+        lifted = bans.lifted(job.core.record, target)
         if made := await self._carried_out(job, ReadmitOrdered(target, _who(request)), "readmitted"):
             return _done(made, f"{', '.join(dict.fromkeys(lifted))} may come back")
         before = self._latest(job, "readmitted", target)
@@ -357,9 +359,8 @@ class _Admin:
         return next((one for one in made if one.kind == kind), None)
 
     def _latest(self, job: Job, kind: str, *targets: str) -> Happened | None:
-        """The last entry of this kind for one of ``targets``, or for the name of one."""
-        names = dict.fromkeys((*targets, *map(name_of, targets)))
-        found = (self._lighthouse.events.latest(job.name, kind, one) for one in names)
+        """The last entry of this kind for one of ``targets``."""
+        found = (self._lighthouse.events.latest(job.name, kind, one) for one in targets)
         return max((one for one in found if one is not None), key=lambda one: one.id, default=None)
 
     # ---- services
@@ -449,9 +450,13 @@ class _Admin:
         """The job, and the stable name or incarnation that is meant. Of an incarnation the beginning is enough."""
         job, target = self._job(request), request.match_info["replica_id"]
         known = {one.replica_id for one in job.core.replicas(time.monotonic())} | set(job.core.record.evicted)
-        meant = [one for one in known if one.startswith(target)]
-        short = len(target) - len(name_of(target)) > MIN_INCARNATION_CHARACTERS
-        return job, meant[0] if short and target not in known and len(meant) == 1 else target
+        names = {name_of(one) for one in known}
+        meant = [
+            one
+            for one in known
+            if one.startswith(target) and len(target) - len(name_of(one)) > MIN_INCARNATION_CHARACTERS
+        ]
+        return job, meant[0] if target not in known | names and len(meant) == 1 else target
 
 
 def _job_view(job: Job) -> JobView:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep_lighthouse.events import Ban, EvictOrdered, JobRecord
-from keepstep_lighthouse.groups import name_of
+from keepstep_mesh.names import name_of
 
 MAX_EVICTED = 1000
 """Evicted incarnations remembered; the oldest are forgotten. Their processes are long gone."""
@@ -33,8 +33,18 @@ def evict(record: JobRecord, incarnations: Iterable[str], order: EvictOrdered, n
 
 def readmit(record: JobRecord, target: str, now_unix: float) -> JobRecord:
     """Lifts what stands against ``target``, a stable name (then its incarnations too) or one incarnation."""
+    gone = lifted(record, target)
     return replace(
         record,
-        evicted=tuple(one for one in record.evicted if target not in (one, name_of(one))),
-        bans=tuple(b for b in record.bans if now_unix < b.until and target not in (b.target, name_of(b.target))),
+        evicted=tuple(one for one in record.evicted if one not in gone),
+        bans=tuple(ban for ban in record.bans if now_unix < ban.until and ban.target not in gone),
     )
+
+
+def lifted(record: JobRecord, target: str) -> list[str]:
+    """What a readmission of ``target`` lets back in: targets of bans, then evicted incarnations.
+
+    The target of a ban is a stable name, which may have a colon, unless it was evicted as an incarnation.
+    """
+    incarnations = [one for one in record.evicted if target in (one, name_of(one))]
+    return [ban.target for ban in record.bans if ban.target in (target, *incarnations)] + incarnations

@@ -17,14 +17,10 @@ from enum import Enum
 
 from keepstep_lighthouse.events import Announce
 from keepstep_mesh.messages import Healing, Lineage, MemberInfo, QuorumRequest
+from keepstep_mesh.names import name_of
 
 NEVER = float("inf")
 MAX_REMEMBERED_HEALS = 1000
-
-
-def name_of(replica_id: str) -> str:
-    """The stable name: ``r0`` of ``r0:7e0c...``; a replica_id without a colon is its own name."""
-    return replica_id.rpartition(":")[0] or replica_id
 
 
 class KeptOut(Enum):

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from keepstep_lighthouse import records
 from keepstep_lighthouse.event_log import Happened
 from keepstep_lighthouse.expiry import JobUse, expired, next_due
-from keepstep_lighthouse.groups import name_of
 from keepstep_lighthouse.store import Compare, Write
 from keepstep_lighthouse.term import TermOverError
 from keepstep_lighthouse.views import ReplicaState
 from keepstep_mesh import codec
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data, Evicted
+from keepstep_mesh.names import name_of
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.jobs import Job

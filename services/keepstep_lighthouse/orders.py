@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from keepstep_lighthouse import bans, departures
 from keepstep_lighthouse.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered
-from keepstep_lighthouse.groups import Group, name_of
+from keepstep_lighthouse.groups import Group
 from keepstep_lighthouse.job_state import JobState
 from keepstep_lighthouse.policies import policy_changes, policy_problem
 from keepstep_mesh.messages import Drain, Evicted
+from keepstep_mesh.names import name_of
 
 
 def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> None:

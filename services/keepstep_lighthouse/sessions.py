@@ -24,7 +24,7 @@ from keepstep_lighthouse.events import (
     MovedAway,
     Policy,
 )
-from keepstep_mesh import codec, websocket
+from keepstep_mesh import codec, names, websocket
 from keepstep_mesh.errors import ProtocolError, VersionError
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -51,7 +51,6 @@ UNSENT_BYTES = 64 * 1024 * 1024
 """What may wait for a peer that does not read: several full member lists of a large job."""
 MAX_EARLY_FRAMES = 16
 """Frames that may come between a hello and its welcome."""
-MAX_REPLICA_ID = 256
 
 log = get_logger("keepstep.lighthouse.session")
 
@@ -161,8 +160,8 @@ class Session:
             raise ProtocolError(f"a session begins with 'hello', not with {message.kind!r}")
         self._hello = message
         codec.check_version(message)
-        if not 0 < len(message.replica_id) <= MAX_REPLICA_ID or not message.replica_id.isprintable():
-            raise ProtocolError(f"hello.replica_id must be 1 to {MAX_REPLICA_ID} printable characters")
+        if not 0 < len(message.replica_id) <= names.MAX_REPLICA_ID or not message.replica_id.isprintable():
+            raise ProtocolError(f"hello.replica_id must be 1 to {names.MAX_REPLICA_ID} printable characters")
         self.replica_id = message.replica_id
         self._set_timer(None)
         self._on_hello(self, message)

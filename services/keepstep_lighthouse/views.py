@@ -9,8 +9,9 @@ from enum import Enum
 
 from keepstep_lighthouse import reasons
 from keepstep_lighthouse.events import Announce, JobRecord, Reason
-from keepstep_lighthouse.groups import Group, Groups, name_of
+from keepstep_lighthouse.groups import Group, Groups
 from keepstep_mesh.messages import Healing, Lineage
+from keepstep_mesh.names import name_of
 
 MAX_GONE = 100
 GONE_SECONDS = 600.0

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
-from keepstep_mesh.addresses import reachable
 from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Identity, Route
 from keepstep_mesh.logging import get_logger
@@ -65,6 +64,7 @@ class Metrics(Embedded):
             lifespan=self._lifespan,
             not_ready=lambda: self.store.trouble,
             listening=self._listens,
+            places=self.places,
             registry=metrics.registry(self),
         )
 
@@ -161,7 +161,7 @@ class Metrics(Embedded):
         mine = Registration(
             "metrics",
             self.settings.service_name(self._endpoint.port),
-            self.settings.advertise or reachable(self.address),
+            self.known_address,
         )
         async with registered(
             self.settings.lighthouses, mine, token=self.settings.shown_token, tls=self.settings.peer_tls

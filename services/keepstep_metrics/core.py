@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from keepstep_mesh.names import name_of
 from keepstep_metrics import stragglers
 from keepstep_metrics.histogram import BINS, bin_of
 from keepstep_metrics.records import MAX_TEXT, MAX_VALUES, Batch, Happening, StateSaid, Step, Upload
-from keepstep_metrics.sentences import name_of, sentence
+from keepstep_metrics.sentences import sentence
 from keepstep_metrics.series import Series
 from keepstep_metrics.stragglers import Standing
 from keepstep_metrics.timeline import State, Timeline
@@ -38,6 +39,8 @@ MAX_DELETED = 1000
 """Deleted jobs that are remembered."""
 MAX_WHOLE = 2**63 - 1
 RECENT_STEPS = 64
+ORDERS = ("evicted", "readmitted")
+"""Events that may be about a stable name; all others are about an incarnation."""
 SHORT_WAIT = 0.05
 """Seconds; a shorter wait for the quorum is part of a step as it is meant to be."""
 JUDGE_SECONDS = 1.0
@@ -240,14 +243,19 @@ class Job:
         """The event, with its ``number`` here."""
         t, detail = one.t, one.detail
         self.epoch = max(self.epoch, one.epoch)
-        name = name_of(one.replica_id)
-        if name and (group := self.group(one.replica_id)) is not None:
+        name = self._name(one)
+        if name and one.event not in ORDERS and (group := self.group(one.replica_id)) is not None:
             self._change_group(group, one)
         if one.event == "quorum":
             self._form(t, _whole(detail.get("quorum_id")), detail.get("members"))
-        event = Event(number, t, one.event, name, sentence(one.event, one.replica_id, detail), detail)
+        event = Event(number, t, one.event, name, sentence(one.event, name, detail), detail)
         self.events.append(event)
         return event
+
+    def _name(self, one: Happening) -> str:
+        """The stable name of the group that an event is about: an order may give that itself, colons and all."""
+        given = one.replica_id
+        return given if one.event in ORDERS and given in self.groups else name_of(given)
 
     def _form(self, t: float, quorum_id: int, members: Any) -> None:
         """A quorum. A group that was at work and is not in it is lost, though nobody told: the lighthouse died too."""

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, raise_for_problem
+from keepstep_mesh.http import Identity, raise_for_problem, read_json_answer
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import explained
 from keepstep_metrics import views
@@ -57,7 +57,7 @@ class Drainer:
         async with self._identity.session(timeout=ANSWER_SECONDS) as http:
             async with http.get(url) as answer:
                 await raise_for_problem(answer)
-                after = (await answer.json())["policy"]["drain_straggler_after"]
+                after = (await read_json_answer(answer))["policy"]["drain_straggler_after"]
             group = job.straggler(after) if after else None
             if group is None:
                 return

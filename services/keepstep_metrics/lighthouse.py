@@ -17,10 +17,18 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Identity, Problem, leader_of, raise_for_problem, read_whole
+from keepstep_mesh.http import (
+    Identity,
+    Problem,
+    leader_of,
+    raise_for_problem,
+    read_answer,
+    read_json_answer,
+    read_whole,
+)
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.names import name_of
 from keepstep_mesh.tls import TlsFiles, as_safe, explained
-from keepstep_metrics.sentences import name_of
 
 ASK_SECONDS = 0.5
 """Between two questions."""
@@ -31,7 +39,6 @@ RELAY_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
 LOG_AGAIN_SECONDS = 60.0
-MAX_ANSWER_BYTES = 16 << 20
 
 log = get_logger("keepstep.metrics.lighthouse")
 
@@ -123,7 +130,9 @@ class Asker:
                     log.warning("the lighthouse does not say what it does", reason=explained(error, address))
 
     async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:
-        asked = await asyncio.gather(*(_uploads(http, name, url, job) for name, url in relays.items()))
+        asked = await asyncio.gather(
+            *(_uploads(http, name, url, job, self._identity.headers_for("relay", url)) for name, url in relays.items())
+        )
         uploads = tuple(one for of_relay in asked for one in of_relay)
         try:
             quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
@@ -181,7 +190,7 @@ class Asker:
                         if (leader := leader_of(answer)) is not None:
                             address = leader
                             continue
-                        text = await answer.content.read(MAX_ANSWER_BYTES)
+                        text = await read_answer(answer)
                         return web.Response(body=text, status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
@@ -196,11 +205,13 @@ class Asker:
 NOTHING = Live()
 
 
-async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) -> list[LiveUpload]:
+async def _uploads(
+    http: aiohttp.ClientSession, relay: str, url: str, job: str, headers: Mapping[str, str]
+) -> list[LiveUpload]:
     """Those under way at one relay; none of one that does not answer, or with nonsense."""
     try:
         async with asyncio.timeout(RELAY_SECONDS):
-            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints"))["checkpoints"]
+            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints", headers))["checkpoints"]
         return [
             LiveUpload(
                 one["id"],
@@ -219,13 +230,7 @@ async def _uploads(http: aiohttp.ClientSession, relay: str, url: str, job: str) 
         return []
 
 
-async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with http.get(url) as answer:
+async def _get(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async with http.get(url, headers=headers, allow_redirects=False) as answer:
         await raise_for_problem(answer)
-        try:
-            found = await answer.json()
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise Problem(502, f"{url} does not answer with a JSON object")
-        return found
+        return await read_json_answer(answer)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keepstep_mesh.names import name_of
+
 MIB = 1 << 20
 MAX_NAMED = 20
 """Of the members of a quorum."""
 
 
-def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
-    """``who``: a stable name or an incarnation, empty for the job itself."""
-    name, reason = name_of(who), str(detail.get("reason", ""))
+def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
+    """``name``: the stable name of a group, empty for the job itself."""
+    reason = str(detail.get("reason", ""))
     source = name_of(str(detail.get("source", "")))
     match event:
         case "joined":
@@ -54,11 +56,6 @@ def sentence(event: str, who: str, detail: Mapping[str, Any]) -> str:
             own, usual = _number(detail.get("seconds")), _number(detail.get("median"))
             return f"{name} is slow: {own:.3f} s a step, {usual:.3f} s is usual"
     return ": ".join(part for part in (name, event.replace("_", " "), reason) if part)
-
-
-def name_of(replica_id: str) -> str:
-    """The stable name of an incarnation."""
-    return replica_id.partition(":")[0]
 
 
 def _list(value: Any) -> list[Any]:

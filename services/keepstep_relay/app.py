@@ -15,7 +15,6 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_mesh.addresses import reachable
 from keepstep_mesh.embedded import Embedded
 from keepstep_mesh.http import Handler, Identity, Problem, Route
 from keepstep_mesh.logging import get_logger
@@ -77,6 +76,7 @@ class Relay(Embedded):
             routes=self.routes(),
             lifespan=self._lifespan,
             listening=self._listens,
+            places=self.places,
             registry=metrics.registry(self),
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
@@ -111,7 +111,7 @@ class Relay(Embedded):
         mine = Registration(
             "relay",
             settings.service_name(self._endpoint.port),
-            settings.advertise or reachable(self.address),
+            self.known_address,
             details={
                 "memory_bytes": settings.memory,
                 "disk": settings.data_dir is not None,

@@ -209,7 +209,7 @@ async def test_connections_that_break_during_the_upgrade_leave_nothing() -> None
     async with training() as (one, job):
         host, port = one.address.removeprefix("http://").split(":")
         upgrade = (
-            b"GET /v1/jobs/job/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"GET /v1/jobs/job/session HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
         )
         for cut in (0, 1, 40, len(upgrade) - 2, len(upgrade)):

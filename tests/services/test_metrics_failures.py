@@ -241,7 +241,7 @@ async def test_a_reader_who_takes_nothing_is_cut_off_and_the_others_are_served(m
         at = urlsplit(one.address)
         with socket.create_connection((at.hostname, at.port)) as silent:
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            silent.sendall(f"GET /v1/stream?job={JOB} HTTP/1.1\r\nHost: x\r\nLast-Event-ID: 0\r\n\r\n".encode())
+            silent.sendall(f"GET /v1/stream?job={JOB} HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: 0\r\n\r\n".encode())
             await eventually(lambda: one.news.streams == 1)
             async with following(asking) as news, asyncio.timeout(DEADLINE):
                 number = 0

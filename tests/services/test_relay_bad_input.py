@@ -220,7 +220,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 
 def put_head(digest: str, *lines: str) -> bytes:
-    return "\r\n".join([f"PUT /v1/chunks/{digest} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+    return "\r\n".join([f"PUT /v1/chunks/{digest} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,8 @@ async def test_too_much_is_507_or_413_and_says_what_to_do(scene) -> None:
     problem = await worker.call("PUT", f"{worker.checkpoints}/c3/manifest", 507, data=io.BytesIO(many))
     assert "15 more chunks" in problem["detail"]
     head = (
-        f"PUT {worker.checkpoints}/c3/manifest HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_MANIFEST_BYTES + 1}\r\n\r\n"
+        f"PUT {worker.checkpoints}/c3/manifest HTTP/1.1\r\nHost: [::1]\r\n"
+        f"Content-Length: {MAX_MANIFEST_BYTES + 1}\r\n\r\n"
     )
     async with raw(one.address, head.encode()) as (reader, _writer):
         assert await status_of(reader) == 413

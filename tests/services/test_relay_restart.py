@@ -69,7 +69,7 @@ async def test_killed_in_the_middle_of_a_chunk_it_does_not_have_that_chunk(tmp_p
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.upload(ONE, chunks=[0])
         await on_disk(worker, 1)
-        head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
+        head = f"PUT /v1/chunks/{ONE.digests[1]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {CHUNK_BYTES}\r\n\r\n"
         async with raw(address, head.encode() + ONE.chunks[1][: CHUNK_BYTES // 2]):
             await killed(process)
     async with relay_process("--data-dir", str(tmp_path)) as (_, address), client(address) as worker:

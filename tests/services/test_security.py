@@ -220,7 +220,7 @@ async def bodies_of_bad_requests(made: Made, url: str) -> str:
     said = []
     for line in (f"Authorization: Bearer {alice}\x01", f"Authorization : Bearer {alice}", f"Bearer {alice}"):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=made.client().client_context())
-        writer.write(f"GET /v1/jobs HTTP/1.1\r\nHost: x\r\n{line}\r\n\r\n".encode())
+        writer.write(f"GET /v1/jobs HTTP/1.1\r\nHost: localhost\r\n{line}\r\n\r\n".encode())
         async with asyncio.timeout(DEADLINE):
             said.append((await reader.readline()).decode())
         writer.transport.abort()

@@ -67,7 +67,7 @@ async def test_a_json_body_that_does_not_come_is_not_waited_for(monkeypatch: pyt
     monkeypatch.setattr(mesh_http, "BODY_SECONDS", 0.1)
     async with serving(Service("test", routes()), "127.0.0.1", 0) as endpoint:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        writer.write(b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"a"')
+        writer.write(b'POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"a"')
         async with asyncio.timeout(DEADLINE):
             assert b" 408 " in await reader.readline()
             await reader.read()
@@ -80,7 +80,7 @@ async def test_port_zero_is_any_free_one_and_it_is_told() -> None:
         assert await response.json() == {"status": "ok", "service": "test"}
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"])
 async def test_a_connection_that_asks_nothing_is_cut(sent: bytes) -> None:
     async with serving(Service("test", []), "127.0.0.1", 0, first_request_seconds=0.2) as endpoint:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)

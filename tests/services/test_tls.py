@@ -372,7 +372,7 @@ async def serial(endpoint: Endpoint, client: TlsFiles) -> str:
     """Of the certificate that a new connection is shown."""
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=client.client_context())
     try:
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200" in await reader.readline()
         return str(writer.get_extra_info("peercert")["serialNumber"])
     finally:

@@ -72,7 +72,7 @@ async def raw(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Str
     port = int(url.rsplit(":", 1)[1])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
     head = await reader.readuntil(b"\r\n\r\n")
@@ -182,7 +182,7 @@ BAD = {
     "a size of 2^63": (frame(0x82, b"", size=(1 << 64) - 1), 1009),
     "fragments beyond the limit": (frame(0x02, b"x" * (LIMIT - 70)) + frame(0x00, b"x" * 71), 1009),
     "endless empty fragments": (frame(0x02, b"") + frame(0x00, b"") * 4000, 1009),
-    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 1002),
+    "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 1002),
 }
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgpack
 
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
-from keepstep_mesh.addresses import Lookup
+from keepstep_mesh.addresses import Lookup, in_url
 
 MAX_REASON_BYTES = 8192
 MAX_JSON_BYTES = 64 << 20
@@ -95,7 +95,7 @@ class Connection:
         self._patience = patience
         self._received = b""
         self._whole = 0 if endpoint.tls is not None else socket.MSG_WAITALL
-        fields = {"Host": f"{endpoint.host}:{endpoint.port}", **endpoint.headers()}
+        fields = {"Host": f"{in_url(endpoint.host)}:{endpoint.port}", **endpoint.headers()}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._interrupted = False
         self._lookup: Lookup | None = None

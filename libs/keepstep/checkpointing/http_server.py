@@ -11,7 +11,8 @@ stay in the cache), and a slow reader costs nothing but its own socket.
     DELETE /lease/<lease>                   the reader is done
     GET /chunk/<digest>                     a chunk that this process, which heals, has already
 
-Errors have a msgpack body {"reason": sentence}: 400, 401, 404 (not staged in time), 410 (no longer there), 416, 503.
+Errors have a msgpack body {"reason": sentence}: 400, 401, 403 and 421 (a web page), 404 (not staged in time), 410 (no
+longer there), 416, 503.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from keepstep.checkpointing.swarm import PEERS_AT_ONCE
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import CHUNK_BYTES, DIGEST_BYTES
+from keepstep_mesh.web_pages import HOST_ADVICE, host_problem, origin_problem
 
 MAX_CONNECTIONS = 256
 MAX_HEAD_BYTES = 8192
@@ -96,6 +98,7 @@ class CheckpointServer:
     def __init__(self, host: str, timeout: float, token: ClientToken) -> None:
         self._timeout = timeout
         self._token = token
+        self._host = host
         self._listener = listen(host)
         self._address, self.port = self._listener.getsockname()[:2]
         self._to_serve: Snapshot | None = None
@@ -246,6 +249,13 @@ class CheckpointServer:
                 400, f"this server has /checkpoint/<step>, /lease/<name> and /chunk/<digest>, not {first[:80]!r}"
             )
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if not self._token:
+            own = (self._host,)
+            wrong = host_problem(fields.get("host"), own, HOST_ADVICE) if self.is_loopback else None
+            if wrong is not None:
+                raise _Refused(421, wrong)
+            if (wrong := origin_problem(fields.get("origin"), own)) is not None:
+                raise _Refused(403, wrong)
         if not self._token.accepts_peer(fields.get("authorization", "")):
             raise _Refused(401, "the bearer token is missing or wrong")
         if fields.get("content-length", "0") != "0" or "transfer-encoding" in fields:

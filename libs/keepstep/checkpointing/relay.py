@@ -34,7 +34,7 @@ class RelayTransport(HTTPTransport[T]):
         timeout: see ``HTTPTransport``; an upload takes no longer either.
         relays: addresses of the relays, asked before each transfer; empty: transfers are direct.
         num_chunks: parallel streams of a direct transfer.
-        hostname, token: see ``HTTPTransport``. A relay is shown the token itself, as every service.
+        hostname, token: see ``HTTPTransport``. A relay is shown what is derived from the token for its address.
         tls: for relays at https addresses.
         uplink: bytes a second that uploads of this process may take from the network; None: no limit.
     """

@@ -6,13 +6,14 @@ import hashlib
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from keepstep.checkpointing.connection import Connection, Endpoint
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.transport import Exchange
-from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.auth import ClientToken, derived, place_of
 from keepstep_mesh.tls import TlsFiles, watched_client_context
 
 
@@ -26,11 +27,11 @@ class Credentials:
 
     def endpoint(self, address: str) -> Endpoint:
         """Raises ``ValueError`` for what is no address."""
-        return Endpoint.of(address, self._headers, self._tls)
+        return Endpoint.of(address, partial(self._headers, place_of("relay", address)), self._tls)
 
-    def _headers(self) -> Mapping[str, str]:
-        shown = self._token.latest()
-        return {"Authorization": f"Bearer {shown}"} if shown else {}
+    def _headers(self, place: str) -> Mapping[str, str]:
+        token = self._token.latest()
+        return {"Authorization": f"Bearer {derived(token, place)}"} if token else {}
 
     def _tls(self) -> ssl.SSLContext:
         if self._context is None:

@@ -32,7 +32,7 @@ def server() -> Iterator[CheckpointServer]:
 def asking(server: CheckpointServer, digest: str = HERE) -> Iterator[tuple[int, socket.socket]]:
     """The status of the answer, which is read up to the end of its header."""
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE) as reader:
-        reader.sendall(f"GET /chunk/{digest} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        reader.sendall(f"GET /chunk/{digest} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             byte = reader.recv(1)

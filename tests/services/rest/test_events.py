@@ -98,7 +98,7 @@ async def test_a_follower_that_does_not_read_is_cut_off_and_holds_nothing_up(mon
     async with scene(1) as (one, rest, members):
         host, port = rest.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(b"GET /v1/jobs/job/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /v1/jobs/job/events?follow=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readline()
         detail = {"filler": "x" * 100_000}
         for _ in range(300):
