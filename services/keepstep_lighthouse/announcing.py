@@ -41,7 +41,7 @@ class Announcer:
             listed, version = last.listed, last.version
         else:
             listed = tuple(
-                Member(group.replica_id, r.step, _lineage(group, r), r.commit_failures, r.shrink_only, group.info)
+                Member(group.replica_id, r.step, _lineage(group, r), r.commit_failures, r.shrink_only, group.info, r.batches_committed)
                 for group, r in asked
             )
             version = 1 if last is None else last.version + 1
