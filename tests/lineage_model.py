@@ -64,9 +64,7 @@ class Group(NamedTuple):
 
     def at(self, standing: Standing, truth: Truth, *, is_loaded: bool = False) -> Group:
         failed = standing.commit_failures > 0
-        return Group(
-            self.replica_id, standing.step, standing.lineage, failed, standing._fell_behind, is_loaded, truth
-        )
+        return Group(self.replica_id, standing.step, standing.lineage, failed, standing._fell_behind, is_loaded, truth)
 
 
 class World(NamedTuple):
@@ -134,10 +132,9 @@ class Model:
             for marked in (None, *_subsets(members, empty=True)) if self._behind else (None,):
                 for committing in _subsets(members) if marked is None else (members,):
                     changed, broken = self._round(world, number, members, committing, marked)
-                    names = [world.groups[i].replica_id for i in members]
-                    how = "" if marked is None else f", nobody heals, {[world.groups[i].replica_id for i in marked]} mark"
-                    who = [world.groups[i].replica_id for i in committing]
-                    yield f"quorum {changed.quorum_id} of {names}, {who} commit{how}", changed, broken
+                    names = [[world.groups[i].replica_id for i in some] for some in (members, committing, marked or ())]
+                    what = f"quorum {changed.quorum_id} of {names[0]}, {names[1]} commit"
+                    yield what if marked is None else f"{what}, nobody heals, {names[2]} mark", changed, broken
         for i, group in enumerate(world.groups):
             name = group.replica_id.partition(":")[0]
             fresh = self._new(name, number)
@@ -150,7 +147,8 @@ class Model:
                     what = f"{target.replica_id} loads step {checkpoint.step} of {checkpoint.lineage!r}"
                     changed = self._with(world, i, loaded)
                     yield what, changed, self._apart(changed)
-            if self._broken and not any(lineage == f"{DIVERGED_NAME}{group.replica_id}" for _, lineage, _ in world.held):
+            lineages = {lineage for _, lineage, _ in world.held}
+            if self._broken and f"{DIVERGED_NAME}{group.replica_id}" not in lineages:
                 for soundness in (TORN, DIVERGED):
                     standing = group.standing()
                     (standing.tear if soundness == TORN else standing.diverge)()

@@ -79,7 +79,7 @@ class QuorumPlan:
 
     @property
     def reference_batches(self) -> int:
-        """``batches_committed`` of the reference state; 0: not known. Only for a group that does not hold that state."""
+        """``batches_committed`` of the reference state, for a group that does not hold it; 0: not known."""
         return self.members[self.cohort[0]].batches_committed
 
     @property

@@ -166,7 +166,7 @@ class ProcessCheck:
             what = f"starts step {record.step} from a state of lineage {record.lineage!r}, and held {self._lineage!r}"
             self._violated("one_state", what, self._last, place)
         if record.behind and not record.synchronized and isinstance(record.new_lineage, int):
-            what = f"took part behind in step {record.step} and keeps lineage {record.new_lineage}, which others may hold"
+            what = f"took part behind in step {record.step}, and keeps the lineage {record.new_lineage} of others"
             self._violated("one_state", what, place)
         if not record.behind and self.rolled_back is None:
             self._append(place, record)

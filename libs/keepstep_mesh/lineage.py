@@ -120,7 +120,7 @@ def committed(reference: Lineage, quorum_id: int, *, synchronized: bool = False)
 
 
 def worth(state: State) -> tuple[int, ...]:
-    """By which states are compared: soundness, resume, step, quorum_id; of equal ones a live state before a checkpoint."""
+    """What states are compared by, in this order; of else equal ones a live state comes before a loaded checkpoint."""
     lineage = state.lineage
     came = origin(lineage)
     live = not (isinstance(lineage, str) and lineage.startswith(LOADED))

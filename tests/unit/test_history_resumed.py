@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from simulation.history import report_on
 from tests.unit.history_story import Story
+
+from simulation.history import report_on
 
 EVENTS = "l1.jsonl"
 

@@ -25,7 +25,8 @@ class Groups:
         self.ready = threading.Barrier(len(lineages))
 
     def run(self, act: Callable[[str, Manager, State], Any]) -> dict[str, Any]:
-        return dict(zip(self._lineages, together(*(lambda n=n: self._group(n, act) for n in self._lineages)), strict=True))
+        said = together(*(lambda n=n: self._group(n, act) for n in self._lineages))
+        return dict(zip(self._lineages, said, strict=True))
 
     def _group(self, name: str, act: Callable[[str, Manager, State], Any]) -> Any:
         lineage = self._lineages[name]
