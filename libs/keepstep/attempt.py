@@ -128,6 +128,8 @@ class Attempt:
         self._staged = False
         self._heal_tried = False
         self._healed = False
+        self.synchronized = False
+        """What this step commits is equal in all groups that took part; the script says so."""
         self._ready: concurrent.futures.Future[QuorumPlan] | None = None
 
     # ---- the quorum
@@ -137,7 +139,7 @@ class Attempt:
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
         if self._sync or self._first_step:
             plan = self.wait_plan()
-            self._healed_before = self._sync or plan.max_step == 0
+            self._healed_before = self._sync or plan.first_step
             if self._healed_before and self.error is None:
                 self._exchange_state(plan)
 
@@ -361,6 +363,9 @@ class Attempt:
         context, standing = self._context, self._context.standing
         started, seconds = time.monotonic(), context.timeout.total_seconds()
         member, settings = plan.members[source], context.settings
+        if standing.step > plan.max_step:
+            given_up = {"step": standing.step, "lineage": standing.lineage}
+            context.log.warning("goes back", to_step=plan.max_step, to_lineage=plan.lineage, **given_up)
         asked = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
         metadata = context.mesh.call(asked, seconds + SLACK)
 
@@ -474,7 +479,14 @@ class Attempt:
             behind = plan.heal and not self._healed
             if behind:
                 facts["behind"] = True
-            standing.commit(plan.quorum_id, participants, behind=behind)
+            if self.synchronized:
+                facts["synchronized"] = True
+                batches = (plan.reference_batches if behind else 0) or standing.batches_committed
+                standing.commit_synchronized(plan.max_step, plan.lineage, batches, plan.quorum_id, participants)
+            else:
+                standing.commit(plan.quorum_id, participants, behind=behind)
+            if standing.lineage != plan.quorum_id:
+                facts["new_lineage"] = standing.lineage
             context.steps.write("committed", standing.step, plan.quorum_id, **facts)
             context.telemetry.step(self._times, standing.step, plan.quorum_id, participants, committed=True)
             return

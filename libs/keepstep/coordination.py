@@ -25,6 +25,7 @@ from keepstep.rank_client import RankClient
 from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.lineage import NEW
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
 from keepstep_mesh.messages import Quorum as MeshQuorum
@@ -358,7 +359,7 @@ class ManagerClient:
         client = self._client(group_rank)
         seconds = timeout.total_seconds()
         if lineage is None:
-            lineage = client.replica_id if init_sync and step == 0 else ""
+            lineage = f"{NEW}{client.replica_id}" if init_sync and step == 0 else ""
         ask = RankAsk(
             next(self._requests),
             step,

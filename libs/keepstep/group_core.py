@@ -38,6 +38,7 @@ class GroupAsk:
     layout: str
     handles: tuple[str, ...]
     root: StateRoot | None
+    batches_committed: int
 
 
 def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
@@ -74,6 +75,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         layout=layout,
         handles=handles if any(handles) else (),
         root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
+        batches_committed=first.batches_committed,
     )
 
 

@@ -340,6 +340,7 @@ class GroupServer:
                         info=self._info,
                         timeout=merged.timeout,
                         root=merged.root,
+                        batches_committed=merged.batches_committed,
                     )
                 break
             except TimeoutError as error:

@@ -44,6 +44,7 @@ from keepstep.standing import Standing
 from keepstep.step_log import StepLog
 from keepstep.step_telemetry import StepTelemetry
 from keepstep_mesh.errors import Banned, Drained, KeepstepError
+from keepstep_mesh.lineage import NEW
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     Drain,
@@ -179,7 +180,7 @@ class Manager:
                     uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
                 )
                 closing.callback(transport.shutdown)
-            standing = Standing(link.replica_id, link.replica_id if init_sync else "")
+            standing = Standing(link.replica_id, f"{NEW}{link.replica_id}" if init_sync else "")
             self._context = StepContext(
                 mesh=self._mesh,
                 link=link,
@@ -251,8 +252,12 @@ class Manager:
         return self._context.standing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From the user's own checkpoint; takes torchft's too (no lineage)."""
-        self._context.standing.load(state_dict)
+        """From the user's own checkpoint; takes torchft's too (no lineage).
+
+        Once groups that loaded one have committed a step, a group that was away since before that heals from them, even
+        from a lower step: it does not undo the resume.
+        """
+        self._context.standing.resume(state_dict)
         self._write("loaded")
 
     def _write(self, event: str) -> None:
@@ -380,6 +385,7 @@ class Manager:
             layout=self._layout_digest,
             checkpoint=context.transport.metadata(),
             root=context.root,
+            batches_committed=standing.batches_committed,
         )
         self._attempt = Attempt(
             context,
@@ -428,6 +434,21 @@ class Manager:
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
         return self._current().allreduce(tensor, reduce_op, average=average)
+
+    def mark_synchronized(self) -> None:
+        """Says that the state that this step commits is equal in all groups that take part, whatever it was before.
+
+        For algorithms that average the parameters (or take all of them from one group) in a step in which nobody heals,
+        ``start_quorum(allow_heal=False)``. Call it after ``start_quorum``, before ``should_commit``, in every group; it
+        has no effect unless the step commits here. A group that was behind then counts as equal to the others: its step
+        and ``batches_committed`` become theirs, and it does not heal. Without it such a group heals in the next step
+        that allows it.
+
+        It is not checked. **Everything** that is registered as state has to be equal after the step, bit for bit:
+        parameters, buffers, state of optimizers. What differs stays different until ``keepstep verify-replicas`` finds
+        it. Groups that call it and groups that do not never count as equal after the step: some of them heal.
+        """
+        self._current().synchronized = True
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Whether this step counts; then, and only then, step the optimizer.

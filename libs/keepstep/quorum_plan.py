@@ -65,6 +65,16 @@ class QuorumPlan:
         return self.source is not None
 
     @property
+    def first_step(self) -> bool:
+        """Of the job: no member has committed one, so all that heal do so before the forward pass."""
+        return self.max_step == 0 and (not self.healing or not any(member.step for member in self.members))
+
+    @property
+    def reference_batches(self) -> int:
+        """``batches_committed`` of the reference state, for a group that does not hold it; 0: not known."""
+        return self.members[self.cohort[0]].batches_committed
+
+    @property
     def diverged(self) -> bool:
         """Its weights were found to differ from those of the cohort."""
         return self.heal and is_diverged(self.members[self.replica_rank].lineage)

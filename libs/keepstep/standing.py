@@ -1,14 +1,14 @@
 """Where a replica group stands: its committed steps, and which weights it holds. Pure.
 
-Equal (step, lineage) means equal weights in all groups (SEMANTICS, section 2). The lineage is the quorum_id of the last
-commit; before the first one a group's own id, or "" where all groups begin with equal weights.
+Equal (step, lineage) means equal weights in all groups; ``keepstep_mesh.lineage`` says what lineages there are.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from keepstep_mesh.lineage import DIVERGED, TORN, is_torn
+from keepstep_mesh import lineage as lineages
+from keepstep_mesh.lineage import BEHIND, DIVERGED, TORN, is_torn
 from keepstep_mesh.messages import Lineage
 
 
@@ -22,19 +22,26 @@ class Standing:
         self.commit_failures = 0
         """In a row."""
         self._replica_id = replica_id
+        self._fell_behind = 0
+        """How often. So no two states of this group, or of checkpoints of it, are taken for one."""
 
     def state_dict(self) -> dict[str, Any]:
         """``step``, ``batches_committed`` and, once there was a commit, ``lineage``."""
         state: dict[str, Any] = {"step": self.step, "batches_committed": self.batches_committed}
-        if isinstance(self.lineage, int):
-            state["lineage"] = self.lineage
+        if (lineage := lineages.saved(self.lineage)) is not None:
+            state["lineage"] = lineage
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """From a checkpoint, or from another group; torchft's has no lineage."""
+        """Takes over the state of another group. The caller knows its lineage."""
         self.step = int(state["step"])
         self.batches_committed = int(state["batches_committed"])
-        self.lineage = state.get("lineage", self.lineage if self.step == 0 else "")
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """From a checkpoint; torchft's has no lineage."""
+        self.load(state)
+        if self.step or "lineage" in state:
+            self.lineage = lineages.loaded(state.get("lineage", ""))
 
     def tear(self) -> None:
         """The state is of no step any more."""
@@ -54,7 +61,23 @@ class Standing:
         self.batches_committed += participants
         self.commit_failures = 0
         if not behind:
-            self.lineage = quorum_id
+            self.lineage = lineages.committed(self.lineage, quorum_id)
+        elif not self._keeps_apart():
+            self._fell_behind += 1
+            self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
+
+    def _keeps_apart(self) -> bool:
+        """Its lineage equals nobody's as it is."""
+        own = isinstance(self.lineage, str) and self.lineage.startswith(f"{BEHIND}{self._replica_id}:")
+        return own or lineages.is_diverged(self.lineage) or is_torn(self.lineage)
+
+    def commit_synchronized(
+        self, step: int, lineage: Lineage, batches_committed: int, quorum_id: int, participants: int
+    ) -> None:
+        """As all groups that were made equal in that step, from the reference state's first three."""
+        self.step, self.batches_committed = step + 1, batches_committed + participants
+        self.lineage = lineages.committed(lineage, quorum_id, synchronized=True)
+        self.commit_failures = 0
 
     def discard(self) -> None:
         self.commit_failures += 1

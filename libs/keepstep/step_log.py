@@ -7,8 +7,9 @@ missing line shows), ``event``, ``step`` (committed steps after the event), ``qu
   were found to differ from the others'): ``lineage`` that it holds
 * ``quorum`` (this group is in it, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
 * ``healed``: ``epoch``, ``lineage`` taken over, ``source``, ``seconds``, ``bytes``
-* ``committed``: ``epoch``, ``participants``, ``lineage`` of the state that it started from, ``behind`` (it took part
-  without healing; only if true)
+* ``committed``: ``epoch``, ``participants``, ``lineage`` of the state that it started from; only where it is so:
+  ``behind`` (it took part without healing), ``synchronized`` (the script said that all are equal after it),
+  ``new_lineage`` (if it is not the quorum_id)
 * ``discarded``: ``epoch``, ``reason``
 
 ``keepstep check-history`` reads it.

@@ -10,6 +10,7 @@ from keepstep_cli.history_logs import ProcessCheck, Run
 from keepstep_cli.history_quorums import Quorums, listed
 from keepstep_cli.history_records import EventRecord, Place
 from keepstep_cli.history_rules import Violations
+from keepstep_mesh.lineage import origin
 from keepstep_mesh.names import name_of
 
 
@@ -130,11 +131,15 @@ class JobHistory:
                 reach = run
 
     def _check_once(self, quorum_id: int, runs: list[Run]) -> None:
-        """A member asked for this quorum with its step, so nothing up to that step is committed in it."""
+        """A member asked for this quorum with its step, so nothing up to that step is committed in it.
+
+        Unless the job was resumed from a checkpoint since.
+        """
         first = runs[0]
+        resumed = origin(first.lineage).resumed
         for replica_id in self.quorums.by_id[quorum_id].members or ():
             for held in self._held_before(replica_id, quorum_id):
-                if first.first <= held.last:
+                if first.first <= held.last and origin(held.new_lineage).resumed >= resumed:
                     what = (
                         f"step {first.first} was committed under quorum {quorum_id} by {first.replica_id}, though its "
                         f"member {replica_id} had committed up to step {held.last} under quorum {held.quorum_id}"

@@ -57,7 +57,8 @@ class Run:
     quorum_id: int
     participants: int
     lineage: int | str
-    """Of the state that its first step started from; that of its others is ``quorum_id``."""
+    """Of the state that its first step started from; that of its others is ``new_lineage``."""
+    new_lineage: int | str
     first: int
     last: int
     first_place: Place
@@ -66,7 +67,7 @@ class Run:
     """The quorum in which the state that it led to was given up, for a checkpoint or because it broke."""
 
     def lineage_before(self, step: int) -> int | str:
-        return self.lineage if step == self.first else self.quorum_id
+        return self.lineage if step == self.first else self.new_lineage
 
     def places_of(self, step: int) -> tuple[Place, ...]:
         """The line of ``step``; of one between the first and the last, these two."""
@@ -159,21 +160,24 @@ class ProcessCheck:
             self._violated("member", what, self._last, place)
         elif answer is None and not self.headless and self._step is not None:
             self._violated("member", f"commits step {record.step} and is in no quorum yet", place)
-        if self._step is not None and record.step != self._step + 1:
+        if self._step is not None and record.step != self._step + 1 and not (record.behind and record.synchronized):
             self._violated("step_order", f"commits step {record.step} after step {self._step}", self._last, place)
         if self._lineage is not None and record.lineage != self._lineage:
             what = f"starts step {record.step} from a state of lineage {record.lineage!r}, and held {self._lineage!r}"
             self._violated("one_state", what, self._last, place)
+        if record.behind and not record.synchronized and isinstance(record.new_lineage, int):
+            what = f"took part behind in step {record.step}, and keeps the lineage {record.new_lineage} of others"
+            self._violated("one_state", what, place)
         if not record.behind and self.rolled_back is None:
             self._append(place, record)
-        self._step, self._lineage = record.step, record.lineage if record.behind else record.quorum_id
+        self._step, self._lineage = record.step, record.new_lineage
 
     def _append(self, place: Place, record: StepRecord) -> None:
         run = self.runs[-1] if self.runs else None
         if (
             run is not None
             and (record.epoch, record.quorum_id, record.participants) == (run.epoch, run.quorum_id, run.participants)
-            and (record.step, record.lineage) == (run.last + 1, run.quorum_id)
+            and (record.step, record.lineage, record.new_lineage) == (run.last + 1, run.new_lineage, run.new_lineage)
             and run.forgotten_in is None
         ):
             run.last, run.last_place = record.step, place
@@ -186,6 +190,7 @@ class ProcessCheck:
                 quorum_id=record.quorum_id,
                 participants=record.participants,
                 lineage=record.lineage,
+                new_lineage=record.new_lineage,
                 first=record.step,
                 last=record.step,
                 first_place=place,

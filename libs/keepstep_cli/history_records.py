@@ -61,6 +61,9 @@ class StepRecord:
     participants: int
     members: tuple[str, ...]
     behind: bool
+    synchronized: bool
+    new_lineage: int | str
+    """``committed``: of the state that it led to."""
 
 
 Record = EventRecord | StepRecord
@@ -106,9 +109,8 @@ def _step(plain: dict[str, Any]) -> StepRecord:
     event = _text(plain, "event")
     if event not in HELD | ANSWERED:
         raise ValueError(f"a step log has no event {event!r}")
-    lineage = plain.get("lineage", None if event in HELD else "")
-    if not isinstance(lineage, str):
-        lineage = _number(plain, "lineage")
+    lineage = _lineage(plain, "lineage", None if event in HELD else "")
+    behind = plain.get("behind") is True
     return StepRecord(
         job=_text(plain, "job"),
         replica_id=_text(plain, "replica_id"),
@@ -121,8 +123,15 @@ def _step(plain: dict[str, Any]) -> StepRecord:
         lineage=lineage,
         participants=_number(plain, "participants") if event == "committed" else 0,
         members=_names(plain, "members") if event == "quorum" else (),
-        behind=plain.get("behind") is True,
+        behind=behind,
+        synchronized=plain.get("synchronized") is True,
+        new_lineage=_lineage(plain, "new_lineage", lineage if behind else plain["quorum_id"]),
     )
+
+
+def _lineage(plain: dict[str, Any], name: str, default: int | str | None) -> int | str:
+    value = plain.get(name, default)
+    return value if isinstance(value, str) else _number({name: value}, name)
 
 
 def _number(plain: dict[str, Any], name: str) -> int:

@@ -51,7 +51,7 @@ RULES = {
         ),
         Rule(
             "one_quorum",
-            "a step is committed under one quorum; by a later one again only if nobody in that has it",
+            "a step is committed under one quorum; by a later one again if nobody in that has it, or after a resume",
             "work that a live group had committed was thrown away, or done twice on top of itself",
         ),
         Rule(

@@ -62,6 +62,8 @@ class Member:
     commit_failures: int
     shrink_only: bool
     info: MemberInfo
+    batches_committed: int = 0
+    """0 also from a lighthouse that does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class QuorumRequest:
     """None: as in the request before on this session."""
     root: StateRoot | None = None
     """When the answer before asked for it, and the group held the reference state."""
+    batches_committed: int = 0
+    """At that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +350,7 @@ class Quorum:
     lineage: Lineage
     """The reference state's; with ``uniform`` everybody's."""
     uniform: bool
-    """True: what ``listed`` says of steps, lineages and failures is old; all stand at (step, lineage)."""
+    """True: what ``listed`` says of steps, lineages, batches and failures is old; all stand at (step, lineage)."""
     listed: tuple[Member, ...]
     """The members, sorted by replica_id, as last sent."""
     verify: bool = False
@@ -408,6 +412,7 @@ class RankAsk:
     """What a peer's transport needs to fetch this rank's state."""
     root: StateRoot | None = None
     """Of this rank's part of the state."""
+    batches_committed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,7 @@ class LighthouseSession:
         info: MemberInfo,
         timeout: float,
         root: StateRoot | None = None,
+        batches_committed: int = 0,
     ) -> Quorum:
         """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
 
@@ -231,7 +232,11 @@ class LighthouseSession:
         now = self._loop.time()
         timeout_ms = max(1, round(timeout * 1000))
         request = self._core.ask(
-            step, lineage, info, timeout_ms, shrink_only=shrink_only, commit_failures=commit_failures, root=root
+            *(step, lineage, info, timeout_ms),
+            shrink_only=shrink_only,
+            commit_failures=commit_failures,
+            root=root,
+            batches_committed=batches_committed,
         ).request
         asker: asyncio.Future[Quorum] = self._loop.create_future()
         self._asker = asker

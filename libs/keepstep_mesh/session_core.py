@@ -165,6 +165,7 @@ class SessionCore:
         shrink_only: bool,
         commit_failures: int,
         root: StateRoot | None = None,
+        batches_committed: int = 0,
     ) -> QuorumRequest:
         """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
         if info is not self._checked_info:
@@ -172,7 +173,8 @@ class SessionCore:
             self._checked_info = info
         self._requests += 1
         self.held = None
-        self.open = QuorumRequest(self._requests, step, lineage, shrink_only, commit_failures, timeout_ms, info, root)
+        facts = (shrink_only, commit_failures, timeout_ms, info, root, batches_committed)
+        self.open = QuorumRequest(self._requests, step, lineage, *facts)
         return self.open
 
     def to_send(self, timeout_ms: int) -> QuorumRequest | None:
@@ -191,6 +193,7 @@ class SessionCore:
             timeout_ms=timeout_ms,
             info=None if known else request.info,
             root=request.root,
+            batches_committed=request.batches_committed,
         )
 
     def withdraw(self, request: int) -> bool:

@@ -40,10 +40,7 @@ class Announcer:
         if last is not None and last.uniform and uniform and same:
             listed, version = last.listed, last.version
         else:
-            listed = tuple(
-                Member(group.replica_id, r.step, _lineage(group, r), r.commit_failures, r.shrink_only, group.info)
-                for group, r in asked
-            )
+            listed = tuple(_member(group, request) for group, request in asked)
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
@@ -63,6 +60,11 @@ class Announcer:
             verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
         )
         return self.last
+
+
+def _member(group: Group, said: QuorumRequest) -> Member:
+    lineage, batches = _lineage(group, said), said.batches_committed
+    return Member(group.replica_id, said.step, lineage, said.commit_failures, said.shrink_only, group.info, batches)
 
 
 def _lineage(group: Group, request: QuorumRequest) -> Lineage:

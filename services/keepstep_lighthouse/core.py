@@ -8,7 +8,8 @@ concerns that a group goes in ``departures``):
   is lost at once when more than half of the other members of its quorum have left, are lost, or ask again with
   ``commit_failures``.
 * quorum_id grows by one when there was no quorum, when the ordered list of members differs, when a member reports
-  ``commit_failures``, or when a member of the quorum was lost in between; else the quorum is confirmed under its id.
+  ``commit_failures``, when a member of the quorum was lost in between, or when the state that they go on from begins
+  anew (a checkpoint was loaded, say); else the quorum is confirmed under its id.
   It grows beyond every lineage that a member brings (states from a job whose lighthouse was another).
 * Nothing that must outlive the lighthouse is announced before it is written: ``Persist`` stands before what depends
   on it (a new quorum_id, an eviction, a ban, a policy, a higher quorum_id that a hello reports). A confirmed quorum
@@ -68,6 +69,7 @@ from keepstep_lighthouse.quorum_rules import ANNOUNCING, Code, Verdict, choose, 
 from keepstep_lighthouse.rounds import Round
 from keepstep_lighthouse.verification import Verification
 from keepstep_lighthouse.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
+from keepstep_mesh.lineage import begins_anew, origin, reference_state
 from keepstep_mesh.messages import Denied, Drain, Goodbye, HeldAnswer, MemberLost, QuorumRequest, Refused, RoundBroken
 
 LATE_SECONDS = 0.25
@@ -257,6 +259,7 @@ class JobCore:
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
         if not layouts.fits(state, group, request):
             return
+        where_it_was = group.step, group.lineage
         self._groups.open(group, request, now)
         if last is None and (group.member or not state.record.members):
             self._takeover.asks(group, request.step)
@@ -268,7 +271,7 @@ class JobCore:
             departures.lose_reported(state, now)
         if answer is not None and request.commit_failures:
             departures.break_round(state, f"{group.replica_id} did not commit the step", group)
-        elif answer is not None and request.step <= answer.step and session != group.answered_session:
+        elif answer is not None and where_it_was == (group.step, group.lineage) and session != group.answered_session:
             departures.break_round(state, f"{group.replica_id} lost its connection before it had the answer", group)
 
     def _cancelled(self, group: Group, number: int) -> None:
@@ -405,9 +408,12 @@ class JobCore:
         same = len(chosen) == len(record.members) and all(group.member for group in chosen)
         requests = [group.request for group in chosen if group.request is not None]
         failed = any(request.commit_failures for request in requests)
-        lineages = [one.lineage for one in requests if isinstance(one.lineage, int) and one.lineage < HIGHEST_QUORUM_ID]
-        reached = max(lineages, default=0)  # above ours when states come from a job whose lighthouse is another
-        if same and not failed and not state.round.lost and reached <= record.quorum_id:
+        lineages = {one.lineage for one in requests}
+        known = (origin(lineage).quorum_id for lineage in lineages)
+        # above ours when states come from a job whose lighthouse is another
+        reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
+        anew = any(map(begins_anew, lineages)) and begins_anew(reference_state(requests)[1])
+        if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
             return ()
         if not same:
             left_behind = state.member_sessions(lambda group: group.request is None)

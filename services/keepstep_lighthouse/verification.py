@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from keepstep_lighthouse.events import Announce
 from keepstep_lighthouse.groups import Group
-from keepstep_mesh.lineage import lineage_rank
+from keepstep_mesh.lineage import worth
 from keepstep_mesh.messages import Lineage, StateRoot
 
 
@@ -80,7 +80,7 @@ class Verification:
         said = [(one.replica_id, one.request.root) for one in chosen if one.request and one.request.root is not None]
         if len(said) < 2:
             return None
-        step, lineage = max((_state(root) for _, root in said), key=lambda state: (state[0], lineage_rank(state[1])))
+        step, lineage = _state(max((root for _, root in said), key=worth))
         found: dict[str, list[str]] = {}
         for replica_id, root in said:
             if _state(root) == (step, lineage):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 LIGHTHOUSE = "services/keepstep_lighthouse"
 MESH = "libs/keepstep_mesh"
 GROUPS = "tests/services/manager/test_verification.py"
+SYNCHRONIZED = "tests/services/manager/test_synchronized.py"
+HISTORIES = "tests/unit/test_lineage_model.py::test_no_short_history_breaks_a_rule"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 
@@ -272,8 +274,8 @@ MUTATIONS = (
     Mutation(
         "a quorum that lost a member in between keeps its quorum_id",
         f"{LIGHTHOUSE}/core.py",
-        "        if same and not failed and not state.round.lost and reached",
-        "        if same and not failed and reached",
+        "        if same and not failed and not state.round.lost and not anew",
+        "        if same and not failed and not anew",
         Test(
             "tests/unit/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
@@ -370,9 +372,86 @@ MUTATIONS = (
     Mutation(
         "the furthest state is gone on from, sound or not",
         f"{MESH}/lineage.py",
-        "        return min(rank, 0), member.step, rank,",
-        "        return member.step, rank,",
+        "    return soundness(state.step, lineage), came.resumed,",
+        "    return came.resumed,",
         Test(VERIFICATION),
+    ),
+    # ---- which state a job goes on from
+    Mutation(
+        "the highest step is gone on from, whatever was resumed since",
+        f"{MESH}/lineage.py",
+        "soundness(state.step, lineage), came.resumed,",
+        "soundness(state.step, lineage),",
+        Test(HISTORIES),
+    ),
+    Mutation(
+        "the highest quorum_id is gone on from, however little was trained",
+        f"{MESH}/lineage.py",
+        "came.resumed, state.step, came.quorum_id, live",
+        "came.resumed, came.quorum_id, state.step, live",
+        Test(HISTORIES),
+    ),
+    Mutation(
+        "a loaded checkpoint counts as the live state that it was saved from",
+        f"{MESH}/lineage.py",
+        'else f"{LOADED}{lineage}"',
+        "else lineage",
+        Test(HISTORIES),
+    ),
+    Mutation(
+        "a group that takes part behind keeps its lineage",
+        "libs/keepstep/standing.py",
+        "        elif not self._keeps_apart():\n",
+        "        elif self.step < 0:\n",
+        Test(HISTORIES),
+    ),
+    Mutation(
+        "a group that takes part behind gets the lineage of the others",
+        "libs/keepstep/attempt.py",
+        "standing.commit(plan.quorum_id, participants, behind=behind)",
+        "standing.commit(plan.quorum_id, participants, behind=False)",
+        Test(f"{SYNCHRONIZED}::test_groups_that_do_not_say_so_are_not_equal_and_heal_next_time"),
+    ),
+    Mutation(
+        "a group that says that all are equal has the lineage of one that does not",
+        f"{MESH}/lineage.py",
+        "{'synchronized:' if synchronized else ''}",
+        "",
+        Test(f"{SYNCHRONIZED}::test_a_group_that_says_so_is_not_equal_to_one_that_does_not"),
+    ),
+    Mutation(
+        "a group that was made equal keeps its count of batches",
+        "libs/keepstep/attempt.py",
+        "batches = (plan.reference_batches if behind else 0) or standing",
+        "batches = standing",
+        Test(f"{SYNCHRONIZED}::test_groups_that_say_that_they_are_equal_are_and_nobody_heals"),
+    ),
+    Mutation(
+        "a job that goes on from a checkpoint keeps its quorum_id",
+        f"{LIGHTHOUSE}/core.py",
+        "        anew = any(",
+        "        anew = False and any(",
+        Test(
+            "tests/unit/test_core_lineages.py::"
+            "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"
+        ),
+    ),
+    Mutation(
+        "whether a member had its answer is told by its step alone",
+        f"{LIGHTHOUSE}/core.py",
+        "where_it_was == (group.step, group.lineage) and session",
+        "request.step <= answer.step and session",
+        Test(
+            "tests/unit/test_core_lineages.py::"
+            "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
+        ),
+    ),
+    Mutation(
+        "beside a group that cannot heal before the forward pass others count all groups",
+        "libs/keepstep/attempt.py",
+        "self._sync or plan.first_step\n",
+        "self._sync or plan.max_step == 0\n",
+        Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
     ),
     Mutation(
         "a group whose heal failed forgets that it diverged",

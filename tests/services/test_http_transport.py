@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import socket
 import threading
@@ -147,6 +148,19 @@ def test_a_step_that_is_not_there_is_refused_with_the_reason(transports):
         joiner.recv_checkpoint(0, source.metadata(), 4, MINUTE)
     with pytest.raises(TransferError, match=r"step 6 was not staged within .* the newest is 5"):
         joiner.recv_checkpoint(0, source.metadata(), 6, timedelta(seconds=1))
+
+
+def test_a_source_that_went_back_to_a_lower_step_serves_it(transports):
+    """It staged a higher one before it healed from a job that was resumed from an older checkpoint."""
+    source, joiner = transports(), transports()
+    source.send_checkpoint([1], 500, state_of(5, 1), MINUTE)
+    source.disallow_checkpoint()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(joiner.recv_checkpoint, 0, source.metadata(), 401, timedelta(seconds=20))
+        with pytest.raises(concurrent.futures.TimeoutError):
+            early.result(0.5)  # it waits, and is not refused
+        source.send_checkpoint([1], 401, state_of(4, 1), MINUTE)
+        assert same(early.result(60), state_of(4, 1))
 
 
 def test_a_reader_without_the_right_token_gets_nothing(transports):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.quorum_plan import make_plan
-from keepstep_mesh.lineage import lineage_rank
+from keepstep_mesh.lineage import origin, soundness
 from keepstep_mesh.messages import Lineage, Member, MemberInfo, Quorum
 
 
@@ -120,7 +120,8 @@ def test_who_is_not_in_the_quorum_gets_no_plan():
         make_plan(quorum(member("a", 0, "")), "x")
 
 
-lineages = st.one_of(st.integers(1, 3), st.sampled_from(["", "x", "y", "diverged:z", "torn:z"]))
+names = ["", "x", "y", "behind:z:1", "diverged:z", "torn:z", "loaded:2", "resumed:2:2", "resumed:3:synchronized:3"]
+lineages = st.one_of(st.integers(1, 3), st.sampled_from(names))
 states = st.tuples(st.integers(0, 3), lineages)
 
 
@@ -130,8 +131,10 @@ def test_the_plans_of_all_members_fit_together(drawn):
     agreed = quorum(*members)
     plans = [make_plan(agreed, m.replica_id) for m in agreed.listed]
     assert len({(p.max_step, p.lineage, p.cohort, p.max_world_size) for p in plans}) == 1
-    best = max(min(lineage_rank(m.lineage), 0) for m in members)
-    assert plans[0].max_step == max(m.step for m in members if min(lineage_rank(m.lineage), 0) == best)
+    best = max((soundness(m.step, m.lineage), origin(m.lineage).resumed) for m in members)
+    assert plans[0].max_step == max(
+        m.step for m in members if (soundness(m.step, m.lineage), origin(m.lineage).resumed) == best
+    )
     for plan in plans:
         assert plan.heal == (plan.max_replica_rank is None)
         if plan.source is not None:

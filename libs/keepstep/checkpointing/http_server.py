@@ -413,8 +413,7 @@ class CheckpointServer:
 
     def _set_served(self, snapshot: Snapshot | None) -> None:
         self._served, self._refused = snapshot, None
-        if snapshot is not None:
-            self._newest_step = max(self._newest_step, snapshot.step)
+        self._newest_step = -1 if snapshot is None else snapshot.step  # steps of a job may go back
         self._wake_readers()
 
     def _set_refused(self, step: int, reason: str) -> None:

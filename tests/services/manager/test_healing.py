@@ -184,7 +184,8 @@ def test_a_group_that_took_part_although_behind_is_still_behind(lighthouse, step
 
     assert together(lambda: group("a", 1), lambda: group("b", 2)) == [(True, True, 2.0)] * 2
     (behind,) = [line for line in map(json.loads, steps.read_text().splitlines()) if line.get("behind")]
-    assert (behind["replica_id"].partition(":")[0], behind["step"], behind["lineage"]) == ("a", 6, 1)
+    assert (behind["replica_id"].partition(":")[0], behind["step"], behind["lineage"]) == ("a", 6, "loaded:1")
+    assert behind["new_lineage"] == f"behind:{behind['replica_id']}:1"
 
 
 def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthouse):
