@@ -33,12 +33,13 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
 
 
 async def first_layout_difference(
-    address: str, token: str | ClientToken | None, ours: list[str], timeout: float = 5.0
+    address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
 ) -> str:
-    """Where our parameters differ from those of the group served at ``address``, in a sentence."""
+    """Where our parameters, or settings, differ from those of the group served at ``address``, in a sentence."""
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
         return f"the difference cannot be named: {address} does not answer ({str(error) or type(error).__name__})"
-    lines = answer["lines"]
-    return first_difference(ours, list(lines) if isinstance(lines, list) else [], str(answer["replica_id"]))
+    lines, peer = answer["lines"], str(answer["replica_id"])
+    theirs = str(answer.get("settings", ""))
+    return first_difference(settings, ours, theirs, list(lines) if isinstance(lines, list) else [], peer)

@@ -97,6 +97,8 @@ class GroupServer:
         self._served = served
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
+        self._job_settings = ""
+        """Of the last request."""
         self._settings = settings
         self._token = ClientToken.of(session.token)
         self._session = LighthouseSession(session, self._pushed)
@@ -297,6 +299,7 @@ class GroupServer:
             raise Leaving(merged.leaving)
         self._attempt += 1
         self._heals = {}
+        self._job_settings = merged.settings
         info = MemberInfo(
             address=self.address,
             store_address=self._settings.store_address or self.address,
@@ -318,6 +321,8 @@ class GroupServer:
                         info=self._info,
                         timeout=merged.timeout,
                         root=merged.root,
+                        allow_heal=merged.allow_heal,
+                        settings=merged.settings,
                     )
                 break
             except TimeoutError as error:
@@ -480,4 +485,6 @@ class GroupServer:
         return web.json_response({"metadata": metadata})
 
     async def _serve_layout(self, _request: web.Request) -> web.Response:
-        return web.json_response({"replica_id": self.replica_id, "lines": self.layout_lines})
+        return web.json_response(
+            {"replica_id": self.replica_id, "settings": self._job_settings, "lines": self.layout_lines}
+        )

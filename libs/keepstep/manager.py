@@ -35,7 +35,7 @@ from keepstep.exits import (
 )
 from keepstep.futures import future_timeout
 from keepstep.group_link import LinkSettings, connect_group
-from keepstep.layout import layout_digest
+from keepstep.layout import group_settings, layout_digest
 from keepstep.live_state import LiveState
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import WorldSizeMode
@@ -205,6 +205,12 @@ class Manager:
                 timeout=self._timeout,
                 min_replica_size=min_replica_size,
                 world_size_mode=world_size_mode,
+                job_settings=group_settings(
+                    use_async_quorum=use_async_quorum,
+                    world_size_mode=world_size_mode,
+                    min_replica_size=min_replica_size,
+                    init_sync=init_sync,
+                ),
             )
             if state_dict is not None and load_state_dict is not None:
                 self.register_state_dict_fn("default", load_state_dict, state_dict)
@@ -243,7 +249,7 @@ class Manager:
         A group whose lines, in their order, differ from the job's is refused, with the first difference named.
         """
         self._context.layout = [*self._context.layout, *lines]
-        self._layout_digest = layout_digest(self._context.layout)
+        self._layout_digest = layout_digest(self._context.job_settings, self._context.layout)
         self._context.link.layout_lines = self._context.layout
 
     def state_dict(self) -> dict[str, Any]:
@@ -380,6 +386,8 @@ class Manager:
             layout=self._layout_digest,
             checkpoint=context.transport.metadata(),
             root=context.root,
+            allow_heal=allow_heal,
+            settings=context.job_settings,
         )
         self._attempt = Attempt(
             context,
