@@ -238,7 +238,11 @@ class Attempt:
     def allreduce(
         self, tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType, *, average: bool
     ) -> ManagedWork:
-        """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised."""
+        """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised.
+
+        What it computes is ``keepstep.layout.ARITHMETIC``: float16 is divided before the sum, which would overflow, as
+        torch's DDP does; other floats after it. A sum of booleans is a logical or, as with NCCL.
+        """
         context = self._context
         try:
             plan = self.wait_plan() if self.error is None else None
@@ -250,8 +254,15 @@ class Attempt:
                     raise ValueError(f"{reduce_op} has no neutral contribution for a group that does not take part")
                 tensor.zero_()
             whole = tensor.contiguous()  # a process group takes what lies behind the first element
+            scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
+            if scale is not None and whole.dtype is torch.float16:
+                whole.mul_(scale)
+                scale = None
             options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
+            wired = ReduceOp.SUM if average else reduce_op
+            if whole.dtype is torch.bool and wired == ReduceOp.SUM:
+                wired = ReduceOp.MAX  # a backend adds bytes: two Trues would be no boolean, 256 of them False
+            options.reduceOp = wired  # type: ignore[assignment]
             options.timeout = context.timeout
             self._times.launched = time.monotonic()
             work = context.reconfigurer.pg.allreduce([whole], options)
@@ -263,8 +274,8 @@ class Attempt:
             return ManagedWork(None, tensor, ok=False)
 
         def finish() -> None:
-            if average and world > 1:
-                whole.mul_(1 / world)  # as torch's DDP: three times as fast as a division
+            if scale is not None:
+                whole.mul_(scale)
             if whole is not tensor:
                 tensor.copy_(whole)
 

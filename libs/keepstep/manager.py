@@ -422,7 +422,8 @@ class Manager:
             tensor: any shape, dense. A group that heals or stands by contributes zeros and gets the result all the
                 same.
             should_quantize: not in this build: ValueError, never a silent full-precision reduction.
-            reduce_op: AVG divides the sum by ``num_participants()``.
+            reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before it is added, so that the
+                sum does not overflow. SUM of booleans is a logical or.
 
         Returns:
             A Work whose ``wait()`` gives False when this step cannot commit, and whose future gives ``tensor``. An

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 LIGHTHOUSE = "services/keepstep_lighthouse"
 MESH = "libs/keepstep_mesh"
 SETTINGS = "tests/unit/test_core_settings.py"
+BUFFERS = "tests/services/manager/test_synced_buffers.py"
 GROUPS = "tests/services/manager/test_verification.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
@@ -389,6 +390,27 @@ MUTATIONS = (
             "tests/services/manager/test_agreement.py::"
             "test_all_members_take_one_divisor_in_a_round_in_which_only_one_of_them_allows_no_heal"
         ),
+    ),
+    Mutation(
+        "every float buffer is averaged",
+        "libs/keepstep/synced_buffers.py",
+        "elif averaged or _is_running_statistic(owner, attribute):",
+        "elif averaged or tensor.is_floating_point():",
+        Test(f"{BUFFERS}::test_constants_of_every_dtype_stay_as_they_are_bit_for_bit[DistributedDataParallel]"),
+    ),
+    Mutation(
+        "statistics that do not train are averaged",
+        "libs/keepstep/synced_buffers.py",
+        "if buffer.owner.training else",
+        "if buffer.owner else",
+        Test(f"{BUFFERS}::test_statistics_of_a_norm_that_does_not_train_stay_bit_for_bit"),
+    ),
+    Mutation(
+        "what is done with a buffer is not compared",
+        "libs/keepstep/synced_buffers.py",
+        "{self.dtype} {self.treatment.value}",
+        "{self.dtype}",
+        Test(f"{BUFFERS}::test_a_group_that_treats_a_buffer_in_another_way_is_refused[averaged]"),
     ),
     # ---- whether groups are equal
     Mutation(
