@@ -69,6 +69,9 @@ STREAMS = 4
 class Manager:
     """Keeps one replica group in step with the others.
 
+    All groups of a job must have the same ``use_async_quorum``, ``world_size_mode`` and ``init_sync``, and with
+    ``FIXED_WITH_SPARES`` the same ``min_replica_size``; one that differs gets a LayoutMismatch.
+
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``; reconfigured as members change.
         load_state_dict, state_dict: the user's state, registered under "default"; None: register it later.
@@ -358,7 +361,8 @@ class Manager:
         """Begins a step.
 
         Args:
-            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points).
+            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). So it is in every
+                group of a round when one of them asks so.
             shrink_only: take no new groups in.
             timeout: for the quorum, instead of ``quorum_timeout``.
 

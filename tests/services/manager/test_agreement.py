@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +84,27 @@ def test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_
     assert committed == 0
     assert of_a == of_b
     assert of_a[0] % 2 == 0, "the average of the two that agree, in every step"
+
+
+SCRIPT = """
+import sys, torch
+from keepstep import Manager, ProcessGroupGloo
+manager = Manager(ProcessGroupGloo(), lighthouse_addr=sys.argv[1], replica_id="b", use_async_quorum=False)
+manager.start_quorum()
+"""
+
+
+def test_a_refused_process_ends_with_the_sentence_and_exit_code_1(lighthouse):
+    with manager(lighthouse, "a") as m:
+        m.start_quorum()
+        assert m.should_commit()
+        refused = subprocess.run(
+            [sys.executable, "-c", SCRIPT, lighthouse], capture_output=True, text=True, timeout=60, check=False
+        )
+        m.start_quorum()
+        assert m.should_commit(), "the group that was there goes on"
+    assert refused.returncode == 1
+    assert "LayoutMismatch: setting use_async_quorum: False in b:" in refused.stderr
 
 
 def test_a_rank_with_another_setting_than_rank_0_ends_its_group_with_the_setting_named(lighthouse, ended):
