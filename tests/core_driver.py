@@ -110,10 +110,15 @@ class Driver:
         timeout: float = 600.0,
         info: MemberInfo | None = None,
         root: StateRoot | None = None,
+        allow_heal: bool = True,
+        settings: str | None = None,
     ) -> list[Decision]:
+        if settings is not None and info is None:
+            info = MemberInfo(f"http://{replica_id}")
         number = self.requests.get(replica_id, 0) + 1 if request is None else request
         self.requests[replica_id] = max(number, self.requests.get(replica_id, 0))
-        wanted = QuorumRequest(number, step, lineage, shrink, failures, int(timeout * 1000), info, root)
+        limit = int(timeout * 1000)
+        wanted = QuorumRequest(number, step, lineage, shrink, failures, limit, info, root, allow_heal, settings or "")
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
     def all_ask(

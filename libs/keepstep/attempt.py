@@ -69,6 +69,8 @@ class StepContext:
     last_plan: QuorumPlan | None = None
     fatal: BaseException | None = None
     """Why there is no further step here."""
+    job_settings: str = ""
+    """What decides this group's arithmetic; the other groups must have the same."""
     layout: list[str] = field(default_factory=list)
     root: StateRoot | None = None
     """What the lighthouse wants to compare, until it has it."""
@@ -102,7 +104,8 @@ class Attempt:
     """``begin`` asks for its quorum.
 
     Args:
-        allow_heal: False: a group that is behind takes part as it is.
+        allow_heal: False: a group that is behind takes part as it is. So it does when any member asked so: from the
+            answer on ``allow_heal`` is that of the round.
         sync: who heals does so before the forward pass, and takes part.
         first_step: the same, if no group has committed a step.
         timeout: of the quorum, seconds.
@@ -121,6 +124,7 @@ class Attempt:
         self._sync = sync
         self._first_step = first_step
         self._healed_before = sync
+        """Known with the answer: nobody's part depends on a heal that comes later."""
         self.timeout = timeout
         self._times = StepTimes(time.monotonic())
         self._number = 0
@@ -139,7 +143,6 @@ class Attempt:
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
         if self._sync or self._first_step:
             plan = self.wait_plan()
-            self._healed_before = self._sync or plan.first_step
             if self._healed_before and self.error is None:
                 self._exchange_state(plan)
 
@@ -149,6 +152,8 @@ class Attempt:
         self.answered = plan = make_plan(answer.quorum, context.link.replica_id, context.last_plan)
         context.last_plan, context.root = plan, None
         self._number = answer.attempt
+        self.allow_heal = self.allow_heal and plan.allow_heal
+        self._healed_before = self._sync or not self.allow_heal or (self._first_step and plan.first_step)
         context.transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and self.allow_heal:
             source = "" if plan.source is None else plan.members[plan.source].replica_id
@@ -176,8 +181,13 @@ class Attempt:
                 context.fail_group(str(error))
                 context.end_for(GroupFailedExit(str(error)))
             except LayoutMismatch as error:
+                if not error.peer_address:
+                    context.end_for(error)
                 difference = context.mesh.call(
-                    first_layout_difference(error.peer_address, context.settings.token, context.layout), SLACK
+                    first_layout_difference(
+                        error.peer_address, context.settings.token, context.layout, settings=context.job_settings
+                    ),
+                    SLACK,
                 )
                 context.end_for(LayoutMismatch(f"{error}. {difference}", error.peer_address))
             except Banned as error:
@@ -230,7 +240,11 @@ class Attempt:
     def allreduce(
         self, tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType, *, average: bool
     ) -> ManagedWork:
-        """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised."""
+        """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised.
+
+        What it computes is ``keepstep.layout.ARITHMETIC``: float16 is divided before the sum, which would overflow, as
+        torch's DDP does; other floats after it. A sum of booleans is a logical or, as with NCCL.
+        """
         context = self._context
         try:
             plan = self.wait_plan() if self.error is None else None
@@ -242,8 +256,15 @@ class Attempt:
                     raise ValueError(f"{reduce_op} has no neutral contribution for a group that does not take part")
                 tensor.zero_()
             whole = tensor.contiguous()  # a process group takes what lies behind the first element
+            scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
+            if scale is not None and whole.dtype is torch.float16:
+                whole.mul_(scale)
+                scale = None
             options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM if average else reduce_op  # type: ignore[assignment]
+            wired = ReduceOp.SUM if average else reduce_op
+            if whole.dtype is torch.bool and wired == ReduceOp.SUM:
+                wired = ReduceOp.MAX  # a backend adds bytes: two Trues would be no boolean, 256 of them False
+            options.reduceOp = wired  # type: ignore[assignment]
             options.timeout = context.timeout
             self._times.launched = time.monotonic()
             work = context.reconfigurer.pg.allreduce([whole], options)
@@ -255,8 +276,8 @@ class Attempt:
             return ManagedWork(None, tensor, ok=False)
 
         def finish() -> None:
-            if average and world > 1:
-                whole.mul_(1 / world)  # as torch's DDP: three times as fast as a division
+            if scale is not None:
+                whole.mul_(scale)
             if whole is not tensor:
                 tensor.copy_(whole)
 

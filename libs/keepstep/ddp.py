@@ -1,4 +1,4 @@
-"""Data parallelism over replica groups: gradients are averaged by the Manager, buffers with them.
+"""Data parallelism over replica groups: gradients are averaged by the Manager, buffers made equal with them.
 
 torch's reducer does the bucketing. Its buckets must be the same in every group at every moment, also in one that
 joins today, so they are never rebuilt in the order of a first backward pass (``find_unused_parameters`` holds them).
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import GradBucket, ReduceOp
+from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn import parallel
 
 from keepstep.process_group import ProcessGroupDummy
+from keepstep.synced_buffers import SyncedBuffers
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager
@@ -69,21 +71,38 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     Args:
         manager: of this replica group.
         module: whose parameters' gradients are averaged over the groups.
-        sync_buffers: average float buffers with the gradients and take the others from the first of the cohort, so that
-            BatchNorm models stay equal over the groups.
+        sync_buffers: make the buffers equal over the groups with the gradients: running statistics of BatchNorm's kind
+            are averaged, every other buffer is taken from the first group, bit for bit.
+        average_buffers: names, or shell patterns of names, of further float buffers to average while their module
+            trains.
+        ignore_buffers: the same, of buffers that each group keeps to itself: they cost nothing, and are equal over the
+            groups only if the script makes them so. Constants are, and caches need not be.
         **kwargs: of torch's class; ``find_unused_parameters``, ``process_group``, ``init_sync`` and
             ``broadcast_buffers`` are set here. ``gradient_as_bucket_view`` is True unless given: it saves a copy of all
             gradients.
 
-    A peer that dies in the backward pass rejects the step, it does not raise. ``no_sync()`` accumulates as with
-    torch's.
+    Raises:
+        ValueError: an argument that is set here; a buffer that cannot be synchronized; a name that fits no buffer.
+
+    A peer that dies in the backward pass rejects the step, it does not raise. A buffer that has another shape or dtype
+    than when it was wrapped raises RuntimeError there. ``no_sync()`` accumulates as with torch's.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, sync_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        sync_buffers: bool = True,
+        *,
+        average_buffers: Sequence[str] = (),
+        ignore_buffers: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
         for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
             if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
                 raise ValueError(f"{name} cannot be given: keepstep's DistributedDataParallel sets it")
         kwargs.setdefault("gradient_as_bucket_view", True)
+        buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         _spend_torchs_warning()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor older torch lacks
@@ -96,60 +115,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 **kwargs,
             )
         self._keepstep_manager = manager
-        self._synced = _SyncedBuffers(manager, module) if sync_buffers and any(True for _ in module.buffers()) else None
+        self._synced = buffers
         self.register_comm_hook(self, _average_bucket)
-        manager.add_layout(_layout(module, kwargs.get("bucket_cap_mb")))
+        manager.add_layout(_layout(module, str(kwargs.get("bucket_cap_mb") or "default"), buffers))
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
-    if state._synced is not None and bucket.index() == 0:  # noqa: SLF001  ours
-        state._synced.start()  # noqa: SLF001
+    if bucket.index() == 0:
+        state._synced.start()  # noqa: SLF001  ours
     work = state._keepstep_manager.allreduce(bucket.buffer())  # noqa: SLF001
     return work.get_future()
 
 
 # torch looks at the hook's annotations, and does not read them as strings
 _average_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
-
-
-class _SyncedBuffers:
-    """A module's buffers, made equal over the groups once a step."""
-
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
-        self._manager = manager
-        self._module = module
-
-    def start(self) -> None:
-        buffers = [buffer for buffer in self._module.buffers() if buffer.numel()]
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in buffers:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for (dtype, _), group in kinds.items():
-            self._sync(group, averaged=dtype.is_floating_point or dtype.is_complex)
-
-    def _sync(self, buffers: list[torch.Tensor], averaged: bool) -> None:
-        with torch.no_grad():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            carrier = flat if flat.dtype is not torch.bool else flat.to(torch.uint8)
-            if not averaged and not self._is_first():
-                carrier.zero_()
-        work = self._manager.allreduce(carrier, reduce_op=ReduceOp.AVG if averaged else ReduceOp.SUM)
-
-        def copy_back() -> None:
-            with torch.no_grad():
-                at = 0
-                for buffer in buffers:
-                    buffer.copy_(carrier[at : at + buffer.numel()].view_as(buffer))
-                    at += buffer.numel()
-
-        work.after = copy_back  # type: ignore[attr-defined]
-
-    def _is_first(self) -> bool:
-        try:
-            return self._manager.participating_rank() == 0
-        except (Exception, SystemExit) as error:  # noqa: BLE001  no quorum: the all-reduce will say why
-            self._manager.report_error(RuntimeError(f"no quorum: {error}"))
-            return False
 
 
 class PureDistributedDataParallel(nn.Module):
@@ -162,17 +141,30 @@ class PureDistributedDataParallel(nn.Module):
     Args:
         manager: of this replica group.
         module: whose gradients are averaged.
+        sync_buffers, average_buffers, ignore_buffers: as in ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: a buffer that cannot be synchronized; a name that fits no buffer.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        sync_buffers: bool = True,
+        *,
+        average_buffers: Sequence[str] = (),
+        ignore_buffers: Sequence[str] = (),
+    ) -> None:
         super().__init__()
+        self._synced = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         self.module = module
         self._keepstep_manager = manager
         self._averaging = False
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._at_the_end)  # type: ignore[no-untyped-call]
-        manager.add_layout(_layout(module, None))
+        manager.add_layout(_layout(module, "one bucket a parameter", self._synced))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         self._averaging = False  # a backward pass that raised has no end
@@ -185,6 +177,7 @@ class PureDistributedDataParallel(nn.Module):
 
     def _average(self) -> None:
         self._averaging = False
+        self._synced.start()
         works = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -195,11 +188,10 @@ class PureDistributedDataParallel(nn.Module):
             work.wait()
 
 
-def _layout(module: nn.Module, bucket_cap_mb: float | None) -> list[str]:
+def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers) -> list[str]:
     """What must be the same in all groups for their buckets to mean the same, one line each."""
-    lines = [f"bucket_cap_mb {bucket_cap_mb or 'default'}"]
+    lines = [f"bucket_cap_mb {bucket_cap_mb}"]
     lines += [
         f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in module.named_parameters() if p.requires_grad
     ]
-    lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
-    return lines
+    return lines + buffers.lines

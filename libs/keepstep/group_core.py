@@ -1,7 +1,8 @@
 """What the ranks of one group agree on before they speak with one voice. Pure.
 
-* A request of the group merges those of its ranks: their steps and lineages must agree, ``commit_failures`` is the
-  largest, ``shrink_only`` and leaving are any.
+* A request of the group merges those of its ranks: their settings, steps and lineages must agree, ``commit_failures``
+  is the largest, ``shrink_only`` and leaving are any, ``allow_heal`` is all: a rank that forbids it is at a point where
+  its state must not be replaced, and the answer's policy holds for every rank.
 * A heal that reached some ranks only leaves a state that is whole nowhere: the group is torn, and all its ranks heal
   again. So is one of which any rank is torn.
 * The heal of a group is that of all its ranks: their bytes and rates are added, it has ended when all have.
@@ -16,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.job_settings import differ, difference
 from keepstep_mesh.lineage import TORN, is_torn
 from keepstep_mesh.messages import MAX_HEAL_ERROR, Healing, Lineage, RankAsk, RankDecision, RankVote, StateRoot
 
 
 class DisagreeError(KeepstepError):
-    """The ranks of a group hold different states. Nothing mends that but a restart of the group."""
+    """The ranks of a group hold different states or settings. Nothing mends that but a restart of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,12 @@ class GroupAsk:
     handles: tuple[str, ...]
     root: StateRoot | None
     batches_committed: int
+    allow_heal: bool
+    settings: str
 
 
 def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
-    """One request out of those of all ranks. Raises DisagreeError, naming two of them, when their states differ.
+    """One request out of those of all ranks. Raises DisagreeError, naming two, when their states or settings differ.
 
     Args:
         healed: the last quorum told this group to heal, so that ranks may differ in whether they could.
@@ -76,7 +80,21 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         handles=handles if any(handles) else (),
         root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
         batches_committed=first.batches_committed,
+        allow_heal=all(ask.allow_heal for ask in asks.values()),
+        settings=_merge_settings(asks),
     )
+
+
+def _merge_settings(asks: Mapping[int, RankAsk]) -> str:
+    """Those of all ranks; empty when no rank says its own."""
+    merged, first_rank = "", 0
+    for rank, ask in sorted(asks.items()):
+        if differ(merged, ask.settings):
+            what = difference(merged, f"rank {first_rank}", ask.settings, f"rank {rank}")
+            raise DisagreeError(f"the ranks of this group disagree: {what}; give all ranks the same value and restart")
+        if not merged:
+            merged, first_rank = ask.settings, rank
+    return merged
 
 
 def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:

@@ -46,9 +46,9 @@ async def checkpoint_metadata(address: str, group_rank: int, token: str | Client
 
 
 async def first_layout_difference(
-    address: str, token: str | ClientToken | None, ours: list[str], timeout: float = 5.0
+    address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
 ) -> str:
-    """Where our parameters differ from those of the group served at ``address``, in a sentence."""
+    """Where our parameters, or settings, differ from those of the group served at ``address``, in a sentence."""
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
@@ -56,4 +56,5 @@ async def first_layout_difference(
     lines = answer.get("lines")
     theirs = [str(line)[:MAX_LINE_CHARACTERS] for line in lines] if isinstance(lines, list) else []
     cut = [line[:MAX_LINE_CHARACTERS] for line in ours]
-    return first_difference(cut, theirs, str(answer.get("replica_id"))[:MAX_REPLICA_ID])
+    their_settings, peer = str(answer.get("settings", "")), str(answer.get("replica_id"))[:MAX_REPLICA_ID]
+    return first_difference(settings, cut, their_settings, theirs, peer)

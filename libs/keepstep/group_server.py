@@ -113,6 +113,8 @@ class GroupServer:
         self._served = served
         self.layout_lines: list[str] = []
         """Rank 0's parameters, for a peer that wants to know where its own differ."""
+        self._job_settings = ""
+        """Of the last request."""
         self._settings = settings
         self._job = session.job
         self._token = ClientToken.of(session.token)
@@ -318,6 +320,7 @@ class GroupServer:
             raise Leaving(merged.leaving)
         self._attempt += 1
         self._heals = {}
+        self._job_settings = merged.settings
         info = MemberInfo(
             address=self.address,
             store_address=self._settings.store_address or self.address,
@@ -341,6 +344,8 @@ class GroupServer:
                         timeout=merged.timeout,
                         root=merged.root,
                         batches_committed=merged.batches_committed,
+                        allow_heal=merged.allow_heal,
+                        settings=merged.settings,
                     )
                 break
             except TimeoutError as error:
@@ -521,4 +526,6 @@ class GroupServer:
         return web.json_response({"metadata": metadata})
 
     async def _serve_layout(self, _request: web.Request) -> web.Response:
-        return web.json_response({"replica_id": self.replica_id, "lines": self.layout_lines})
+        return web.json_response(
+            {"replica_id": self.replica_id, "settings": self._job_settings, "lines": self.layout_lines}
+        )

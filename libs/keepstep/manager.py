@@ -35,7 +35,7 @@ from keepstep.exits import (
 )
 from keepstep.futures import future_timeout
 from keepstep.group_link import LinkSettings, connect_group
-from keepstep.layout import layout_digest
+from keepstep.layout import group_settings, layout_digest
 from keepstep.live_state import LiveState
 from keepstep.mesh_thread import SLACK, MeshThread
 from keepstep.quorum_plan import WorldSizeMode
@@ -69,6 +69,9 @@ STREAMS = 4
 
 class Manager:
     """Keeps one replica group in step with the others.
+
+    All groups of a job must have the same ``use_async_quorum``, ``world_size_mode`` and ``init_sync``, and with
+    ``FIXED_WITH_SPARES`` the same ``min_replica_size``; one that differs gets a LayoutMismatch.
 
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``; reconfigured as members change.
@@ -206,6 +209,12 @@ class Manager:
                 timeout=self._timeout,
                 min_replica_size=min_replica_size,
                 world_size_mode=world_size_mode,
+                job_settings=group_settings(
+                    use_async_quorum=use_async_quorum,
+                    world_size_mode=world_size_mode,
+                    min_replica_size=min_replica_size,
+                    init_sync=init_sync,
+                ),
             )
             if state_dict is not None and load_state_dict is not None:
                 self.register_state_dict_fn("default", load_state_dict, state_dict)
@@ -244,7 +253,7 @@ class Manager:
         A group whose lines, in their order, differ from the job's is refused, with the first difference named.
         """
         self._context.layout = [*self._context.layout, *lines]
-        self._layout_digest = layout_digest(self._context.layout)
+        self._layout_digest = layout_digest(self._context.job_settings, self._context.layout)
         self._context.link.layout_lines = self._context.layout
 
     def state_dict(self) -> dict[str, Any]:
@@ -357,7 +366,8 @@ class Manager:
         """Begins a step.
 
         Args:
-            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points).
+            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). So it is in every
+                group of a round when one of them asks so.
             shrink_only: take no new groups in.
             timeout: for the quorum, instead of ``quorum_timeout``.
 
@@ -386,6 +396,8 @@ class Manager:
             checkpoint=context.transport.metadata(),
             root=context.root,
             batches_committed=standing.batches_committed,
+            allow_heal=allow_heal,
+            settings=context.job_settings,
         )
         self._attempt = Attempt(
             context,
@@ -420,7 +432,8 @@ class Manager:
             tensor: any shape, dense. A group that heals or stands by contributes zeros and gets the result all the
                 same.
             should_quantize: not in this build: ValueError, never a silent full-precision reduction.
-            reduce_op: AVG divides the sum by ``num_participants()``.
+            reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before it is added, so that the
+                sum does not overflow. SUM of booleans is a logical or.
 
         Returns:
             A Work whose ``wait()`` gives False when this step cannot commit, and whose future gives ``tensor``. An

@@ -51,6 +51,8 @@ class QuorumPlan:
     joiners: int
     verify: bool = False
     """Whoever is in the cohort says the root digest of its state with the next request."""
+    allow_heal: bool = True
+    """False: nobody heals in this step, and all members take part as they are."""
 
     @property
     def replica_world_size(self) -> int:
@@ -88,7 +90,7 @@ class QuorumPlan:
     ) -> tuple[int | None, int]:
         """This group's place among those that take part (None: it does not), and how many they are.
 
-        ``healed_before``: who heals does so before the forward pass, so all take part.
+        ``healed_before``: who heals does so before the forward pass, or not at all, so all take part.
         """
         rank, world = self.max_replica_rank, self.max_world_size
         if healed_before:
@@ -121,6 +123,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
             lineage=quorum.lineage,
             joiners=quorum.joiners,
             verify=quorum.verify,
+            allow_heal=quorum.allow_heal,
         )
     ids = [member.replica_id for member in members]
     if replica_id not in ids:
@@ -150,4 +153,5 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
         destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
         joiners=quorum.joiners,
         verify=quorum.verify,
+        allow_heal=quorum.allow_heal,
     )

@@ -136,7 +136,7 @@ class Lighthouse:
     async def delete(self, *path: str, **query: str) -> Any:
         """The answer; None when it is empty."""
         async with self._answer("DELETE", path, self._timeout, params=query) as answer:
-            return None if answer.status == HTTPStatus.NO_CONTENT else await self._told(answer)
+            return None if answer.status == HTTPStatus.NO_CONTENT else await self._object(answer)
 
     async def post(self, *path: str, **body: Any) -> Any:
         async with self._answer("POST", path, self._timeout, json=body) as answer:

@@ -34,9 +34,9 @@ class Banned(SessionClosed):
 
 
 class LayoutMismatch(KeepstepError):
-    """The parameters of this group do not fit those of the job.
+    """The parameters of this group, or settings that decide its arithmetic, do not fit those of the job.
 
-    ``peer_address``: the group server of a group that has the job's layout.
+    ``peer_address``: the group server of a group that has the job's parameters; empty: the reason names the difference.
     """
 
     def __init__(self, reason: str, peer_address: str = "") -> None:

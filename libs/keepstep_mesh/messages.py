@@ -125,6 +125,10 @@ class QuorumRequest:
     """When the answer before asked for it, and the group held the reference state."""
     batches_committed: int = 0
     """At that step."""
+    allow_heal: bool = True
+    """False: nobody is to heal in this round."""
+    settings: str = ""
+    """Sent with ``info``: what decides the group's arithmetic, one line ``name value`` a setting; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,8 @@ class QuorumAnswer:
     """Sorted by replica_id."""
     verify: bool = False
     """Who holds the reference state is to say its root digest with the next request."""
+    allow_heal: bool = True
+    """False: a member allows no healing, so nobody heals and every member takes part as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +276,7 @@ class Denied:
     code: str
     reason: str
     peer_address: str = ""
-    """With code ``layout``: the group server whose layout the job has."""
+    """With code ``layout``: the group server whose parameters the job has; empty: ``reason`` names the difference."""
 
 
 DENIALS = ("deadline", "layout", "cancelled", "superseded")
@@ -355,6 +361,8 @@ class Quorum:
     """The members, sorted by replica_id, as last sent."""
     verify: bool = False
     """As in the answer."""
+    allow_heal: bool = True
+    """As in the answer."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -413,6 +421,10 @@ class RankAsk:
     root: StateRoot | None = None
     """Of this rank's part of the state."""
     batches_committed: int = 0
+    allow_heal: bool = True
+    """As in ``QuorumRequest``."""
+    settings: str = ""
+    """As in ``QuorumRequest``, with every request."""
 
 
 @dataclass(frozen=True, slots=True)

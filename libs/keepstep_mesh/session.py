@@ -219,11 +219,14 @@ class LighthouseSession:
         timeout: float,
         root: StateRoot | None = None,
         batches_committed: int = 0,
+        allow_heal: bool = True,
+        settings: str = "",
     ) -> Quorum:
         """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
 
         One request at a time. Cancelling it withdraws the request. ``TimeoutError`` holds why there is no quorum,
-        ``LayoutMismatch`` says that our parameters are not the job's, ``SessionClosed`` that the session is over.
+        ``LayoutMismatch`` says that our parameters or settings are not the job's, ``SessionClosed`` that the session
+        is over.
         """
         if self._ended is not None:
             raise self._ended
@@ -232,11 +235,16 @@ class LighthouseSession:
         now = self._loop.time()
         timeout_ms = max(1, round(timeout * 1000))
         request = self._core.ask(
-            *(step, lineage, info, timeout_ms),
+            step,
+            lineage,
+            info,
+            timeout_ms,
             shrink_only=shrink_only,
             commit_failures=commit_failures,
             root=root,
             batches_committed=batches_committed,
+            allow_heal=allow_heal,
+            settings=settings,
         ).request
         asker: asyncio.Future[Quorum] = self._loop.create_future()
         self._asker = asker

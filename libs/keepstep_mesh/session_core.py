@@ -131,6 +131,7 @@ class SessionCore:
         self._requests = 0
         self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
+        self._known_settings = ""
         self._listed: tuple[Member, ...] = ()
         self._listed_version: int | None = None
 
@@ -166,6 +167,8 @@ class SessionCore:
         commit_failures: int,
         root: StateRoot | None = None,
         batches_committed: int = 0,
+        allow_heal: bool = True,
+        settings: str = "",
     ) -> QuorumRequest:
         """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
         if info is not self._checked_info:
@@ -173,17 +176,18 @@ class SessionCore:
             self._checked_info = info
         self._requests += 1
         self.held = None
-        facts = (shrink_only, commit_failures, timeout_ms, info, root, batches_committed)
+        facts = (shrink_only, commit_failures, timeout_ms, info, root, batches_committed, allow_heal, settings)
         self.open = QuorumRequest(self._requests, step, lineage, *facts)
         return self.open
 
     def to_send(self, timeout_ms: int) -> QuorumRequest | None:
-        """The open request as this connection needs it: without the info that it already has."""
+        """The open request as this connection needs it: without the info and settings that it already has."""
         request = self.open
         if request is None:
             return None
         known = request.info is self._known_info or request.info == self._known_info
-        self._known_info = request.info
+        known = known and request.settings == self._known_settings
+        self._known_info, self._known_settings = request.info, request.settings
         return QuorumRequest(  # `replace` takes twice as long, in every step
             request=request.request,
             step=request.step,
@@ -194,6 +198,8 @@ class SessionCore:
             info=None if known else request.info,
             root=request.root,
             batches_committed=request.batches_committed,
+            allow_heal=request.allow_heal,
+            settings="" if known else request.settings,
         )
 
     def withdraw(self, request: int) -> bool:
@@ -228,6 +234,7 @@ class SessionCore:
             uniform=uniform,
             listed=self._listed,
             verify=answer.verify,
+            allow_heal=answer.allow_heal,
         )
 
     def finished_step(self) -> None:

@@ -11,6 +11,8 @@ from keepstep_mesh.messages import Lineage, Member, QuorumRequest
 class Announcer:
     """Numbers member lists, so that a list travels only when it changed.
 
+    A round has one policy for all: it is without healing when one of its members allows none.
+
     A list is *uniform* when all members stand at one (step, lineage), none after a failed commit, none with
     shrink_only. From one uniform round to the next with the same members and infos only the common step and lineage
     change, and the version stays. Every other round makes a new version.
@@ -44,6 +46,7 @@ class Announcer:
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
+        allow_heal = all(request.allow_heal for _, request in asked)
         every = record.policy.verify_every
         verify = verify or (every > 0 and step % every == 0)
         self.chosen, self.infos_changed = chosen, False
@@ -58,6 +61,7 @@ class Announcer:
             listed=listed,
             uniform=uniform,
             verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
+            allow_heal=allow_heal,
         )
         return self.last
 

@@ -244,9 +244,11 @@ class JobCore:
 
     def _asked(self, group: Group, request: QuorumRequest, now: float) -> None:
         state = self._state
-        if request.info is not None and request.info != group.info:
-            group.info = request.info
-            self._announcer.infos_changed |= group.member
+        if request.info is not None:
+            group.settings = request.settings
+            if request.info != group.info:
+                group.info = request.info
+                self._announcer.infos_changed |= group.member
         if request.request < group.highest_request:
             return
         last, session = self._announcer.last, group.session
@@ -381,6 +383,7 @@ class JobCore:
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted
         announce = self._announcer.announce(chosen, state.record, joiners, verify=verify)
         self._verification.announced(announce)
+        forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
         self._takeover.forget_answers()
@@ -389,7 +392,7 @@ class JobCore:
             reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
             state.tell_all(left_behind, RoundBroken(before, reason))
         names = sorted(g.replica_id for g in groups if g.kept_out is None and not g.member) if left_out else []
-        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names)
+        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
         if announce.quorum_id != before:
             members = list(state.record.members)
             state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)

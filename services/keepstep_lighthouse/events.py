@@ -232,6 +232,8 @@ class Announce:
     list. A list that is not uniform is never left out."""
     verify: bool = False
     """Who stands at (step, lineage) is to say its root digest with the next request."""
+    allow_heal: bool = True
+    """False: a member allows no healing, so nobody heals in this round."""
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -1,8 +1,8 @@
 """Who is there: the groups that the lighthouse knows, counted so that the rules never have to look at all of them.
 
 A group is *counted* (healthy in the sense of the rules) from its hello until it leaves or is lost, unless something
-keeps it out: an older incarnation of its name, or a layout that does not fit the job. A counted group is *asking*
-while it has an open request and *healing* while it reports progress instead.
+keeps it out: an older incarnation of its name, or a layout or settings that do not fit the job. A counted group is
+*asking* while it has an open request and *healing* while it reports progress instead.
 
 Every change of a group goes through a method here; ``validate`` counts all again.
 """
@@ -43,6 +43,10 @@ class Group:
     heard_at: float = 0.0
     closed_at: float = 0.0
     info: MemberInfo = field(default_factory=MemberInfo)
+    settings: str = ""
+    """As in its request; empty: unknown."""
+    misfit: str = ""
+    """Kept out for its layout or settings: what does not fit, as a sentence."""
     step: int = 0
     lineage: Lineage = ""
     request: QuorumRequest | None = None

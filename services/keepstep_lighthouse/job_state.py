@@ -24,8 +24,8 @@ class JobState:
         self.gone = Gone()
         self.round = Round()
         self.takeover = Takeover()
-        self.layout = ""
-        """The layout that was last found to be the job's."""
+        self.settings = self.layout = ""
+        """Those that were last found to be the job's."""
         self.awake_since = now
         """Nobody is judged before."""
         self.beats_counted_from = now
@@ -104,4 +104,7 @@ class JobState:
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
         )
+        asking = groups.all_asking()
+        assert len({g.settings for g in asking} - {""}) <= 1, "groups with different settings ask"
+        assert len({g.info.layout for g in asking} - {""}) <= 1, "groups with different layouts ask"
         assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"

@@ -333,4 +333,5 @@ def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
         joiners=announce.joiners,
         members=announce.members if listed else None,
         verify=announce.verify,
+        allow_heal=announce.allow_heal,
     )

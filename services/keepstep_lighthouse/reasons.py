@@ -90,14 +90,18 @@ def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
         yield f"{len(healing) - MAX_NAMED} more"
 
 
-def formed(code: str, quorum_id: int, members: int, left_out: list[str]) -> Reason:
-    """How the last quorum came about. ``left_out``: healthy groups that are not in it."""
+def formed(code: str, quorum_id: int, members: int, left_out: list[str], forbid_heal: list[str]) -> Reason:
+    """How the last quorum came about. ``left_out``: healthy groups that are not in it. ``forbid_heal``: members that
+    allow no healing.
+    """
     how = {
         "fast": "all members of the quorum before asked",
         "all_asking": "all healthy groups asked",
         "stragglers_dropped": f"the time to wait for {named(left_out)} was over",
     }[code]
     numbers: dict[str, float] = {"quorum_id": quorum_id, "members": members, "left_out": len(left_out)}
+    if forbid_heal:
+        how += f"; nobody heals, as {named(forbid_heal)} asked for a round without healing"
     return Reason(code, numbers, f"quorum {quorum_id}, {members} member{'' if members == 1 else 's'}: {how}")
 
 
@@ -113,7 +117,7 @@ def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
             "a second `keepstep run` of one job needs --first-replica N",
         )
     if group.kept_out is KeptOut.LAYOUT:
-        return Reason("layout", {}, f"the parameters of {group.replica_id} do not fit those of the job")
+        return Reason("layout", {}, group.misfit)
     if group.member or group.request is None:
         return None
     if groups.shrinking and record.members:

@@ -27,7 +27,7 @@ class ReplicaState(Enum):
     IDLE = "idle"
     """Connected, not in the quorum, has not asked."""
     KEPT_OUT = "kept_out"
-    """Waits behind an older incarnation of its name, or its layout does not fit."""
+    """Waits behind an older incarnation of its name, or its layout or settings do not fit."""
     SUSPECT = "suspect"
     """Its connection ended; it may come back within reconnect_grace."""
     ABSENT = "absent"

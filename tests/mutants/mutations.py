@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
 MESH = "libs/keepstep_mesh"
+SETTINGS = "tests/unit/test_core_settings.py"
+BUFFERS = "tests/services/manager/test_synced_buffers.py"
 GROUPS = "tests/services/manager/test_verification.py"
 SYNCHRONIZED = "tests/services/manager/test_synchronized.py"
 HISTORIES = "tests/unit/test_lineage_model.py::test_no_short_history_breaks_a_rule"
@@ -346,6 +348,78 @@ MUTATIONS = (
         "        if last is not None and last.uniform and uniform and same:\n",
         "        if last is not None and same:\n",
         Seeds(1, 0, 200),
+    ),
+    # ---- what all groups have in common
+    Mutation(
+        "groups with other settings train together",
+        f"{LIGHTHOUSE}/layouts.py",
+        "    if job_settings.differ(one.settings, other.settings):\n        return True\n",
+        "",
+        Test(
+            f"{SETTINGS}::test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it"
+        ),
+    ),
+    Mutation(
+        "settings are compared only where parameters differ",
+        f"{LIGHTHOUSE}/layouts.py",
+        'if settings not in ("", state.settings) or layout',
+        "if layout",
+        Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
+    ),
+    Mutation(
+        "a trainer does not say its settings",
+        "libs/keepstep/manager.py",
+        "            settings=context.job_settings,\n        )\n",
+        "        )\n",
+        Test(
+            "tests/services/manager/test_agreement.py::"
+            "test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_go_on_equal[init_sync]"
+        ),
+    ),
+    Mutation(
+        "a round heals although a member allows none",
+        f"{LIGHTHOUSE}/announcing.py",
+        "allow_heal = all(request.allow_heal for",
+        "allow_heal = any(request.allow_heal for",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "the answer of a round without healing does not say so",
+        f"{LIGHTHOUSE}/jobs.py",
+        "        allow_heal=announce.allow_heal,\n",
+        "",
+        Seeds(2, 0, 100),
+    ),
+    Mutation(
+        "a group divides by its own policy of healing instead of the round's",
+        "libs/keepstep/attempt.py",
+        "        self.allow_heal = self.allow_heal and plan.allow_heal\n",
+        "",
+        Test(
+            "tests/services/manager/test_agreement.py::"
+            "test_all_members_take_one_divisor_in_a_round_in_which_only_one_of_them_allows_no_heal"
+        ),
+    ),
+    Mutation(
+        "every float buffer is averaged",
+        "libs/keepstep/synced_buffers.py",
+        "elif averaged or _is_running_statistic(owner, attribute):",
+        "elif averaged or tensor.is_floating_point():",
+        Test(f"{BUFFERS}::test_constants_of_every_dtype_stay_as_they_are_bit_for_bit[DistributedDataParallel]"),
+    ),
+    Mutation(
+        "statistics that do not train are averaged",
+        "libs/keepstep/synced_buffers.py",
+        "if buffer.owner.training else",
+        "if buffer.owner else",
+        Test(f"{BUFFERS}::test_statistics_of_a_norm_that_does_not_train_stay_bit_for_bit"),
+    ),
+    Mutation(
+        "what is done with a buffer is not compared",
+        "libs/keepstep/synced_buffers.py",
+        "{self.dtype} {self.treatment.value}",
+        "{self.dtype}",
+        Test(f"{BUFFERS}::test_a_group_that_treats_a_buffer_in_another_way_is_refused[averaged]"),
     ),
     # ---- whether groups are equal
     Mutation(

@@ -51,6 +51,8 @@ class Failover(Mesh):
         self.announced_by = ""
         """Name of the lighthouse that announced last."""
         self._script_runs = False
+        if "policy" not in settings:  # a trace has one of its own
+            self.forbid_heals(seed)
         for fault in faults_of(seed) if faults is None else faults:
             self.time.at(fault.at, inject, self, fault, FAULTS)
 

@@ -201,6 +201,7 @@ class Lighthouse:
                                 decision.lineage,
                                 decision.joiners,
                                 None if knows else decision.members,
+                                allow_heal=decision.allow_heal,
                             ),
                         )
             case Tell(to, message):

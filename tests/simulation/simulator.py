@@ -35,6 +35,7 @@ class Simulation(Training):
             verify_every=1,
         )
         super().__init__(random, [f"r{number}" for number in range(groups)], policy, careful=careful)
+        self.forbid_heals(seed)
         self.store = Store(JobRecord(policy=self.policy))
         self.parted_from_lighthouse: set[str] = set()
         self._highest = 0

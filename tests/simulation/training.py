@@ -1,6 +1,7 @@
 """Replica groups that train in virtual time, their network, and what must hold of them whatever the lighthouse does.
 
-* Equal (step, lineage) means equal state, over all groups that ever lived; one collective is for one step.
+* Equal (step, lineage) means equal state, over all groups that ever lived; one collective is for one step, under one
+  policy of healing.
 * Every group takes the same groups for the members of a quorum.
 * Groups whose states are compared are found equal, as long as no bit flipped.
 * What lighthouses and groups wrote down passes ``keepstep check-history``.
@@ -59,6 +60,9 @@ class Training(ABC):
         self._memberships: dict[int, tuple[str, ...]] = {}
         self.rounds = 0
         self.flips = 0
+        self.forbids_heal = 0.0
+        """How often a group allows no heal in a round, until the faults end."""
+        self._healing = Random("healing")
         self._quiet_at = quiet_at
         self._quiet = self._done = False
         self._last_members: tuple[str, ...] = ()
@@ -127,6 +131,13 @@ class Training(ABC):
         self.latest[worker.name] = worker
         self.check_state(worker)
 
+    def allows_heal(self) -> bool:
+        return self._quiet or self._healing.random() >= self.forbids_heal
+
+    def forbid_heals(self, seed: int) -> None:
+        """In some simulations groups allow no heal now and then. Draws nothing from what the others are made of."""
+        self.forbids_heal = Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
+
     def launch(self, name: str) -> Worker:
         self._launched += 1
         self.note(f"{name}:{self._launched} starts")
@@ -145,7 +156,7 @@ class Training(ABC):
     # ---- collectives
 
     def collective(self, key: tuple[int, int], plan: QuorumPlan, worker: Worker) -> Collective:
-        facts = (plan.max_step, plan.lineage)
+        facts = (plan.max_step, plan.lineage, plan.allow_heal)
         collective = self._collectives.get(key)
         if collective is None:
             collective = self._collectives[key] = Collective(plan.replica_ids, facts)

@@ -1,7 +1,7 @@
 """A replica group in virtual time: the real session and quorum plan, a model that is one number, and a training loop.
 
 It follows SEMANTICS: ask, heal or not, all-reduce, vote, commit. What it cannot know is left to chance: how long things
-take, whether a peer's death is noticed by its sockets, which result arrives first.
+take, whether a peer's death is noticed by its sockets, which result arrives first, whether it allows a heal in a round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.lineage import DIVERGED
+from keepstep_mesh.lineage import DIVERGED, is_diverged
 from keepstep_mesh.messages import (
     CancelRequest,
     Denied,
@@ -47,7 +47,7 @@ HEAL_REPORT = 0.5
 class Collective:
     """One all-reduce of the members of one quorum. Complete when all have put their part in."""
 
-    def __init__(self, members: tuple[str, ...], facts: tuple[int, Lineage]) -> None:
+    def __init__(self, members: tuple[str, ...], facts: tuple[int, Lineage, bool]) -> None:
         self.members = members
         self.facts = facts
         self.parts: dict[str, tuple[Worker, int | None]] = {}
@@ -88,6 +88,7 @@ class Worker:
         self._attempt = 0
         self._errored = False
         self._backward_done = False
+        self._behind = False
         self._fetched: int | None = None
         self._healed: bool | None = None
         """None: not yet; False: it failed."""
@@ -220,6 +221,7 @@ class Worker:
             shrink_only=self.shrink_next,
             commit_failures=self.failures,
             root=self.root,
+            allow_heal=self.sim.allows_heal(),
         )
         self.shrink_next = False
         if self.welcomed and (sent := self.session.to_send(request.timeout_ms)) is not None:
@@ -232,29 +234,33 @@ class Worker:
             self.soon(0.05 + self.random.random(), self.ask)
 
     def _answered(self, answer: QuorumAnswer) -> None:
+        asked = self.session.open
         quorum: Quorum | None = self._check(self.session.answered, answer)
-        if quorum is None:
+        if quorum is None or asked is None:
             return
+        if quorum.allow_heal and not asked.allow_heal:
+            self.sim.violated(f"{self.replica_id} allows no heal, and is in a round with healing")
         self.plan = plan = make_plan(quorum, self.replica_id)
         self.sim.check_plan(self, plan)
         self.root = None
         if plan.verify and not plan.heal:
             self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
-        if plan.diverged:
+        if plan.diverged and not is_diverged(self.lineage):
             self.lineage = f"{DIVERGED}{self.replica_id}"
             self.sim.logs.step(self, "diverged", lineage=self.lineage)
         self._attempt += 1
         self._errored, self.fail_next = self.fail_next, False
         self._backward_done, self._collective, self._result = False, None, None
-        self._healed, self._fetched = None if plan.heal else True, None
+        self._behind = plan.heal and not plan.allow_heal
+        self._healed, self._fetched = None if plan.heal and plan.allow_heal else True, None
         if self._configured[0] != plan.quorum_id:
             self._configured = (plan.quorum_id, 0)
-        if plan.heal:
+        if self._healed is None:
             self._say(Healing(0, 100, 10.0))
             self.soon(0.02 + 0.05 * self.random.random(), self._fetch, self._attempt)
             seconds = self.sim.slow_heals.pop(self.name, 0.1 + 0.3 * self.random.random())
             self.soon(seconds, self._heal, self._attempt)
-        else:
+        elif not plan.heal:
             self.snapshot = (plan.quorum_id, plan.max_step, plan.lineage, self.state)
         if not self._heals_first(plan):
             self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
@@ -262,7 +268,7 @@ class Worker:
     @staticmethod
     def _heals_first(plan: QuorumPlan) -> bool:
         """At the very first step all take part, healed."""
-        return plan.heal and plan.max_step == 0
+        return plan.heal and plan.allow_heal and plan.max_step == 0
 
     def _fetch(self, attempt: int) -> None:
         """The source begins to send what it has for this step; that stays whole even if the source goes on."""
@@ -305,7 +311,8 @@ class Worker:
             return
         quorum_id, done = self._configured
         self._configured = (quorum_id, done + 1)
-        gradient = None if plan.heal and plan.max_step > 0 else hash((self.state, self.replica_id))
+        heals_later = plan.heal and plan.allow_heal and plan.max_step > 0
+        gradient = None if heals_later else hash((self.state, self.replica_id))
         self._collective = self.sim.collective((quorum_id, done), plan, self)
         self.soon(COLLECTIVE_TIMEOUT, self._collective_timed_out, attempt)
         self.sim.contribute(self._collective, self, gradient)
@@ -345,9 +352,18 @@ class Worker:
             self.sim.logs.step(self, "discarded")
         else:
             self.state = hash((self.state, self._result))
-            before, self.step, self.lineage = self.lineage, plan.max_step + 1, plan.quorum_id
-            participants = len(plan.members) if plan.max_step == 0 else plan.max_world_size
-            self.sim.logs.step(self, "committed", lineage=before, participants=participants)
+            before, participants = self.lineage, plan.max_world_size
+            if plan.max_step == 0 or not plan.allow_heal:
+                participants = len(plan.members)
+            facts: dict[str, Any] = {"lineage": before, "participants": participants}
+            if self._behind:
+                self.step += 1
+                self.sim.logs.step(self, "committed", behind=True, **facts)
+                self.lineage = f"{DIVERGED}{self.replica_id}"  # it holds weights that nobody else has
+                self.sim.logs.step(self, "diverged", lineage=self.lineage)
+            else:
+                self.step, self.lineage = plan.max_step + 1, plan.quorum_id
+                self.sim.logs.step(self, "committed", **facts)
             self.failures = 0
             self.commits += 1
             self.sim.check_state(self)

@@ -93,6 +93,7 @@ class Onlooker(RuleBasedStateMachine):
         timeout=st.sampled_from([600.0, 1.0, 3.0]),
         layout=st.sampled_from([None, None, "", "x", "y"]),
         root=st.sampled_from([None, "aa", "aa", "bb"]),
+        sync=st.sampled_from(["", "mode sync", "mode sync", "mode async"]),
     )
     def asks(
         self,
@@ -104,6 +105,7 @@ class Onlooker(RuleBasedStateMachine):
         timeout: float,
         layout: str | None,
         root: str | None,
+        sync: str,
     ) -> None:
         if self.connected(replica_id):
             before = self.requests.get(replica_id)
@@ -120,6 +122,7 @@ class Onlooker(RuleBasedStateMachine):
                 request=number,
                 timeout=timeout,
                 info=info,
+                settings=sync or None,
                 root=None if root is None else StateRoot(max(0, step - 1), "", root),
             )
             if before is not None and any(isinstance(d, Tell) and isinstance(d.message, Denied) for d in decisions):

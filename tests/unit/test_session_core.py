@@ -290,3 +290,30 @@ def test_two_that_name_each_other_do_not_keep_us_running_in_circles() -> None:
 def test_no_address_is_an_error_that_says_where_to_set_one() -> None:
     with pytest.raises(ValueError, match="KEEPSTEP_LIGHTHOUSE"):
         Addresses([])
+
+
+def test_settings_travel_with_the_info_on_each_connection_and_again_when_they_change():
+    core = SessionCore("a")
+    core.hello()
+    sent = []
+    for settings in ("init_sync True", "init_sync True", "init_sync False"):
+        core.ask(0, "", INFO, 1000, shrink_only=False, commit_failures=0, settings=settings)
+        sent.append(core.to_send(1000))
+    core.hello()
+    sent.append(core.to_send(1000))
+    assert [(one.settings, one.info is None) for one in sent] == [
+        ("init_sync True", False),
+        ("", True),
+        ("init_sync False", False),
+        ("init_sync False", False),
+    ]
+
+
+def test_a_round_without_healing_is_one_for_the_asker():
+    core = SessionCore("a")
+    core.hello()
+    core.welcomed(Welcome(2, 1, 0, 100, 5000, 200))
+    core.ask(0, "", INFO, 1000, shrink_only=False, commit_failures=0, allow_heal=False)
+    assert not core.to_send(1000).allow_heal
+    told = QuorumAnswer(1, 1, 1, 0, 1, 0, "", 0, (), allow_heal=False)
+    assert not core.answered(told).allow_heal

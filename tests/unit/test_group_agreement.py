@@ -1,0 +1,31 @@
+"""What the ranks of one group must have in common, and what one rank decides for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.group_core import DisagreeError, GroupAsk, merge_asks
+from keepstep_mesh.messages import RankAsk
+
+
+def merge(*asks: RankAsk) -> GroupAsk:
+    return merge_asks(dict(enumerate(asks)), "a:1")
+
+
+def ask(*, allow_heal: bool = True, settings: str = "") -> RankAsk:
+    return RankAsk(1, 3, 7, False, 0, 1000, allow_heal=allow_heal, settings=settings)
+
+
+def test_ranks_with_different_settings_are_told_which_one_differs():
+    with pytest.raises(DisagreeError, match="setting init_sync: True in rank 1, False in rank 2"):
+        merge(ask(), ask(settings="init_sync True"), ask(settings="init_sync False"))
+
+
+def test_the_settings_of_a_group_are_those_that_any_rank_knows():
+    assert merge(ask(), ask(settings="init_sync True")).settings == "init_sync True"
+    assert merge(ask(), ask()).settings == ""
+
+
+def test_one_rank_that_allows_no_healing_decides_for_its_group():
+    assert merge(ask(), ask()).allow_heal
+    assert not merge(ask(), ask(allow_heal=False)).allow_heal
