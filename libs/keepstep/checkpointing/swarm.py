@@ -71,6 +71,11 @@ class Swarm:
         self._own = sum(1 << chunk for chunk in range(self.me, self.chunks, self.joiners))
         self._came = self._fed = self.began
 
+    def have(self, chunks: int) -> None:
+        """These are here already."""
+        self.done |= chunks
+        self._todo &= ~chunks
+
     @property
     def finished(self) -> bool:
         return not self._todo and not self.asked
