@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from http import HTTPStatus
 
 from aiohttp import WSMsgType, web
@@ -288,7 +289,7 @@ class GroupServer:
             return
         for ask, future in asks.values():
             if not future.done():
-                future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
+                future.set_result(replace(answer, request=ask.request))
 
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
         merged = merge_asks(asks, self.replica_id, healed=self._healed)
@@ -331,7 +332,7 @@ class GroupServer:
             finally:
                 self._requesting = False
         self._healed = not quorum.uniform and make_plan(quorum, self.replica_id).heal
-        return RankQuorum(asks[0].request, self._attempt, quorum)
+        return RankQuorum(asks[0].request, self._attempt, quorum, self._session.heal_timeout_ms)
 
     # ---- votes
 

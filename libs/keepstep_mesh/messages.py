@@ -212,6 +212,8 @@ class Welcome:
     """Who answers, for people."""
     services: tuple[ServiceAddress, ...] = ()
     """Sorted by service and name."""
+    heal_timeout_ms: int = 0
+    """How long the next quorum waits for a group that heals; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class Timing:
     heartbeat_interval_ms: int
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
+    heal_timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +416,8 @@ class RankQuorum:
     attempt: int
     """Number of the group's request; part of the key of its votes."""
     quorum: Quorum
+    heal_timeout_ms: int = 0
+    """As in the welcome."""
 
 
 @dataclass(frozen=True, slots=True)
