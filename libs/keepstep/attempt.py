@@ -322,7 +322,7 @@ class Attempt:
     # ---- live state
 
     def _exchange_state(self, plan: QuorumPlan) -> Exception | None:
-        """Hands out live state to those who heal from this group, takes it in when this group heals; what broke that."""
+        """Hands out live state to those who heal from this group, takes it in when this group heals: what broke it."""
         if not self.allow_heal or not plan.healing:
             return None
         transport = self._context.transport

@@ -356,7 +356,7 @@ MUTATIONS = (
     Mutation(
         "a group that did not get the answer that it diverged counts as healthy",
         f"{LIGHTHOUSE}/groups.py",
-        "        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)\n",
+        "        group.diverged = group.diverged and stands_still and not healed\n",
         "        group.diverged = False\n",
         Test(VERIFICATION),
     ),

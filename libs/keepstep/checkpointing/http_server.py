@@ -53,9 +53,9 @@ ACCEPT_PAUSE_SECONDS = 0.1
 SHORT_BYTES = 64 << 10
 """Parts that are shorter are sent together."""
 PIECE_BYTES = 1 << 20
-"""Sent at a time: a reader that takes so much within the timeout is not too slow."""
-PACED_BYTES = 64 << 10
-"""Sent at a time where the uplink has a budget."""
+"""Sent at a time at most: that a reader has taken one is what is seen of its progress."""
+SMALL_BYTES = 64 << 10
+"""Sent at a time to a slow reader, and where the uplink has a budget."""
 MIN_NEWS_SECONDS = 0.05
 QUEUE_LOOK_SECONDS = 0.5
 """Between two looks whether those that have a turn have become slow."""
@@ -356,11 +356,12 @@ class CheckpointServer:
                 await self._send_head(
                     connection, 206, last + 1 - first, f"Content-Range: bytes {first}-{last}/{len(snapshot.pack)}"
                 )
-                for start in range(first, last + 1, PIECE_BYTES):  # whoever takes none in time loses its lease
-                    await self._send(connection, snapshot.pack[start : min(start + PIECE_BYTES, last + 1)])
-                    now = self._loop.time()
+
+                def took(now: float) -> None:
                     lease.expires = now + self._timeout
                     self._admission.took(lease.name, now)
+
+                await self._send_in_pieces(connection, snapshot.pack[first : last + 1], took)
         finally:
             lease.senders.discard(task)
             snapshot.release()
@@ -399,13 +400,26 @@ class CheckpointServer:
                 connection, f"HTTP/1.1 102 Processing\r\n{QUEUE_FIELD}: {ahead}\r\n\r\n".encode()
             )
 
+    async def _send_in_pieces(
+        self, connection: socket.socket, data: bytes | memoryview, took: Callable[[float], None]
+    ) -> None:
+        """``took`` is called after each, with the time. They become small where the reader is slow."""
+        start, size, now = 0, PIECE_BYTES // 4, self._loop.time()
+        while start < len(data):
+            async with asyncio.timeout(self._timeout):
+                await self._send(connection, data[start : start + size])
+            start, began, now = start + size, now, self._loop.time()
+            quick = now - began < self._timeout / 16
+            size = min(2 * size, PIECE_BYTES) if quick else max(size // 2, SMALL_BYTES)
+            took(now)
+
     async def _send(self, connection: socket.socket, data: bytes | memoryview) -> None:
         """As fast as the budget allows."""
         if self._budget is None:
             await self._loop.sock_sendall(connection, data)
             return
-        for start in range(0, len(data), PACED_BYTES):
-            piece = data[start : start + PACED_BYTES]
+        for start in range(0, len(data), SMALL_BYTES):
+            piece = data[start : start + SMALL_BYTES]
             if delay := self._budget.delay(len(piece), time.monotonic()):
                 await asyncio.sleep(delay)
             await self._loop.sock_sendall(connection, piece)
@@ -435,10 +449,10 @@ class CheckpointServer:
         async with self._turn():
             await self._send_head(connection, 200, sum(part.nbytes for part in parts))
             for part in gathered(parts):
-                for start in range(0, len(part), PIECE_BYTES):
-                    async with asyncio.timeout(self._timeout):
-                        await self._send(connection, part[start : start + PIECE_BYTES])
-                    self.served_at = time.monotonic()
+                await self._send_in_pieces(connection, part, self._lent_some)
+
+    def _lent_some(self, _now: float) -> None:
+        self.served_at = time.monotonic()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

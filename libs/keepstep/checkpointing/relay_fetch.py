@@ -10,6 +10,7 @@ is here it waits a little for joiners that are fetching from it: the next step b
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import defaultdict
@@ -50,16 +51,18 @@ as broken.
 """
 LOST_SECONDS = 10.0
 """Without a chunk from anywhere, after which a transfer whose source is lost is given up."""
+SLOW_SECONDS = 10.0
+"""Without a relay: there is nobody with bandwidth to spare, so what comes slowly is not asked of another."""
 LOST_ALONE_SECONDS = 1.0
 """The same without a relay: nobody can upload what the other joiners lack too."""
 MAX_FAILURES = 3
 """In a row, after which a peer, or the source, is not asked any more, and a relay only when no other works."""
 LINGER_SHARE = 0.25
 """Of the time that the transfer took."""
-LINGER_TOGETHER_SECONDS = 3600.0
-"""Instead, where everybody waits until all have healed."""
 LINGER_IDLE_SECONDS = 0.2
-"""Without a request of another joiner, after which none will come."""
+"""Without having sent anything to another joiner."""
+LINGER_TOGETHER_SECONDS = 0.5
+"""The same where everybody waits until all have healed; then there is no other limit."""
 BAD_REQUEST, NOT_HERE, NOT_YET = 400, 404, 503
 
 log = get_logger("keepstep.checkpointing")
@@ -155,6 +158,8 @@ class RelayFetch(Fetch):
             len(self._digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
         )
         self._swarm.have(here)
+        if not self._relays:
+            self._swarm.slow_seconds = SLOW_SECONDS
         with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
                 streams = RELAY_STREAMS if self._alone else 1
@@ -199,15 +204,15 @@ class RelayFetch(Fetch):
     def _linger(self) -> None:
         """Until all have all of it, and the others know that this one has, or they ask nothing any more."""
         now = began = time.monotonic()
-        end = began + LINGER_SHARE * (began - self._swarm.began)
-        if self._exchange.together:  # the step cannot begin before the others have it
-            end = began + LINGER_TOGETHER_SECONDS
+        end, idle = began + LINGER_SHARE * (began - self._swarm.began), LINGER_IDLE_SECONDS
+        if self._exchange.together:
+            end, idle = math.inf, LINGER_TOGETHER_SECONDS
 
         def over() -> bool:
             return self._ended is not None or (self._told_all and self._swarm.peers_finished())
 
         with self._changed:
-            while not over() and now < min(end, max(began, self._server.served_at) + LINGER_IDLE_SECONDS):
+            while not over() and now < min(end, max(began, self._server.served_at) + idle):
                 self._changed.wait_for(over, TELL_SECONDS)
                 now = time.monotonic()
 
