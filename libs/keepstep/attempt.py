@@ -490,8 +490,8 @@ class Attempt:
         committed = False
         if plan is not None:
             self._finish_works()
-            if (error := self._exchange_state(plan)) is not None:
-                self.report(error)
+            if (unhealed := self._exchange_state(plan)) is not None:
+                self.report(unhealed)
             self._take_root(plan)
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)

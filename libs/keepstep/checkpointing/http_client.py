@@ -216,8 +216,9 @@ class Fetch:
     def _receive_chunks(self) -> None:
         chunks = chunk_count(self._destination.pack_bytes)
         length = chunks if self._streams == 1 else max(1, min(MAX_RUN_CHUNKS, chunks // (4 * self._streams)))
-        if self._manifest is not None:
-            self._receive_runs(_runs(chunks, self._chunks_here(self._manifest.chunk_digests), length))
+        known = self._manifest
+        if known is not None:
+            self._receive_runs(_runs(chunks, self._chunks_here(known.chunk_digests), length))
             return
         self._receive_runs(_runs(chunks, 0, length))
         self._retry(self._receive_digests)
