@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.transport import CheckpointTransport, Exchange
 from keepstep.exits import EvictedExit, GroupFailedExit
 from keepstep.group import Leaving, RankLink
@@ -41,6 +41,12 @@ from keepstep_mesh.lineage import is_diverged, is_torn
 from keepstep_mesh.logging import Logger
 from keepstep_mesh.messages import Healing, RankAsk, RankVote, StateRoot
 
+MAX_HEAL_ROUNDS = 5
+"""Quorums in a row in which groups heal before the step, after which the step fails: it has to be seen."""
+MAX_HEAL_DOUBLINGS = 10
+"""As at the lighthouse."""
+GIVE_UP_SECONDS = 1.0
+"""A heal goes on for so much longer than the lighthouse waits for it: which then knows that it is late, not broken."""
 SEEN_TO_WAIT_SECONDS = 0.5
 """A longer wait for the quorum is told before it ends."""
 TORN_FOR_GOOD = (
@@ -74,6 +80,8 @@ class StepContext:
     layout: list[str] = field(default_factory=list)
     root: StateRoot | None = None
     """What the lighthouse wants to compare, until it has it."""
+    late_heals: int = 0
+    """Heals in a row that ran out of time: the next may take twice as long."""
 
     def end_for(self, error: BaseException) -> NoReturn:
         self.fatal = error
@@ -106,7 +114,7 @@ class Attempt:
     Args:
         allow_heal: False: a group that is behind takes part as it is. So it does when any member asked so: from the
             answer on ``allow_heal`` is that of the round.
-        sync: who heals does so before the forward pass, and takes part.
+        sync: who heals does so before the forward pass, and takes part. The step begins with the quorum after that.
         first_step: the same, if no group has committed a step.
         timeout: of the quorum, seconds.
     """
@@ -134,6 +142,8 @@ class Attempt:
         self._healed = False
         self.synchronized = False
         """What this step commits is equal in all groups that took part; the script says so."""
+        self._heal_timeout: float | None = None
+        """Seconds that the next quorum waits for a heal; None: not known."""
         self._ready: concurrent.futures.Future[QuorumPlan] | None = None
 
     # ---- the quorum
@@ -141,10 +151,40 @@ class Attempt:
     def begin(self, ask: RankAsk) -> None:
         """Asks; waits, and heals, where that comes before the forward pass."""
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
-        if self._sync or self._first_step:
+        failed: list[Exception] = []
+        for tried in range(MAX_HEAL_ROUNDS if self._sync or self._first_step else 0):
             plan = self.wait_plan()
-            if self._healed_before and self.error is None:
-                self._exchange_state(plan)
+            if not (self._healed_before and self.allow_heal and plan.healing):
+                return
+            if (error := self._exchange_state(plan)) is not None:
+                self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))
+                failed.append(error)
+            if tried + 1 < MAX_HEAL_ROUNDS:
+                self._ask_again(ask, len(failed))
+            else:
+                others = KeepstepError(f"in {MAX_HEAL_ROUNDS} quorums in a row a group had to heal before the step")
+                self.error = None
+                self.report(failed[-1] if failed else others)
+
+    def _ask_again(self, ask: RankAsk, failed_heals: int) -> None:
+        """For the same step, after live state was exchanged. The lighthouse waits for those that still heal, up to
+        ``heal_timeout``; a collective would wait for them up to its own timeout. Whether to ask again follows from the
+        quorum, so all groups, and all ranks of a group, do.
+        """
+        context, standing = self._context, self._context.standing
+        self.timeout = ask.timeout_ms / 1000 + (self._heal_limit() or 0.0)
+        again = replace(
+            ask,
+            step=standing.step,
+            lineage=standing.lineage,
+            batches_committed=standing.batches_committed,
+            commit_failures=max(failed_heals, 1 if context.reconfigurer.broken else 0),
+            timeout_ms=round(self.timeout * 1000),
+            root=None,
+        )
+        self.error = self.plan = self.answered = None
+        self._staged = self._heal_tried = self._healed = False
+        self._ready = context.mesh.spawn(self._get_ready(again))
 
     async def _get_ready(self, ask: RankAsk) -> QuorumPlan:
         context = self._context
@@ -154,6 +194,7 @@ class Attempt:
         self._number = answer.attempt
         self.allow_heal = self.allow_heal and plan.allow_heal
         self._healed_before = self._sync or not self.allow_heal or (self._first_step and plan.first_step)
+        self._heal_timeout = answer.heal_timeout_ms / 1000 or None
         context.transport.disallow_checkpoint()  # whoever read the state of the step before is done or too late
         if plan.heal and self.allow_heal:
             source = "" if plan.source is None else plan.members[plan.source].replica_id
@@ -304,10 +345,10 @@ class Attempt:
 
     # ---- live state
 
-    def _exchange_state(self, plan: QuorumPlan) -> None:
-        """Hands out live state to those who heal from this group, takes it in when this group heals."""
+    def _exchange_state(self, plan: QuorumPlan) -> Exception | None:
+        """Hands out live state to those who heal from this group, takes it in when this group heals: what broke it."""
         if not self.allow_heal or not plan.healing:
-            return
+            return None
         transport = self._context.transport
         transport.prepare(self._exchange(plan))
         if (plan.destinations or (transport.needs_all_sources and not plan.heal)) and not self._staged:
@@ -321,10 +362,13 @@ class Attempt:
                     self._heal(plan, plan.source, meter)
                 self._healed = True
             except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
-                self.report(error)
-            self._times.heal_seconds = time.monotonic() - began
+                return error
+            finally:
+                self._times.heal_seconds += time.monotonic() - began
+        return None
 
     def _exchange(self, plan: QuorumPlan) -> Exchange:
+        """Who has and who needs what, for the transport."""
         settings, ids = self._context.settings, plan.replica_ids
         return Exchange(
             job=settings.job,
@@ -336,6 +380,8 @@ class Attempt:
             world_size=settings.world_size,
             sources=tuple(ids[rank] for rank in plan.cohort),
             joiners=tuple(ids[rank] for rank in plan.healing),
+            beside=tuple(ids[rank] for rank in plan.beside),
+            together=self._healed_before,
         )
 
     def _hand_out(self, plan: QuorumPlan, destinations: list[int]) -> None:
@@ -345,10 +391,23 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  whatever it is, it is the joiner that goes without
             reason = f"{type(error).__name__}: {error}"
             context.log.error("nobody can heal from this group", step=context.standing.step, reason=reason)
-            try:
-                context.transport.refuse_checkpoint(destinations, plan.max_step, reason)
-            except Exception as untold:  # noqa: BLE001  the joiner waits for its own deadline, then
-                context.log.warning("a joiner was not told", reason=f"{type(untold).__name__}: {untold}")
+            self._refuse(plan, reason)
+
+    def _refuse(self, plan: QuorumPlan, reason: str) -> None:
+        """Who heals from this group learns at once that its state does not come."""
+        context = self._context
+        try:
+            told = f"{context.link.replica_id}: {reason}"
+            context.transport.refuse_checkpoint(list(plan.destinations), plan.max_step, told)
+        except Exception as untold:  # noqa: BLE001  the joiner waits for its own deadline, then
+            context.log.warning("a joiner was not told", reason=f"{type(untold).__name__}: {untold}")
+
+    def refuse_joiners(self, reason: str) -> None:
+        """This group will not come to hand out its state in this step."""
+        plan = self.answered
+        if plan is not None and plan.destinations and self.allow_heal and not self._staged:
+            self._staged = True
+            self._refuse(plan, reason)
 
     @contextlib.contextmanager
     def _measured(self, plan: QuorumPlan, source: int) -> Iterator[HealMeter]:
@@ -391,7 +450,7 @@ class Attempt:
         metadata = context.mesh.call(asked, seconds + SLACK)
 
         try:
-            context.state.receive(context.transport, source, metadata, plan.max_step, context.timeout, meter.moved)
+            self._receive(plan, source, metadata, meter)
             if standing.step != plan.max_step:
                 raise KeepstepError(f"{member.replica_id} sent step {standing.step} instead of step {plan.max_step}")
         except BaseException as error:
@@ -410,6 +469,24 @@ class Attempt:
             bytes=received,
             source=member.replica_id,
         )
+
+    def _receive(self, plan: QuorumPlan, source: int, metadata: str, meter: HealMeter) -> None:
+        context, limit = self._context, self._heal_limit()
+        longest = None if limit is None else timedelta(seconds=limit)
+        try:
+            context.state.receive(
+                context.transport, source, metadata, plan.max_step, context.timeout, meter.moved, longest
+            )
+        except TransferTimeout:
+            context.late_heals += 1
+            raise
+        context.late_heals = 0
+
+    def _heal_limit(self) -> float | None:
+        """Seconds that a heal may take."""
+        if self._heal_timeout is None:
+            return None
+        return self._heal_timeout * 2.0 ** min(self._context.late_heals, MAX_HEAL_DOUBLINGS) + GIVE_UP_SECONDS
 
     def _take_root(self, plan: QuorumPlan) -> None:
         """The root digest of the reference state, where this group holds it and the lighthouse wants to compare it."""
@@ -440,7 +517,8 @@ class Attempt:
         committed = False
         if plan is not None:
             self._finish_works()
-            self._exchange_state(plan)
+            if (unhealed := self._exchange_state(plan)) is not None:
+                self.report(unhealed)
             self._take_root(plan)
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)
@@ -457,7 +535,9 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
             self._context.raise_fatal()
             self.report(error)  # then nobody waits for us
-        self.report(KeepstepError("this group began another step instead of ending this one with should_commit()"))
+        reason = "this group began another step instead of ending this one with should_commit()"
+        self.report(KeepstepError(reason))
+        self.refuse_joiners(reason)
         for work in self._works:
             work.wait()
         if plan is not None:
@@ -479,6 +559,7 @@ class Attempt:
         vote = RankVote(plan.epoch, plan.quorum_id, plan.max_step, self._number, ok)
         # others may wait for a collective and a heal (its address, its bytes) first; a death is noticed at once
         seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
+        seconds += (self._heal_limit() or 0.0) if plan.heal else 0.0
         try:
             committed = context.mesh.call(context.link.vote(vote, seconds), seconds + SLACK)
         except (TimeoutError, KeepstepError, OSError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from http import HTTPStatus
 
 from aiohttp import WSMsgType, web
@@ -311,7 +312,7 @@ class GroupServer:
             return
         for ask, future in asks.values():
             if not future.done():
-                future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
+                future.set_result(replace(answer, request=ask.request))
 
     async def _request(self, asks: dict[int, RankAsk]) -> RankQuorum:
         merged = self._merge(asks)
@@ -361,7 +362,8 @@ class GroupServer:
         if self._last is None or self._last.quorum_id != quorum.quorum_id or self._last.epoch != quorum.epoch:
             self._served.drop_before(self._job, quorum.epoch, quorum.quorum_id)
         self._last = quorum
-        return RankQuorum(asks[0].request, self._attempt, quorum)
+        heal_timeout_ms = self._session.heal_timeout_ms
+        return RankQuorum(asks[0].request, self._attempt, quorum, heal_timeout_ms=heal_timeout_ms)
 
     def _merge(self, asks: dict[int, RankAsk]) -> GroupAsk:
         """Ranks may differ after a heal; whether there was one is looked up only then, because it costs O(members)."""

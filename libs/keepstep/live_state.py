@@ -71,6 +71,7 @@ class LiveState:
         step: int,
         timeout: timedelta,
         progress: Progress,
+        limit: timedelta | None = None,
     ) -> None:
         """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
         extra: dict[str, Any] = {}
@@ -79,6 +80,8 @@ class LiveState:
             extra["into"] = self._save()
         if "progress" in known:
             extra["progress"] = progress
+        if "limit" in known:
+            extra["limit"] = limit
         state = transport.recv_checkpoint(source, metadata, step, timeout, **extra)
         if state["user"].keys() != self._parts.keys():
             raise KeepstepError(

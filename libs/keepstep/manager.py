@@ -546,6 +546,8 @@ class Manager:
         self._termination.restore()
         limit = min(self._timeout.total_seconds(), 5.0)
         in_step = self._attempt is not None and self._attempt.counted_on()
+        if in_step and self._attempt is not None:
+            self._attempt.refuse_joiners("this group ended in the middle of a step")
         if self._context.fatal is None and not in_step:
             try:
                 self._mesh.call(self._context.link.leave("shutdown", limit), limit + 1.0)

@@ -49,6 +49,8 @@ class QuorumPlan:
     destinations: tuple[int, ...]
     """replica_ranks that heal from this group."""
     joiners: int
+    beside: tuple[int, ...] = ()
+    """replica_ranks that heal from the same source as this group, and its own; empty when it is in the cohort."""
     verify: bool = False
     """Whoever is in the cohort says the root digest of its state with the next request."""
     allow_heal: bool = True
@@ -152,6 +154,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
         source=source,
         destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
         joiners=quorum.joiners,
+        beside=tuple(rank for rank in healing if sources[rank] == sources.get(replica_rank)),
         verify=quorum.verify,
         allow_heal=quorum.allow_heal,
     )

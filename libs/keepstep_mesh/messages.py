@@ -222,6 +222,8 @@ class Welcome:
     """Who answers, for people."""
     services: tuple[ServiceAddress, ...] = ()
     """Sorted by service and name."""
+    heal_timeout_ms: int = 0
+    """How long the next quorum waits for a group that heals; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ class Timing:
     heartbeat_interval_ms: int
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
+    heal_timeout_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +440,8 @@ class RankQuorum:
     """``listed`` is empty when it is the list that was sent last on this connection (``RankHello.keeps_list``)."""
     list_number: int = 0
     """Changes with the member list; 0: from a rank 0 that sends every list."""
+    heal_timeout_ms: int = 0
+    """As in the welcome."""
 
 
 @dataclass(frozen=True, slots=True)

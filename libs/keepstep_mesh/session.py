@@ -86,6 +86,8 @@ class LighthouseSession:
         """The lighthouse says what counts instead."""
         self.services: tuple[ServiceAddress, ...] = ()
         """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
+        self.heal_timeout_ms = 0
+        """How long the job's next quorum waits for a group that heals; 0: the lighthouse has not said."""
 
         self._link: Link | None = None
         self._trying = ""
@@ -498,6 +500,7 @@ class LighthouseSession:
     def _set_timing(self, told: Welcome | Timing) -> None:
         self.liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
         self.liveness.timeout = told.heartbeat_timeout_ms / 1000 or self.liveness.timeout
+        self.heal_timeout_ms = told.heal_timeout_ms
 
     def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
         if services != self.services:

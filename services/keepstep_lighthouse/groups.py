@@ -213,18 +213,22 @@ class Groups:
         self.withdraw(group)
         if group.healing is not None and not group.heal_given_up and request.commit_failures == 0:
             self.failed_heals.pop(group.name, None)
+        healed = group.healing is not None and group.healing.ended and not group.healing.error
         self._stop_healing(group)
         group.heal_given_up = False
         if group.answered_at is not None:
             group.step_seconds, group.answered_at = now - group.answered_at, None
             self.tally.step_seconds += group.step_seconds
-            group.committed += request.commit_failures == 0
-            self.tally.committed += request.commit_failures == 0
+            # who asks for the same step again, without a failure, has waited for heals before it
+            committed = request.commit_failures == 0 and not (group.answer and request.step == group.answer.step)
+            group.committed += committed
+            self.tally.committed += committed
             self.tally.discarded += request.commit_failures > 0
         group.request = request
         group.highest_request = max(group.highest_request, request.request)
         group.asked_at = now
-        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)
+        stands_still = (group.step, group.lineage) == (request.step, request.lineage)
+        group.diverged = group.diverged and stands_still and not healed
         group.step = request.step
         group.lineage = request.lineage
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))

@@ -190,13 +190,14 @@ class Session:
             heartbeat_timeout_ms=timeout_ms,
             reconnect_grace_ms=grace_ms,
             services=self._services(),
+            heal_timeout_ms=int(policy.heal_timeout * 1000),
         )
         self._welcomed = True
         self.send(codec.encode(message))
 
     def tell_timing(self, policy: Policy) -> None:
         """The policy changed. Whoever is not welcomed yet hears of it then."""
-        self._tell_if_understood(codec.encode(Timing(*self._timing(policy))))
+        self._tell_if_understood(codec.encode(Timing(*self._timing(policy), int(policy.heal_timeout * 1000))))
 
     def tell_services(self, frame: bytes) -> None:
         """Services came or went; ``frame`` is the same for all sessions."""

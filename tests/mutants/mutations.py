@@ -15,6 +15,8 @@ BUFFERS = "tests/services/manager/test_synced_buffers.py"
 GROUPS = "tests/services/manager/test_verification.py"
 SYNCHRONIZED = "tests/services/manager/test_synchronized.py"
 HISTORIES = "tests/unit/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+ABANDONED = "tests/services/manager/test_abandoned_steps.py"
+HEAL_ROUNDS = "tests/unit/test_core_heal_rounds.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 
@@ -439,9 +441,44 @@ MUTATIONS = (
     Mutation(
         "a group that did not get the answer that it diverged counts as healthy",
         f"{LIGHTHOUSE}/groups.py",
-        "        group.diverged = group.diverged and (group.step, group.lineage) == (request.step, request.lineage)\n",
+        "        group.diverged = group.diverged and stands_still and not healed\n",
         "        group.diverged = False\n",
         Test(VERIFICATION),
+    ),
+    Mutation(
+        "a diverged group that healed before a step heals for ever",
+        f"{LIGHTHOUSE}/groups.py",
+        "        group.diverged = group.diverged and stands_still and not healed\n",
+        "        group.diverged = group.diverged and stands_still\n",
+        Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
+    ),
+    Mutation(
+        "a heal that failed makes a diverged group sound",
+        f"{LIGHTHOUSE}/groups.py",
+        "        healed = group.healing is not None and group.healing.ended and not group.healing.error\n",
+        "        healed = group.healing is not None and group.healing.ended\n",
+        Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
+    ),
+    Mutation(
+        "a quorum before which groups heal counts as a step",
+        f"{LIGHTHOUSE}/groups.py",
+        "request.commit_failures == 0 and not (group.answer and request.step == group.answer.step)\n",
+        "request.commit_failures == 0\n",
+        Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),
+    ),
+    Mutation(
+        "a source that abandons a step tells its joiners nothing",
+        "libs/keepstep/attempt.py",
+        "        self.refuse_joiners(reason)\n",
+        "",
+        Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
+    ),
+    Mutation(
+        "all joiners of a source are served at once",
+        "libs/keepstep/checkpointing/admission.py",
+        "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
+        "            if self.ahead(reader) < 0:\n",
+        Test("tests/unit/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
     ),
     Mutation(
         "the furthest state is gone on from, sound or not",

@@ -33,8 +33,10 @@ def state_of(step: int, mib: int) -> dict[str, object]:
     return {"user": {"model": {"weights": weights, "bias": torch.full((3,), float(step))}}, "manager": {"step": step}}
 
 
-def exchange(me: str, sources: Iterable[str], joiners: Iterable[str], step: int = 1) -> Exchange:
-    return Exchange(JOB, 1, step, step, me, 0, 1, tuple(sources), tuple(joiners))
+def exchange(
+    me: str, sources: Iterable[str], joiners: Iterable[str], step: int = 1, *, beside: Iterable[str] = ()
+) -> Exchange:
+    return Exchange(JOB, 1, step, step, me, 0, 1, tuple(sources), tuple(joiners), tuple(beside))
 
 
 def source(mib: int) -> None:

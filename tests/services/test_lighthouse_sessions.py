@@ -143,7 +143,9 @@ async def test_data_of_a_member_reaches_the_others_as_it_is() -> None:
 async def test_the_welcome_tells_what_the_worker_has_to_know() -> None:
     policy = Policy(heartbeat_timeout=4.0, reconnect_grace=0.3)
     async with lighthouse(policy=policy) as one, worker(one.address, heartbeat_interval_ms=100) as polite:
-        assert polite.welcome == Welcome(PROTOCOL_VERSION, 1, 0, 400, 4000, 300, polite.welcome.lighthouse)
+        assert polite.welcome == Welcome(
+            *(PROTOCOL_VERSION, 1, 0, 400, 4000, 300, polite.welcome.lighthouse), heal_timeout_ms=60_000
+        )
 
 
 @pytest.mark.parametrize(("asked", "told"), [(0, 500), (100, 500), (1200, 1200), (60_000, 1666)])
@@ -161,7 +163,7 @@ async def test_a_change_of_the_heartbeats_reaches_the_workers_that_are_there() -
         job = one.jobs["job"]
         assert member.welcome.heartbeat_interval_ms == 6000
         await job.order(PolicyOrdered(replace(job.core.record.policy, heartbeat_timeout=2.0, min_replicas=2), "ann"))
-        assert await member.next(Timing) == Timing(200, 2000, 200)
+        assert await member.next(Timing) == Timing(200, 2000, 200, 60_000)
         await member.ask(0)
         await older.ask(0)
         await member.next(QuorumAnswer)

@@ -17,6 +17,10 @@ class Budget:
         self._free_at = 0.0
         self._lock = threading.Lock()
 
+    @property
+    def limited(self) -> bool:
+        return self._rate is not None
+
     def delay(self, size: int, now: float) -> float:
         """Seconds to wait before ``size`` bytes are sent; they count as sent from then on."""
         if self._rate is None:

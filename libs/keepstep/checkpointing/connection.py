@@ -24,6 +24,11 @@ from keepstep_mesh.addresses import Lookup, in_url
 
 MAX_REASON_BYTES = 8192
 MAX_JSON_BYTES = 64 << 20
+QUEUE_FIELD = "Keepstep-Queue"
+"""Of a request: how often, in seconds, to say that it waits for its turn. In that word (status 102): how many readers
+are before it.
+"""
+QUEUE_NEWS_SECONDS = 0.1
 _MAX_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -45,17 +50,31 @@ class Refusal(TransferError):
 
 
 class Deadline:
-    """``what``: of which step, from where; for the message."""
+    """``seconds`` for all of it; with ``limit``, ``seconds`` without progress and ``limit`` seconds for all of it.
 
-    def __init__(self, seconds: float, what: str) -> None:
-        self._end = time.monotonic() + seconds
-        self._sentence = f"{what} within {seconds:.1f} s"
+    Args:
+        what: of which step, from where; for the message.
+    """
+
+    def __init__(self, seconds: float, what: str, limit: float | None = None) -> None:
+        now = time.monotonic()
+        self.seconds = seconds
+        self._what = what
+        self._limit = seconds if limit is None else limit
+        self._last = now + self._limit
+        self._end = min(now + seconds, self._last)
+
+    def progressed(self) -> None:
+        """From now on there are ``seconds`` again, up to the limit."""
+        self._end = min(time.monotonic() + self.seconds, self._last)
 
     def remaining(self) -> float:
         """Seconds left, more than 0. Raises ``TransferTimeout`` when there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TransferTimeout(self._sentence)
+            stalled = self._end < self._last
+            why = f": no progress for {self.seconds:.1f} s" if stalled else f" within {self._limit:.1f} s"
+            raise TransferTimeout(self._what + why)
         return left
 
 
@@ -152,22 +171,26 @@ class Connection:
         *,
         body: bytes | memoryview | None = None,
         patience: float | None = None,
+        queued: Callable[[], None] | None = None,
     ) -> tuple[dict[str, str], int]:
-        """(header fields, length of the body) of the answer. Raises ``Refusal`` with its reason."""
+        """(header fields, length of the body) of the answer. Raises ``Refusal`` with its reason.
+
+        ``queued``: called each time that the other side says that the request waits there for its turn, which counts
+        as progress; what it raises ends the wait. Without it the other side does not say so.
+        """
+        if queued is not None:
+            line += f"{QUEUE_FIELD}: {min(QUEUE_NEWS_SECONDS, self._deadline.seconds / 4):.3f}\r\n"
         if body is not None:
             line += f"Content-Length: {memoryview(body).nbytes}\r\n"
         self._send(f"{method} {target} HTTP/1.1\r\n{self._head}{line}\r\n".encode())
         if body is not None:
             with contextlib.suppress(BrokenConnection):  # it may have said no, and why, without taking all of it
                 self._send(body)
-        while b"\r\n\r\n" not in self._received:
-            if len(self._received) > _MAX_HEAD_BYTES:
-                raise TransferError("the other side does not speak this protocol: its answer has no end of header")
-            part = bytearray(_MAX_HEAD_BYTES)
-            self._received += part[: self._receive(memoryview(part), patience or self._patience, 0)]
-        head, _, self._received = self._received.partition(b"\r\n\r\n")
-        first, *lines = head.decode("latin-1").split("\r\n")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        first, fields = self._read_head(patience or self._patience)
+        while queued is not None and first.startswith("HTTP/1.1 102 "):
+            self._deadline.progressed()
+            queued()
+            first, fields = self._read_head(patience or self._patience)
         status = _STATUS.match(first)
         length = fields.get("content-length", "0")
         if status is None or not _NUMBER.fullmatch(length):
@@ -178,6 +201,17 @@ class Connection:
             seconds = float(after) if _NUMBER.fullmatch(after) else 0.0
             raise Refusal(int(status[1]), f"{method} {target} was refused: {reason}", seconds)
         return fields, int(length)
+
+    def _read_head(self, patience: float) -> tuple[str, dict[str, str]]:
+        while b"\r\n\r\n" not in self._received:
+            if len(self._received) > _MAX_HEAD_BYTES:
+                raise TransferError("the other side does not speak this protocol: its answer has no end of header")
+            part = bytearray(_MAX_HEAD_BYTES)
+            self._received += part[: self._receive(memoryview(part), patience, 0)]
+        head, _, self._received = self._received.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines)
+        return first, {name.strip().lower(): value.strip() for name, _, value in pairs}
 
     def ask_json(self, method: str, target: str, plain: object = None, *, raw: bytes | None = None) -> dict[str, Any]:
         """The JSON object that answers ``plain``, sent as JSON, or ``raw``, sent as it is. ``TransferError`` for
@@ -199,11 +233,14 @@ class Connection:
 
     def read(self, length: int) -> bytearray:
         body = bytearray(length)
-        self.read_into(memoryview(body))
+        self._fill(memoryview(body), lambda: None)
         return body
 
     def read_into(self, view: memoryview) -> None:
-        """Fills ``view``."""
+        """Fills ``view`` with a part of the state: each byte of it is progress."""
+        self._fill(view, self._deadline.progressed)
+
+    def _fill(self, view: memoryview, came: Callable[[], None]) -> None:
         if self._received:
             size = min(len(self._received), view.nbytes)
             view[:size] = self._received[:size]
@@ -211,6 +248,7 @@ class Connection:
             view = view[size:]
         while view.nbytes:
             view = view[self._receive(view, self._patience, self._whole) :]
+            came()
 
     def _send(self, data: bytes | memoryview) -> None:
         seconds = min(self._patience, self._deadline.remaining())
@@ -224,18 +262,25 @@ class Connection:
             raise BrokenConnection(str(error)) from error
 
     def _receive(self, view: memoryview, patience: float, flags: int) -> int:
-        seconds = min(patience, self._deadline.remaining())
-        try:
-            self._limit(seconds, _RECEIVE)
-            size = self._socket.recv_into(view, 0, flags)
-        except (BlockingIOError, ssl.SSLWantReadError) as error:
-            self._deadline.remaining()
-            raise BrokenConnection(f"no byte came for {seconds:.1f} s") from error
-        except OSError as error:
-            raise BrokenConnection(str(error)) from error
-        if size == 0:
-            raise BrokenConnection("the other side closed the connection")
-        return size
+        """At least one byte. What has come is returned well before the deadline, so that it counts as progress."""
+        now = time.monotonic()
+        broken_at = now + patience
+        while True:
+            seconds = min(broken_at - now, self._deadline.remaining(), self._deadline.seconds / 4)
+            try:
+                self._limit(max(seconds, 0.0), _RECEIVE)
+                size = self._socket.recv_into(view, 0, flags)
+            except (BlockingIOError, ssl.SSLWantReadError) as error:
+                now = time.monotonic()
+                self._deadline.remaining()
+                if now >= broken_at:
+                    raise BrokenConnection(f"no byte came for {patience:.1f} s") from error
+            except OSError as error:
+                raise BrokenConnection(str(error)) from error
+            else:
+                if size == 0:
+                    raise BrokenConnection("the other side closed the connection")
+                return size
 
     def _limit(self, seconds: float, option: int) -> None:
         """The kernel's own timeout: a socket of Python's with one polls before each call."""

@@ -7,9 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
+from keepstep.checkpointing.budget import Budget
 from keepstep.checkpointing.http_client import Fetch
 from keepstep.checkpointing.http_server import CheckpointServer
 from keepstep.checkpointing.manifest import build_manifest
+from keepstep.checkpointing.restoring import Spare
 from keepstep.checkpointing.staging import Snapshot, StagingArea
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.addresses import in_url, outward_address
@@ -30,10 +32,16 @@ class HTTPTransport(CheckpointTransport[T]):
         num_chunks: parallel streams of ``recv_checkpoint``, at most 32; 0 and 1: one, on the calling thread.
         hostname: address to serve on and to advertise; default: that of the interface with the default route.
         token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
+        uplink: bytes a second that all readers together may take from the network; None: no limit.
     """
 
     def __init__(
-        self, timeout: timedelta, num_chunks: int, hostname: str | None = None, token: str | ClientToken | None = None
+        self,
+        timeout: timedelta,
+        num_chunks: int,
+        hostname: str | None = None,
+        token: str | ClientToken | None = None,
+        uplink: float | None = None,
     ) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}")
@@ -42,7 +50,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_chunks = num_chunks
         self._token = ClientToken.of(token)
         self._hostname = hostname or outward_address()
-        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), self._token)
+        self._budget = Budget(uplink)
+        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), self._token, self._budget)
         if not self._token and not self._server.is_loopback:
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
         self._staging = StagingArea(self._server.cut_off)
@@ -51,6 +60,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._staged: Snapshot | None = None
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
+        self._spare: Spare | None = None
+        """What a failed ``recv_checkpoint`` has left for the next."""
         self._shut_down = False
 
     @property
@@ -73,6 +84,7 @@ class HTTPTransport(CheckpointTransport[T]):
         del dst_ranks
         if self._shut_down:
             raise RuntimeError("the transport is shut down")
+        self._spare = None  # it has a state that others want: no attempt to get one follows
         self._server.serve(None)
         self._staged = None
         if self._hashing is not None:  # of the snapshot before: long done, unless steps take milliseconds
@@ -106,23 +118,40 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         into: T | None = None,
         progress: Progress | None = None,
+        limit: timedelta | None = None,
     ) -> T:
-        """See ``CheckpointTransport``."""
+        """See ``CheckpointTransport``.
+
+        What a call that fails has received is kept, in ``into`` or in memory here, and the next call fetches only what
+        differs.
+        """
         del src_rank
-        fetch = self._fetch(metadata, step, timeout.total_seconds(), progress)
+        longest = None if limit is None else limit.total_seconds()
+        fetch = self._fetch(metadata, step, timeout.total_seconds(), progress, longest)
         with self._lock:
             self._fetches.add(fetch)
         if self._shut_down:
             fetch.abort("the transport is shut down")
         try:
             state: T = fetch.run(into)
+            self._spare = None
             return state
+        except BaseException:
+            self._spare = fetch.spare
+            raise
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
 
-    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
-        return Fetch(metadata, step, timeout, token=self._token, streams=self._num_chunks, progress=progress)
+    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None, limit: float | None) -> Fetch:
+        return Fetch(
+            *(metadata, step, timeout),
+            token=self._token,
+            streams=self._num_chunks,
+            progress=progress,
+            limit=limit,
+            spare=self._spare,
+        )
 
     def source_lost(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
@@ -144,7 +173,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.abort_receive("the transport is shut down")
         self._server.stop(wait)
         self._hasher.shutdown(wait)
-        self._staged = None
+        self._staged = self._spare = None
         self._staging.drop()
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from keepstep.checkpointing.connection import BrokenConnection, Connection, Deadline, Endpoint
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.manifest import Manifest, read_content, read_manifest
-from keepstep.checkpointing.receiving import ChunkReceiver
-from keepstep.checkpointing.restoring import Destination
+from keepstep.checkpointing.receiving import ChunkReceiver, digest_of
+from keepstep.checkpointing.restoring import Destination, Spare
 from keepstep.checkpointing.transport import Progress
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import ManifestError
@@ -44,16 +44,34 @@ log = get_logger("keepstep.checkpointing")
 
 
 class Fetch:
-    """One state, from one source. ``run`` it once; ``abort`` it from any thread."""
+    """One state, from one source. ``run`` it once; ``abort`` it from any thread.
+
+    Args:
+        timeout: for all of it; with ``limit``: without progress, which a byte of the state is, and a word of the source
+            that this reader waits for its turn there.
+        limit: for all of it.
+        spare: what an attempt that failed left behind, in memory of its own; chunks that are right already, there or in
+            the tensors of ``into``, are not fetched again. None: there was no such attempt.
+    """
 
     def __init__(
-        self, base_url: str, step: int, timeout: float, *, token: ClientToken, streams: int, progress: Progress | None
+        self,
+        base_url: str,
+        step: int,
+        timeout: float,
+        *,
+        token: ClientToken,
+        streams: int,
+        progress: Progress | None,
+        limit: float | None = None,
+        spare: Spare | None = None,
     ) -> None:
         self._source = Endpoint.of(base_url, token.peer_headers)
         self._step = step
         self._streams = max(1, min(streams, MAX_STREAMS))
         self._progress = progress
-        self._deadline = Deadline(timeout, f"step {step} from {base_url} was not received")
+        self._deadline = Deadline(timeout, f"step {step} from {base_url} was not received", limit)
+        self._spare, self._had_spare = spare, spare is not None
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
         self._ended: BaseException | None = None
@@ -72,7 +90,8 @@ class Fetch:
             self._retry(self._begin)
             self._has_begun = True
             try:
-                self._destination = Destination(self._content, into)
+                self._destination = Destination(self._content, into, self._spare)
+                self._spare = self._destination.fresh
                 self._torn = self._destination.in_place_bytes > 0
                 self._receive_chunks()
             finally:
@@ -81,6 +100,11 @@ class Fetch:
         except TransferError as error:
             error.torn = self._torn
             raise
+
+    @property
+    def spare(self) -> Spare | None:
+        """For the next attempt, when this one has failed; None: nothing was received by any."""
+        return self._spare
 
     def abort(self, reason: str) -> None:
         """Makes ``run`` raise ``TransferError`` at once."""
@@ -144,8 +168,15 @@ class Fetch:
 
     def _begin(self, connection: Connection) -> None:
         """Chunks may come before the source has hashed them: that takes as long as they take to come."""
+        if self._spare is not None:
+            self._begin_with_manifest(connection)
+            return
         self._content_bytes = self._receive_head(connection, "content")
         self._content = read_content(self._content_bytes)
+
+    def _begin_with_manifest(self, connection: Connection) -> None:
+        self._manifest = self._read_manifest(self._receive_head(connection, "checkpoint"))
+        self._content = self._manifest.content
 
     def _receive_head(self, connection: Connection, kind: str) -> bytes:
         """With the lease that comes with it."""
@@ -185,7 +216,11 @@ class Fetch:
     def _receive_chunks(self) -> None:
         chunks = chunk_count(self._destination.pack_bytes)
         length = chunks if self._streams == 1 else max(1, min(MAX_RUN_CHUNKS, chunks // (4 * self._streams)))
-        self._receive_runs(range(first, min(first + length, chunks)) for first in range(0, chunks, max(1, length)))
+        known = self._manifest
+        if known is not None:
+            self._receive_runs(_runs(chunks, self._chunks_here(known.chunk_digests), length))
+            return
+        self._receive_runs(_runs(chunks, 0, length))
         self._retry(self._receive_digests)
         assert self._manifest is not None
         again = [
@@ -196,6 +231,18 @@ class Fetch:
             self._count_damage(chunk, self._source.address)
         if again:
             self._receive_runs(range(chunk, chunk + 1) for chunk in again)
+
+    def _chunks_here(self, digests: Sequence[bytes]) -> int:
+        """Those that an attempt that failed has left where they belong, as bits; they count as received."""
+        here = 0
+        for chunk, digest in enumerate(digests) if self._had_spare else ():
+            if digest_of(self._destination.segments(chunk)) == digest:
+                here |= 1 << chunk
+                self._count(chunk_length(self._destination.pack_bytes, chunk))
+        if here:
+            kept = here.bit_count()
+            log.info("chunks of the attempt before are right", step=self._step, chunks=kept, of=len(digests))
+        return here
 
     def _receive_runs(self, runs: Iterable[range]) -> None:
         self._runs = deque(runs)
@@ -231,7 +278,9 @@ class Fetch:
         """Receives the chunks of ``todo``, which follow each other, and takes each out when it is verified."""
         first = todo[0] * CHUNK_BYTES
         last = min((todo[-1] + 1) * CHUNK_BYTES, self._destination.pack_bytes) - 1
-        _, length = connection.ask("GET", f"/lease/{self._lease}", f"Range: bytes={first}-{last}\r\n")
+        _, length = connection.ask(
+            "GET", f"/lease/{self._lease}", f"Range: bytes={first}-{last}\r\n", queued=lambda: None
+        )
         if length != last + 1 - first:
             raise TransferError(f"the source sends {length} bytes where {last + 1 - first} were asked for")
         while todo:
@@ -245,6 +294,9 @@ class Fetch:
             self._unverified[chunk] = digest
         elif digest != self._manifest.chunk_digests[chunk]:
             self._note_damage(connection, chunk)
+        self._count(size)
+
+    def _count(self, size: int) -> None:
         with self._lock:
             self._bytes_done += size
             if self._progress is not None:
@@ -260,3 +312,15 @@ class Fetch:
         log.warning("chunk arrived damaged", step=self._step, chunk=chunk, sender=sender, times=times)
         if self._damages[chunk] == MAX_DAMAGES:
             raise TransferError(f"chunk {chunk} of step {self._step} arrived damaged {MAX_DAMAGES} times")
+
+
+def _runs(chunks: int, here: int, length: int) -> Iterator[range]:
+    """The chunks that are not ``here`` (bits) in runs of at most ``length`` that follow each other."""
+    first = 0
+    while first < chunks:
+        last = first
+        while last < min(chunks, first + length) and not here >> last & 1:
+            last += 1
+        if last > first:
+            yield range(first, last)
+        first = max(last, first + 1)

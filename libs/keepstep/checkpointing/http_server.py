@@ -7,8 +7,10 @@ stay in the cache), and a slow reader costs nothing but its own socket.
     GET /checkpoint/<step>?wait=<seconds>   the manifest of that step, and a lease on its bytes (header Keepstep-Lease)
     GET /content/<step>?wait=<seconds>      the same without the digests, before the bytes are hashed
     GET /manifest/<lease>                   the manifest, as soon as they are
-    GET /lease/<lease>                      bytes of the pack; Range: bytes=<first>-<last>
+    GET /lease/<lease>                      bytes of the pack; Range: bytes=<first>-<last>. Keepstep-Queue: <seconds>
+                                            asks for a word (status 102) that often while the request waits for its turn
     DELETE /lease/<lease>                   the reader is done
+    GET /holders/<lease>                    which other readers of the same snapshot serve chunks of it; see ``holders``
     GET /chunk/<digest>                     a chunk that this process, which heals, has already
 
 Errors have a msgpack body {"reason": sentence}: 400, 401, 403 and 421 (a web page), 404 (not staged in time), 410 (no
@@ -26,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -34,12 +36,16 @@ from typing import Any
 
 import msgpack
 
+from keepstep.checkpointing import holders
+from keepstep.checkpointing.admission import Admission
+from keepstep.checkpointing.budget import Budget
+from keepstep.checkpointing.connection import QUEUE_FIELD
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.staging import Snapshot
 from keepstep.checkpointing.swarm import PEERS_AT_ONCE
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.logging import get_logger
-from keepstep_mesh.manifest import CHUNK_BYTES, DIGEST_BYTES
+from keepstep_mesh.manifest import DIGEST_BYTES
 from keepstep_mesh.web_pages import HOST_ADVICE, host_problem, origin_problem
 
 MAX_CONNECTIONS = 256
@@ -48,16 +54,24 @@ HEAD_TIMEOUT_SECONDS = 10.0
 ACCEPT_PAUSE_SECONDS = 0.1
 SHORT_BYTES = 64 << 10
 """Parts that are shorter are sent together."""
+PIECE_BYTES = 1 << 20
+"""Sent at a time at most: that a reader has taken one is what is seen of its progress."""
+SMALL_BYTES = 64 << 10
+"""Sent at a time to a slow reader, and where the uplink has a budget."""
+MIN_NEWS_SECONDS = 0.05
+QUEUE_LOOK_SECONDS = 0.5
+"""Between two looks whether those that have a turn have become slow."""
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 TURN_SECONDS = 0.15
 """A chunk that is lent has the uplink to itself for so long at most."""
 
 _REQUEST_LINE = re.compile(
-    r"(GET|DELETE) /(checkpoint|content|manifest|lease|chunk)/([0-9a-zA-Z_-]{1,64})"
+    r"(GET|DELETE) /(checkpoint|content|manifest|lease|holders|chunk)/([0-9a-zA-Z_-]{1,64})"
     r"(?:\?wait=(\d{1,9}(?:\.\d{1,9})?))? HTTP/1\.1"
 )
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_SECONDS = re.compile(r"\d{1,3}\.\d{3}")
 GONE = "this lease has ended: its reader was too slow, or newer steps needed the memory"
 
 log = get_logger("keepstep.checkpointing")
@@ -72,10 +86,13 @@ class _Refused(Exception):  # an answer, not an error of ours
 
 @dataclass(eq=False)
 class _Lease:
-    """One reader's right to a snapshot. Ends when the reader says so, or got no chunk for as long as the timeout."""
+    """One reader's right to a snapshot. Ends when the reader says so, or got nothing for as long as the timeout."""
 
+    name: str
     snapshot: Snapshot
     expires: float
+    serves: tuple[str, str, bytes] | None = None
+    """Its name, the address where it serves chunks to other readers, and which of them."""
     timer: asyncio.TimerHandle | None = None
     senders: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -86,19 +103,25 @@ class _Request:
     kind: str
     name: str
     wait: float
-    range: str | None
+    fields: Mapping[str, str]
+    """Header fields, in lower case."""
 
 
 class CheckpointServer:
     """Serves one snapshot at a time, on a thread of its own. The public methods may be called from any thread.
 
-    ``timeout``, in seconds: longest wait of a reader for a step, and for a reader to take one chunk.
+    Args:
+        timeout: longest wait of a reader for a step, and for a reader to take ``PIECE_BYTES``; seconds.
+        budget: what all readers together may take of the uplink; None: everything.
     """
 
-    def __init__(self, host: str, timeout: float, token: ClientToken) -> None:
+    def __init__(self, host: str, timeout: float, token: ClientToken, budget: Budget | None = None) -> None:
         self._timeout = timeout
         self._token = token
         self._host = host
+        self._budget = budget if budget is not None and budget.limited else None
+        self._admission = Admission()
+        self._turn_ended = asyncio.Event()
         self._listener = listen(host)
         self._address, self.port = self._listener.getsockname()[:2]
         self._to_serve: Snapshot | None = None
@@ -261,7 +284,7 @@ class CheckpointServer:
         if fields.get("content-length", "0") != "0" or "transfer-encoding" in fields:
             raise _Refused(400, "a request has no body here")
         method, kind, name, wait = matched.groups()
-        return _Request(method, kind, name, float(wait or 0), fields.get("range"))
+        return _Request(method, kind, name, float(wait or 0), fields)
 
     async def _answer(self, connection: socket.socket, request: _Request) -> None:
         if request.kind == "checkpoint" and request.method == "GET" and request.name.isdecimal():
@@ -276,7 +299,9 @@ class CheckpointServer:
         elif request.kind == "chunk" and request.method == "GET":
             await self._send_lent(connection, request.name)
         elif request.kind == "lease" and request.method == "GET":
-            await self._send_range(connection, self._lease(request.name), request.range)
+            await self._send_range(connection, self._lease(request.name), request.fields)
+        elif request.kind == "holders" and request.method == "GET":
+            await self._send_holders(connection, self._lease(request.name), request.fields)
         elif request.kind == "lease":
             self._lease(request.name)
             self._end_lease(request.name)
@@ -289,9 +314,9 @@ class CheckpointServer:
     async def _lend_step(self, step: int, wait: float) -> str:
         """The name of a new lease on the snapshot of ``step``, as soon as it is served."""
         snapshot = await self._snapshot_of(step, min(wait, self._timeout))
-        lease = _Lease(snapshot, self._loop.time() + self._timeout)
         name = secrets.token_urlsafe(16)
-        self._leases[name] = lease
+        self._leases[name] = lease = _Lease(name, snapshot, self._loop.time() + self._timeout)
+        self._admission.enter(name)
         self._watch(name, lease)
         return name
 
@@ -325,8 +350,8 @@ class CheckpointServer:
                 newest = f"the newest is {self._newest_step}" if self._newest_step >= 0 else "none has been"
                 raise _Refused(404, f"step {step} was not staged within {wait:.1f} s; {newest}") from None
 
-    async def _send_range(self, connection: socket.socket, lease: _Lease, asked: str | None) -> None:
-        snapshot = lease.snapshot
+    async def _send_range(self, connection: socket.socket, lease: _Lease, fields: Mapping[str, str]) -> None:
+        snapshot, asked = lease.snapshot, fields.get("range")
         matched = _RANGE.fullmatch(asked or "")
         first, last = (int(matched[1]), int(matched[2])) if matched else (0, -1)
         if not first <= last < len(snapshot.pack):
@@ -337,16 +362,91 @@ class CheckpointServer:
         assert task is not None
         lease.senders.add(task)
         try:
-            await self._send_head(
-                connection, 206, last + 1 - first, f"Content-Range: bytes {first}-{last}/{len(snapshot.pack)}"
-            )
-            for start in range(first, last + 1, CHUNK_BYTES):
-                async with asyncio.timeout(self._timeout):
-                    await self._loop.sock_sendall(connection, snapshot.pack[start : min(start + CHUNK_BYTES, last + 1)])
-                lease.expires = self._loop.time() + self._timeout
+            async with self._its_turn(connection, lease, _news_seconds(fields.get(QUEUE_FIELD.lower(), ""))):
+                await self._send_head(
+                    connection, 206, last + 1 - first, f"Content-Range: bytes {first}-{last}/{len(snapshot.pack)}"
+                )
+
+                def took(now: float) -> None:
+                    lease.expires = now + self._timeout
+                    self._admission.took(lease.name, now)
+
+                await self._send_in_pieces(connection, snapshot.pack[first : last + 1], took)
         finally:
             lease.senders.discard(task)
             snapshot.release()
+
+    @contextlib.asynccontextmanager
+    async def _its_turn(self, connection: socket.socket, lease: _Lease, news: float | None) -> AsyncIterator[None]:
+        """When ``lease`` may be sent bytes; until then its reader hears every ``news`` seconds that it waits."""
+        self._admission.wait(lease.name)
+        told = self._loop.time()
+        try:
+            while not self._admission.begin(lease.name, now := self._loop.time()):
+                lease.expires = now + self._timeout  # to wait here is not to be slow
+                if news is not None and now - told >= news:
+                    told = now
+                    await self._send_word(connection, self._admission.ahead(lease.name))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(QUEUE_LOOK_SECONDS if news is None else min(news, QUEUE_LOOK_SECONDS)):
+                        await self._turn_ended.wait()
+        except BaseException:
+            self._admission.give_up(lease.name)
+            self._wake_queue()
+            raise
+        try:
+            yield
+        finally:
+            self._admission.end(lease.name)
+            self._wake_queue()
+
+    def _wake_queue(self) -> None:
+        self._turn_ended.set()
+        self._turn_ended = asyncio.Event()
+
+    async def _send_word(self, connection: socket.socket, ahead: int) -> None:
+        async with asyncio.timeout(self._timeout):
+            await self._loop.sock_sendall(
+                connection, f"HTTP/1.1 102 Processing\r\n{QUEUE_FIELD}: {ahead}\r\n\r\n".encode()
+            )
+
+    async def _send_in_pieces(
+        self, connection: socket.socket, data: bytes | memoryview, took: Callable[[float], None]
+    ) -> None:
+        """``took`` is called after each, with the time. They become small where the reader is slow."""
+        start, size, now = 0, PIECE_BYTES // 4, self._loop.time()
+        while start < len(data):
+            async with asyncio.timeout(self._timeout):
+                await self._send(connection, data[start : start + size])
+            start, began, now = start + size, now, self._loop.time()
+            quick = now - began < self._timeout / 16
+            size = min(2 * size, PIECE_BYTES) if quick else max(size // 2, SMALL_BYTES)
+            took(now)
+
+    async def _send(self, connection: socket.socket, data: bytes | memoryview) -> None:
+        """As fast as the budget allows."""
+        if self._budget is None:
+            await self._loop.sock_sendall(connection, data)
+            return
+        for start in range(0, len(data), SMALL_BYTES):
+            piece = data[start : start + SMALL_BYTES]
+            if delay := self._budget.delay(len(piece), time.monotonic()):
+                await asyncio.sleep(delay)
+            await self._loop.sock_sendall(connection, piece)
+
+    async def _send_holders(self, connection: socket.socket, lease: _Lease, fields: Mapping[str, str]) -> None:
+        try:
+            lease.serves = holders.heard(fields)
+        except ValueError as error:
+            raise _Refused(400, str(error)) from error
+        lease.expires = self._loop.time() + self._timeout
+        others = [
+            other.serves
+            for other in self._leases.values()
+            if other is not lease and other.snapshot is lease.snapshot and other.serves is not None
+        ]
+        body = holders.pack_holders(others)
+        await self._send_head(connection, 200, len(body), body=body)
 
     async def _send_lent(self, connection: socket.socket, name: str) -> None:
         digest = bytes.fromhex(name) if _DIGEST.fullmatch(name) else b""
@@ -359,9 +459,10 @@ class CheckpointServer:
         async with self._turn():
             await self._send_head(connection, 200, sum(part.nbytes for part in parts))
             for part in gathered(parts):
-                async with asyncio.timeout(self._timeout):
-                    await self._loop.sock_sendall(connection, part)
-                self.served_at = time.monotonic()
+                await self._send_in_pieces(connection, part, self._lent_some)
+
+    def _lent_some(self, _now: float) -> None:
+        self.served_at = time.monotonic()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -391,7 +492,7 @@ class CheckpointServer:
 
     def _watch(self, name: str, lease: _Lease) -> None:
         if self._loop.time() >= lease.expires:
-            log.warning("cut off a reader that took no chunk in time", step=lease.snapshot.step, seconds=self._timeout)
+            log.warning("cut off a reader that took nothing in time", step=lease.snapshot.step, seconds=self._timeout)
             self._end_lease(name)
         else:
             lease.timer = self._loop.call_at(lease.expires, self._watch, name, lease)
@@ -404,6 +505,8 @@ class CheckpointServer:
             lease.timer.cancel()
         for task in lease.senders:
             task.cancel()
+        self._admission.leave(name)
+        self._wake_queue()
         lease.snapshot.release()
 
     def _end_leases(self, snapshot: Snapshot | None) -> None:
@@ -423,6 +526,11 @@ class CheckpointServer:
     def _wake_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _news_seconds(asked: str) -> float | None:
+    """How often a reader wants to hear that it waits; None: never."""
+    return max(MIN_NEWS_SECONDS, float(asked)) if _SECONDS.fullmatch(asked) else None
 
 
 def gathered(parts: list[memoryview]) -> Iterator[bytes | memoryview]:

@@ -109,9 +109,12 @@ class PGTransport(CheckpointTransport[T]):
         *,
         into: T | None = None,
         progress: Progress | None = None,
+        limit: timedelta | None = None,
     ) -> T:
-        """See ``CheckpointTransport``. ``src_rank``: the source's rank in the process group."""
-        del metadata
+        """See ``CheckpointTransport``. ``src_rank``: the source's rank in the process group. ``timeout`` is for all of
+        it: the source waits no longer.
+        """
+        del metadata, limit
         deadline = time.monotonic() + timeout.total_seconds()
         if into is None and self._state_dict is not None:
             into = self._state_dict()

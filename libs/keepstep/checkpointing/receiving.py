@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 from keepstep.checkpointing.connection import Connection
@@ -9,6 +11,14 @@ from keepstep.checkpointing.restoring import Destination
 
 PIECE_BYTES = 1 << 20
 SHORT_BYTES = 64 << 10
+
+
+def digest_of(segments: Iterable[memoryview]) -> bytes:
+    """Of a chunk that lies in them, in order."""
+    hasher = xxhash.xxh3_128()
+    for segment in segments:
+        hasher.update(segment)
+    return hasher.digest()
 
 
 class ChunkReceiver:

@@ -1,6 +1,7 @@
 """Healing through the relays: uploaded once, by all healthy groups together, fetched by any number of joiners.
 
-Where no relay is known, or none works, it is ``HTTPTransport``: every source serves its snapshot itself too.
+Every source serves its snapshot itself too. Where no relay is known, several joiners of one source take each chunk from
+it once, and pass it on; a single one is served as by ``HTTPTransport``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
 
-from keepstep.checkpointing.budget import Budget
 from keepstep.checkpointing.connection import Endpoint
 from keepstep.checkpointing.http import HTTPTransport
 from keepstep.checkpointing.http_client import Fetch
@@ -36,7 +36,7 @@ class RelayTransport(HTTPTransport[T]):
         num_chunks: parallel streams of a direct transfer.
         hostname, token: see ``HTTPTransport``. A relay is shown what is derived from the token for its address.
         tls: for relays at https addresses.
-        uplink: bytes a second that uploads of this process may take from the network; None: no limit.
+        uplink: see ``HTTPTransport``; uploads are a part of it.
     """
 
     def __init__(
@@ -49,18 +49,20 @@ class RelayTransport(HTTPTransport[T]):
         tls: TlsFiles | None = None,
         uplink: float | None = None,
     ) -> None:
-        self._budget = Budget(uplink)
         self._credentials = Credentials(ClientToken.of(token), tls or TlsFiles())
-        super().__init__(timeout, num_chunks, hostname, token)
+        super().__init__(timeout, num_chunks, hostname, token, uplink)
         self._relays = relays
         self._exchange: Exchange | None = None
         self._brought: set[str] = set()
+        self._by_relay = False
         self._uploads: list[Upload] = []
         """The newest, and older ones that are about to end."""
 
     @property
     def via(self) -> str:
-        return "relay" if self._brought - {SOURCE} else "direct"
+        if not self._brought - {SOURCE}:
+            return "direct"
+        return "relay" if self._by_relay else "peers"
 
     @property
     def needs_all_sources(self) -> bool:
@@ -82,15 +84,22 @@ class RelayTransport(HTTPTransport[T]):
         self._uploads.append(Upload(snapshot, exchange, relays, timeout.total_seconds(), self._budget))
         self._uploads[-1].start()
 
-    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None) -> Fetch:
+    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None, limit: float | None) -> Fetch:
         relays, exchange = self._known_relays(), self._exchange
-        if not relays or exchange is None or exchange.step != step or exchange.replica_id not in exchange.joiners:
-            self._brought = set()
-            return super()._fetch(metadata, step, timeout, progress)
+        self._brought = set()
+        if exchange is None or exchange.step != step or exchange.replica_id not in exchange.joiners:
+            return super()._fetch(metadata, step, timeout, progress, limit)
+        if not relays and len(exchange.beside) < 2:
+            return super()._fetch(metadata, step, timeout, progress, limit)
         fetch = RelayFetch(
-            metadata, exchange, relays, self._server, self.metadata(), timeout, token=self._token, progress=progress
+            *(metadata, exchange, relays, self._server, self.metadata(), timeout),
+            token=self._token,
+            progress=progress,
+            limit=limit,
+            spare=self._spare,
         )
         self._brought = fetch.brought
+        self._by_relay = bool(relays)
         return fetch
 
     def _known_relays(self) -> list[Endpoint]:

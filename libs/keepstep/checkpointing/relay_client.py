@@ -86,7 +86,7 @@ class LiveCheckpoint:
         """Says which chunks are served at ``address``. Who else serves some: address and chunks, by name."""
         bitmap = has.to_bytes(-(-chunks // 8), "little").hex()
         said = {"rank": self._exchange.rank, "address": address, "has": bitmap}
-        name = _holder(self._exchange.replica_id)
+        name = holder_name(self._exchange.replica_id)
         answer = connection.ask_json("PUT", f"{self._path}/holders/{name}", said)
         try:
             return {
@@ -111,7 +111,7 @@ def home(digest: bytes, relays: list[str]) -> str:
     return max(relays, key=lambda relay: hashlib.blake2b(digest + relay.encode(), digest_size=8).digest())
 
 
-def _holder(replica_id: str) -> str:
+def holder_name(replica_id: str) -> str:
     """A name that the relay takes."""
     return hashlib.blake2b(replica_id.encode(), digest_size=12).hexdigest()
 

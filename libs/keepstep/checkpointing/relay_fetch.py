@@ -1,5 +1,6 @@
 """A joiner's part: the manifest from its source, the chunks from the relays and the other joiners, and, when they do
-not come from there, from the source after all.
+not come from there, from the source after all. Where no relay is known the source stands in for it: it sends each chunk
+once, and the joiners that heal from it learn from it what the others have.
 
 Each lane is a thread that asks ``Swarm`` for the next chunk to get from one kind of source, and receives it in place.
 One more tells a relay what is here and learns what the others have. The calling thread looks after the lanes; when all
@@ -9,19 +10,23 @@ is here it waits a little for joiners that are fetching from it: the next step b
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Protocol
 
+from keepstep.checkpointing import holders
 from keepstep.checkpointing.connection import BrokenConnection, Connection, Endpoint, Refusal
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.http_client import Fetch
 from keepstep.checkpointing.receiving import ChunkReceiver
-from keepstep.checkpointing.relay_client import LiveCheckpoint, home
+from keepstep.checkpointing.relay_client import LiveCheckpoint, holder_name, home
+from keepstep.checkpointing.restoring import Spare
 from keepstep.checkpointing.swarm import RELAY, SOURCE, Swarm
 from keepstep.checkpointing.transport import Exchange, Progress
 from keepstep_mesh.auth import ClientToken
@@ -46,23 +51,37 @@ as broken.
 """
 LOST_SECONDS = 10.0
 """Without a chunk from anywhere, after which a transfer whose source is lost is given up."""
+SLOW_SECONDS = 10.0
+"""Without a relay: there is nobody with bandwidth to spare, so what comes slowly is not asked of another."""
+LOST_ALONE_SECONDS = 1.0
+"""The same without a relay: nobody can upload what the other joiners lack too."""
 MAX_FAILURES = 3
 """In a row, after which a peer, or the source, is not asked any more, and a relay only when no other works."""
 LINGER_SHARE = 0.25
 """Of the time that the transfer took."""
 LINGER_IDLE_SECONDS = 0.2
-NOT_HERE, NOT_YET = 404, 503
+"""Without having sent anything to another joiner."""
+LINGER_TOGETHER_SECONDS = 0.5
+"""The same where everybody waits until all have healed; then there is no other limit."""
+BAD_REQUEST, NOT_HERE, NOT_YET = 400, 404, 503
 
 log = get_logger("keepstep.checkpointing")
 
 
 @dataclass(frozen=True)
 class _Lane:
-    """``where``: whom to ask for a chunk, the target, and a header line."""
+    """``where``: whom to ask for a chunk, the target, and a header line. ``queued``: called with a chunk while its
+    request waits for its turn there; None: there are no turns.
+    """
 
     of: str
     where: Callable[[int], tuple[Endpoint, str, str]]
     patience: float = PATIENCE_SECONDS
+    queued: Callable[[int], None] | None = None
+
+
+class _Elsewhere(BrokenConnection):
+    """A chunk that the source would send later is at another joiner now."""
 
 
 class ChunkServer(Protocol):
@@ -76,7 +95,9 @@ class ChunkServer(Protocol):
 
 
 class RelayFetch(Fetch):
-    """``relays``: at least one. ``server``, at ``address``: where this joiner serves others, if there are others."""
+    """``relays``: none where the source stands in. ``server``, at ``address``: where this joiner serves others, if
+    there are others.
+    """
 
     def __init__(
         self,
@@ -89,10 +110,15 @@ class RelayFetch(Fetch):
         *,
         token: ClientToken,
         progress: Progress | None,
+        limit: float | None = None,
+        spare: Spare | None = None,
     ) -> None:
-        super().__init__(base_url, exchange.step, timeout, token=token, streams=1, progress=progress)
+        super().__init__(
+            base_url, exchange.step, timeout, token=token, streams=1, progress=progress, limit=limit, spare=spare
+        )
         self._exchange = exchange
-        self._alone = len(exchange.joiners) == 1
+        self._joiners = exchange.joiners if relays else exchange.beside
+        self._alone = len(self._joiners) == 1
         self._relays = {relay.address: relay for relay in relays}
         self._server = server
         self._address = address
@@ -122,18 +148,25 @@ class RelayFetch(Fetch):
             self._changed.notify_all()
 
     def _begin(self, connection: Connection) -> None:
-        self._manifest = self._read_manifest(self._receive_head(connection, "checkpoint"))
-        self._content, self._digests = self._manifest.content, self._manifest.chunk_digests
+        self._begin_with_manifest(connection)
 
     def _receive_chunks(self) -> None:
-        joiners = self._exchange.joiners
+        assert self._manifest is not None
+        self._digests = self._manifest.chunk_digests
+        here, joiners = self._chunks_here(self._digests), self._joiners
         self._swarm = Swarm(
             len(self._digests), joiners.index(self._exchange.replica_id), len(joiners), time.monotonic()
         )
+        self._swarm.have(here)
+        if not self._relays:
+            self._swarm.slow_seconds = SLOW_SECONDS
         with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
                 streams = RELAY_STREAMS if self._alone else 1
-                self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
+                if self._relays:
+                    self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
+                else:
+                    self._start(_Lane(RELAY, self._at_source, queued=self._look_elsewhere), 1)
                 with self._serving(), self._telling():
                     self._look_after_lanes()
                     self._linger()
@@ -158,26 +191,28 @@ class RelayFetch(Fetch):
                         for connection in self._connections[slow]:
                             connection.interrupt()
             self._deadline.remaining()
-            if not self._swarm.use_source and (idle > PATIENCE_SECONDS or not self._working_relays()):
+            if self._relays and not self._swarm.use_source and (idle > PATIENCE_SECONDS or not self._working_relays()):
                 self._ask_source()
-            if self._source_lost and idle > LOST_SECONDS:
+            if self._source_lost and idle > (LOST_SECONDS if self._relays else LOST_ALONE_SECONDS):
                 raise TransferError(f"the source is lost ({self._source_lost}), and nobody else has the rest")
 
     def _ask_source(self) -> None:
         log.info("the source itself is asked", step=self._step, source=self._source.address)
         self._swarm.use_source = True
-        self._start(_Lane(SOURCE, self._at_source), SOURCE_STREAMS)
+        self._start(_Lane(SOURCE, self._at_source, queued=lambda _chunk: None), SOURCE_STREAMS)
 
     def _linger(self) -> None:
         """Until all have all of it, and the others know that this one has, or they ask nothing any more."""
         now = began = time.monotonic()
-        end = began + LINGER_SHARE * (began - self._swarm.began)
+        end, idle = began + LINGER_SHARE * (began - self._swarm.began), LINGER_IDLE_SECONDS
+        if self._exchange.together:
+            end, idle = math.inf, LINGER_TOGETHER_SECONDS
 
         def over() -> bool:
             return self._ended is not None or (self._told_all and self._swarm.peers_finished())
 
         with self._changed:
-            while not over() and now < min(end, max(began, self._server.served_at) + LINGER_IDLE_SECONDS):
+            while not over() and now < min(end, max(began, self._server.served_at) + idle):
                 self._changed.wait_for(over, TELL_SECONDS)
                 now = time.monotonic()
 
@@ -220,13 +255,15 @@ class RelayFetch(Fetch):
                 finished = swarm.finished
                 try:
                     if connection is None:
-                        relay = self._relays[min(self._working_relays() or self._relays)]
-                        connection = self._opened(relay, PATIENCE_SECONDS)
-                    others = self._checkpoint.hold(connection, self._address, swarm.done, swarm.chunks)
+                        connection = self._opened(self._teller(), PATIENCE_SECONDS)
+                    others = self._tell_once(connection)
                     self._told_all = finished
                     self._meet(others)
                 except (BrokenConnection, TransferError) as error:
                     log.debug("cannot learn who else has the state", step=self._step, reason=str(error))
+                    if not self._relays and isinstance(error, Refusal) and error.status == BAD_REQUEST:
+                        self._told_all = True  # an older source, that knows no such request
+                        return
                     if connection is not None:
                         self._close(connection)
                         connection = None
@@ -235,9 +272,28 @@ class RelayFetch(Fetch):
             if connection is not None:
                 self._close(connection)
 
+    def _teller(self) -> Endpoint:
+        """Who passes on what each joiner has."""
+        if not self._relays:
+            return self._source
+        return self._relays[min(self._working_relays() or self._relays)]
+
+    def _tell_once(self, connection: Connection) -> dict[str, tuple[str, int]]:
+        """Address and chunks of the others, by name."""
+        has, chunks = self._swarm.done, self._swarm.chunks
+        if self._relays:
+            return self._checkpoint.hold(connection, self._address, has, chunks)
+        line = holders.told(holder_name(self._exchange.replica_id), self._address, has, chunks)
+        _, length = connection.ask("GET", f"/holders/{self._lease}", line)
+        others = holders.read_holders(self._read_short(connection, length))
+        with self._changed:
+            for gone in self._swarm.peers.keys() - others.keys():  # it serves nobody any more
+                self._swarm.forget(gone)
+        return others
+
     def _pause_telling(self, *, in_vain: bool) -> None:
         """Shorter once all is told: then it waits for what it learns, no more. ``in_vain``: the relay did not hear."""
-        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._exchange.joiners))
+        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._joiners))
 
         def over() -> bool:
             untold = self._swarm.finished and not self._told_all
@@ -310,7 +366,7 @@ class RelayFetch(Fetch):
                         connections[to.address] = self._opened(to, lane.patience)
                         with self._changed:
                             self._connections[lane.of].add(connections[to.address])
-                    self._ask_for(connections[to.address], chunk, target, line, receiver)
+                    self._ask_for(connections[to.address], lane, chunk, target, line, receiver)
                 except (BrokenConnection, TransferError) as problem:
                     with self._changed:
                         self._swarm.failed(chunk)
@@ -325,7 +381,7 @@ class RelayFetch(Fetch):
                 else:
                     with self._changed:
                         self._swarm.came(chunk, time.monotonic())
-                        self.brought.add(lane.of)
+                        self.brought.add(lane.of if self._relays or lane.of != RELAY else SOURCE)
                         self._failures[to.address] = 0
                         self._changed.notify_all()
         finally:
@@ -341,8 +397,16 @@ class RelayFetch(Fetch):
                 self._changed.wait(LOOK_SECONDS)
         return None
 
-    def _ask_for(self, connection: Connection, chunk: int, target: str, line: str, receiver: ChunkReceiver) -> None:
-        _, length = connection.ask("GET", target, line)
+    def _look_elsewhere(self, chunk: int) -> None:
+        with self._changed:
+            if any(has >> chunk & 1 for has in self._swarm.peers.values()):
+                raise _Elsewhere(f"chunk {chunk} is at another joiner by now")
+
+    def _ask_for(
+        self, connection: Connection, lane: _Lane, chunk: int, target: str, line: str, receiver: ChunkReceiver
+    ) -> None:
+        queued = None if lane.queued is None else partial(lane.queued, chunk)
+        _, length = connection.ask("GET", target, line, queued=queued)
         expected = chunk_length(self._destination.pack_bytes, chunk)
         if length != expected:
             raise BrokenConnection(f"{length} bytes came where {expected} were asked for")
@@ -356,13 +420,15 @@ class RelayFetch(Fetch):
     def _goes_on(self, source: str, address: str, problem: Exception) -> bool:
         """After something went wrong: whether the lane asks again. To be told to ask again later is no failure."""
         pause = LOOK_SECONDS
-        later = {RELAY: (NOT_HERE, NOT_YET), SOURCE: ()}.get(source, (NOT_YET,))
+        later = {RELAY: (NOT_HERE, NOT_YET) if self._relays else (), SOURCE: ()}.get(source, (NOT_YET,))
         with self._changed:
-            if not (isinstance(problem, Refusal) and problem.status in later):
+            if not (isinstance(problem, _Elsewhere) or (isinstance(problem, Refusal) and problem.status in later)):
                 self._failures[address] += 1
                 failures = self._failures[address]
                 pause = min(0.05 * 2.0**failures, 1.0)
                 log.info("no chunk", step=self._step, of=source, at=address, failures=failures, reason=str(problem))
+            if source == RELAY and not self._relays and self._failures[address] >= MAX_FAILURES:
+                self._source_lost = self._source_lost or str(problem)
             if source == RELAY or self._failures[address] < MAX_FAILURES:
                 self._changed.wait_for(lambda: self._ended or self._swarm.finished, pause)
                 return True

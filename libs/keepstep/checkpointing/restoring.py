@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ from keepstep_mesh.manifest import ALIGNMENT, CHUNK_BYTES
 
 _ABSENT = object()
 
+Spare = Mapping[int, torch.Tensor]
+"""Memory by region, which an earlier ``Destination`` took."""
+
 
 class Destination:
     """Memory for the pack of ``content``: that of the tensors of ``into`` that fit, new memory for the rest.
+
+    ``spare`` is used where it fits, as it is: who received into it before may find there what was received.
 
     Raises ``ManifestError`` when the new memory is more than the machine has, ``TransferError`` when a DTensor has no
     counterpart in ``into`` that is sharded the same way.
     """
 
-    def __init__(self, content: Content, into: Any = None) -> None:
+    def __init__(self, content: Content, into: Any = None, spare: Spare | None = None) -> None:
         self._content = content
         self._into = into
         targets: list[list[Any]] = [[] for _ in content.tensors]
@@ -41,15 +46,15 @@ class Destination:
         with torch.no_grad():
             _build(content.tree, into, "state", note)
             self._in_place = self._choose(targets)
-        needed = sum(length for region, length in enumerate(content.regions) if region not in self._in_place)
+        wanted = {region: size for region, size in enumerate(content.regions) if region not in self._in_place}
+        self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
+        needed = sum(size for region, size in wanted.items() if region not in self.fresh)
         available = _available_bytes()
         if needed > available:
             raise ManifestError(f"the state needs {needed} bytes of new memory, {available} are available")
-        self._fresh = {
-            region: torch.empty(length, dtype=torch.uint8)
-            for region, length in enumerate(content.regions)
-            if region not in self._in_place
-        }
+        for region, size in wanted.items():
+            if region not in self.fresh:
+                self.fresh[region] = torch.empty(size, dtype=torch.uint8)
         self._parts: list[memoryview] = []
         self._starts: list[int] = []
         self.pack_bytes = 0
@@ -129,7 +134,7 @@ class Destination:
     def _memory(self, region: int) -> memoryview:
         target = self._in_place.get(region)
         if target is None:
-            return self._fresh[region].numpy().data
+            return self.fresh[region].numpy().data
         if isinstance(target, np.ndarray):
             return target.reshape(-1).view(np.uint8).data
         flat: memoryview = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
@@ -138,7 +143,7 @@ class Destination:
     def _value(self, entry: TensorEntry) -> Any:
         if entry.region in self._in_place:
             return self._in_place[entry.region]
-        fresh = self._fresh[entry.region]
+        fresh = self.fresh[entry.region]
         size = math.prod(entry.shape) * entry.itemsize
         if entry.dtype == BYTES:
             return fresh.numpy()[:size].tobytes()

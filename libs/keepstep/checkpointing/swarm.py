@@ -27,7 +27,7 @@ PATIENCE_FACTOR = 4.0
 """The while is ``PATIENCE_SECONDS``, or this many times what the fastest chunk took, if that is longer."""
 SLOW_SECONDS = 1.0
 SLOW_FACTOR = 4.0
-"""A peer is slow with a chunk after ``SLOW_SECONDS``, or this many times what one took so far, if that is longer."""
+"""A peer is slow with a chunk after ``slow_seconds``, or this many times what one took so far, if that is longer."""
 SAMPLE = 64
 """Chunks among which the rarest is looked for."""
 RELAY = "relay"
@@ -58,6 +58,7 @@ class Swarm:
     peers: dict[str, int] = field(default_factory=dict)
     """What each of them has."""
     use_source: bool = False
+    slow_seconds: float = SLOW_SECONDS
     _todo: int = field(init=False)
     _own: int = field(init=False)
     _came: float = field(init=False)
@@ -70,6 +71,11 @@ class Swarm:
         self._todo = (1 << self.chunks) - 1
         self._own = sum(1 << chunk for chunk in range(self.me, self.chunks, self.joiners))
         self._came = self._fed = self.began
+
+    def have(self, chunks: int) -> None:
+        """These are here already."""
+        self.done |= chunks
+        self._todo &= ~chunks
 
     @property
     def finished(self) -> bool:
@@ -143,7 +149,7 @@ class Swarm:
         return {one.of for one in self.asked.values() if one.of not in never and now - one.since > limit}
 
     def _slow_after(self) -> float:
-        return max(SLOW_SECONDS, SLOW_FACTOR * self._chunk_seconds)
+        return max(self.slow_seconds, SLOW_FACTOR * self._chunk_seconds)
 
     def peers_finished(self) -> bool:
         """Whether every peer has all of it."""

@@ -30,6 +30,10 @@ class Exchange:
     """replica_ids of all groups that have it."""
     joiners: tuple[str, ...]
     """replica_ids of all groups that heal."""
+    beside: tuple[str, ...] = ()
+    """replica_ids of the groups that heal from the same source as ``replica_id``, and that itself; empty: unknown."""
+    together: bool = False
+    """Whether everybody waits until all have healed."""
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -69,6 +73,7 @@ class CheckpointTransport(ABC, Generic[T]):
         *,
         into: T | None = None,
         progress: Progress | None = None,
+        limit: timedelta | None = None,
     ) -> T:
         """The state of exactly ``step`` from the transport that ``metadata`` names.
 
@@ -76,7 +81,9 @@ class CheckpointTransport(ABC, Generic[T]):
         dtype and shape is overwritten and stands in the result; everything else in the result is new and on the CPU.
         When this raises, tensors of ``into`` may be half written (``TransferError.torn``): the caller must not count
         them as valid until a later call succeeds, which overwrites all of them.
-        Raises ``TimeoutError`` when ``timeout`` passes, ``TransferError`` with the reason otherwise.
+        ``timeout``: for all of it; with ``limit``: without progress, which waiting for one's turn at the source is too,
+        and ``limit`` for all of it. Raises ``TimeoutError`` when it passes, ``TransferError`` with the reason
+        otherwise.
         """
 
     def source_lost(self, reason: str) -> None:

@@ -1,0 +1,131 @@
+"""The first step of many groups that heal from one source over a narrow uplink, without a relay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.services.manager.groups import SECOND, Flaky, manager, together
+from tests.services.manager.limited_uplink import LimitedUplink
+
+from keepstep.coordination import LighthouseServer
+
+GROUPS = 6
+BYTES = 1_000_000
+RATE = 1_000_000.0
+"""Five copies take 5 s over one uplink, and one after the other 1 s each."""
+TIMEOUT = 2.5 * SECOND
+STEPS_AT_MOST = 4
+
+
+@pytest.fixture
+def all_at_once() -> Iterator[str]:
+    """A lighthouse whose first quorum has all groups."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=GROUPS, join_timeout_ms=20_000)
+    yield server.address()
+    server.shutdown()
+
+
+def test_a_first_step_commits_though_all_copies_together_take_longer_than_the_timeout(all_at_once: str) -> None:
+    ready, end = threading.Barrier(GROUPS), threading.Barrier(GROUPS)
+    transports = [LimitedUplink(TIMEOUT, RATE) for _ in range(GROUPS)]
+
+    def group(number: int) -> tuple[Any, ...]:
+        state = {"weights": torch.full((BYTES // 4,), float(number))}
+        transport = transports[number]
+        options = {"checkpoint_transport": transport, "timeout": TIMEOUT, "min_replica_size": GROUPS}
+        with manager(all_at_once, f"r{number}", state, **options) as m:
+            ready.wait(30)
+            committed, attempts = False, 0
+            while not committed and attempts < STEPS_AT_MOST:
+                attempts += 1
+                m.start_quorum()
+                gradient = torch.full((1,), float(number))
+                m.allreduce(gradient).wait()
+                committed = m.should_commit()
+            end.wait(60)
+            return committed, attempts, gradient.item(), state["weights"].unique().tolist()
+
+    try:
+        got = together(*(lambda number=number: group(number) for number in range(GROUPS)))
+        sent = sum(one.sent for one in transports)
+    finally:
+        for one in transports:
+            one.shutdown()
+    committed, attempts, mean, weights = got[0]
+    assert got == [got[0]] * GROUPS
+    assert (committed, attempts, mean) == (True, 1, 2.5)
+    assert len(weights) == 1
+    assert sent < 7 * BYTES, "each joiner takes one copy, perhaps a part of one in vain"
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["first step", "synchronous quorum"])
+def test_a_joiner_that_heals_for_longer_than_the_timeout_fails_nobodys_step(lighthouse: str, sync: bool) -> None:
+    """Progress counts, not the time of all of it; and nobody waits for it in a collective."""
+    ready, end = threading.Barrier(2), threading.Barrier(2)
+    transports = {name: LimitedUplink(SECOND, RATE / 2) for name in "ab"}
+
+    def group(name: str) -> tuple[Any, ...]:
+        state = {"weights": torch.full((BYTES // 4,), float(ord(name)))}
+        options = {"checkpoint_transport": transports[name], "timeout": SECOND, "use_async_quorum": not sync}
+        with manager(lighthouse, name, state, min_replica_size=2, **options) as m:
+            if sync and name == "a":
+                m.load_state_dict({"step": 5, "batches_committed": 10, "lineage": 3})
+            ready.wait(30)
+            m.start_quorum()
+            gradient = torch.full((1,), float(ord(name)))
+            worked = m.allreduce(gradient).wait()
+            end.wait(30)
+            return worked, m.should_commit(), gradient.item(), m.current_step(), state["weights"].unique().tolist()
+
+    try:
+        a, b = together(lambda: group("a"), lambda: group("b"))
+    finally:
+        for one in transports.values():
+            one.shutdown()
+    assert a == b == (True, True, 97.5, 6 if sync else 1, [float(ord("a"))])
+
+
+def test_a_heal_that_fails_before_the_first_step_is_tried_again_from_the_same_start_quorum(lighthouse: str) -> None:
+    ready, end = threading.Barrier(2), threading.Barrier(2)
+    flaky = Flaky(timeout=20 * SECOND, num_chunks=0, hostname="127.0.0.1")
+
+    def group(name: str) -> tuple[Any, ...]:
+        options = {"checkpoint_transport": flaky} if name == "b" else {}
+        state = {"weights": torch.full((4,), float(ord(name)))}
+        with manager(lighthouse, name, state, min_replica_size=2, **options) as m:
+            ready.wait(30)
+            m.start_quorum()
+            gradient = torch.full((1,), float(ord(name)))
+            m.allreduce(gradient).wait()
+            end.wait(30)
+            return m.should_commit(), gradient.item(), state["weights"].unique().tolist()
+
+    try:
+        assert together(lambda: group("a"), lambda: group("b")) == [(True, 97.5, [97.0])] * 2
+        assert flaky.tries == 2
+    finally:
+        flaky.shutdown()
+
+
+def test_a_group_that_cannot_heal_fails_the_step_of_all_with_its_reason_and_not_for_ever(lighthouse: str) -> None:
+    ready, end = threading.Barrier(2), threading.Barrier(2)
+
+    def load(_state: object) -> None:
+        raise ValueError("does not fit")
+
+    def group(name: str) -> tuple[bool, str]:
+        with manager(lighthouse, name, {"w": torch.ones(1)}, min_replica_size=2) as m:
+            if name == "b":
+                m.set_state_dict_fns(load, lambda: {"w": torch.zeros(1)})
+            ready.wait(30)
+            m.start_quorum()
+            end.wait(30)
+            return m.should_commit(), str(m.errored())
+
+    (a, why), (b, reason) = together(lambda: group("a"), lambda: group("b"))
+    assert (a, b, reason) == (False, False, "does not fit")
+    assert "a group had to heal before the step" in why
