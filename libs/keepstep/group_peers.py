@@ -9,12 +9,15 @@ import aiohttp
 from keepstep.layout import first_difference
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.http import connector
 
 
 async def _get_json(url: str, token: str | ClientToken | None, timeout: float) -> dict[str, object]:
     limit = aiohttp.ClientTimeout(total=timeout)
     async with (
-        aiohttp.ClientSession(headers=ClientToken.of(token).peer_headers(), timeout=limit) as client,
+        aiohttp.ClientSession(
+            connector=connector(), headers=ClientToken.of(token).peer_headers(), timeout=limit
+        ) as client,
         client.get(url) as answer,
     ):
         if answer.status != 200:

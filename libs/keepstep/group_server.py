@@ -25,6 +25,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.fork_safety import listening_socket
 from keepstep_mesh.http import Problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -145,7 +146,8 @@ class GroupServer:
         host, port = self._settings.host, self._settings.port
         try:
             accepted = accepting(self._runner, silent, FIRST_REQUEST_SECONDS)
-            self._server = await asyncio.get_running_loop().create_server(accepted, host, port)
+            listener = listening_socket(host, port)  # blocks only for a name, and nothing else runs on this loop yet
+            self._server = await asyncio.get_running_loop().create_server(accepted, sock=listener)
             self.address = f"http://{in_url(host)}:{self._server.sockets[0].getsockname()[1]}"
             if connect:
                 await self._session.start()

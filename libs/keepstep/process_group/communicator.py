@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep_mesh.fork_safety import never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
@@ -72,6 +73,11 @@ class Communicator(ABC):
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._looking: threading.Thread | None = None
+        tell_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: torch's destructor would wait for its threads, which only the parent has."""
+        never_free(self)
 
     @abstractmethod
     def connect(self) -> None:
