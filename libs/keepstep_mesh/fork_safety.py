@@ -1,18 +1,19 @@
-"""What a forked child must not keep of its parent, such as a DataLoader worker of its trainer.
+"""Keeps the sockets of a trainer out of the processes that it forks, such as DataLoader workers.
 
 A fork copies every descriptor, and a connection ends for its peer only when the last copy is closed: as long as a child
-lives, nobody hears that its parent was killed. So a child replaces its copies of our sockets by ``/dev/null``, at once
-and without a word on them (a shutdown, or a TLS close_notify, would end the parent's connection too). Replaced, not just
-closed: what still holds the number, in Python or C++, may close it later and must hit nothing of the child's own. The
-event loop's own descriptors stay: they keep no connection open, and nothing in a child runs that loop.
+lives, no peer hears that its parent was killed. So a child replaces its copies of our sockets by ``/dev/null`` at once,
+and sends nothing on them: a shutdown, or a TLS close_notify, would end the parent's connection too. It does not just
+close them, because an object in Python or C++ that still holds the number may close it later, and must not close a
+descriptor of the child's own. The event loop's own descriptors stay: they keep no connection open, and no thread of a
+child runs that loop.
 
-Which sockets are ours:
+Our sockets are:
 
-* those that ``open_socket`` opened, and that ``claim`` was given;
-* those accepted on a listening socket that is ours: they have its address;
-* those that a library opens within ``claim_opened``.
+* those that ``open_socket`` and ``listening_socket`` opened, and those given to ``claim``;
+* those accepted on a listening socket of ours: they have its address;
+* those that a library opened within ``claim_opened``.
 
-The sockets of the script, and whatever else is a descriptor, are left alone.
+All other descriptors are the script's, and are left alone.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ Found = Iterable[tuple[int, int]]
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 
 _opening = threading.RLock()
-"""Held from before a socket is opened until it is claimed, and by a fork: no child has one that is not claimed."""
+"""Held while a socket is opened and claimed, and during a fork: no child inherits a socket between the two."""
 _claimed: dict[int, int] = {}
-"""Descriptor -> inode. An entry outlives its socket until the descriptor is claimed anew; its inode is nobody's then."""
+"""Descriptor -> inode. The entry of a closed socket stays until its descriptor is claimed anew, and matches nothing."""
 _searches: set[Callable[[], Found]] = set()
 """Of each ``claim_opened`` that has not ended."""
 _owners: weakref.WeakValueDictionary[int, ForkAware] = weakref.WeakValueDictionary()
@@ -158,10 +159,8 @@ def _after_fork_in_child() -> None:
     """Takes no lock: whoever held it may not be there."""
     global _opening
     _opening = threading.RLock()
-    owners = [owner for _, owner in sorted(_owners.items(), reverse=True)]
-    _owners.clear()
     try:
-        for owner in owners:
+        for _, owner in sorted(_owners.items(), reverse=True):
             owner.forked()
     finally:
         _replace(_copies())

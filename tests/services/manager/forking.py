@@ -21,13 +21,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
+from keepstep.futures import context_timeout, future_timeout
 
 SECOND = timedelta(seconds=1)
 DEADLINE = 20.0
@@ -36,7 +37,7 @@ DEADLINE = 20.0
 class Group:
     """``wait_for``: groups that take part in each step."""
 
-    def __init__(self, name: str, lighthouse: str, wait_for: int = 2) -> None:
+    def __init__(self, name: str, lighthouse: str, wait_for: int = 2, **options: Any) -> None:
         self.state = {"weight": torch.zeros(1)}
         self.manager = Manager(
             ProcessGroupGloo(timeout=20 * SECOND),
@@ -47,6 +48,7 @@ class Group:
             min_replica_size=wait_for,
             timeout=20 * SECOND,
             quorum_timeout=30 * SECOND,
+            **options,
         )
 
     def step(self) -> bool:
@@ -328,6 +330,51 @@ def lighthouse_of_the_parent(pair: Pair) -> Any:
     return [*told, committed]
 
 
+def ranks_of_one_group(pair: Pair) -> Any:
+    """With the store where they meet, which rank 0 serves."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"store_addr": "127.0.0.1", "store_port": probe.getsockname()[1], "world_size": 2}
+    first = pair.pool.submit(Group, "ranks", os.environ["LIGHTHOUSE"], 1, rank=0, **place)
+    second = Group("ranks", os.environ["LIGHTHOUSE"], 1, rank=1, **place)
+    ranks = [first.result(DEADLINE), second]
+    told = [in_child(sockets), wait(fork_and_exit())]
+    for rank in ranks:
+        rank.manager.shutdown()
+    pair.steps()
+    return told
+
+
+def fork_and_exit() -> int:
+    """A child that ends as a script does; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(7)
+    return pid
+
+
+def rest_of_the_library(pair: Pair) -> Any:
+    """Process groups are of no use in a child, which says so; deadlines work, although their thread is the parent's."""
+    group = cast("ProcessGroupGloo", pair.a.manager._context.reconfigurer.pg)
+
+    def use() -> Any:
+        told = []
+        for call in (
+            lambda: group.allreduce([torch.ones(1)]),
+            lambda: future_timeout(torch.futures.Future(), SECOND / 10).wait(),
+        ):
+            try:
+                told.append(f"returned {call()}")
+            except Exception as error:  # noqa: BLE001  the test looks at it
+                told.append(f"{type(error).__name__}: {error}")
+        group.shutdown()
+        return told
+
+    with context_timeout(lambda: None, 60 * SECOND):
+        told = in_child(use)
+    pair.steps()
+    return told
+
+
 def from_a_thread(pair: Pair) -> Any:
     told: list[Any] = []
     forking = threading.Thread(target=lambda: told.extend([in_child(sockets), sigterm(pair)]))
@@ -340,7 +387,7 @@ SCENES: dict[str, Callable[[Pair], Any]] = {
     scene.__name__: scene
     for scene in (
         no_socket, own_sockets, use_of_the_manager, sigterm, sigterm_of_the_script, many, data_loader, executed,
-        manager_of_the_child, lighthouse_of_the_parent, from_a_thread,
+        manager_of_the_child, lighthouse_of_the_parent, ranks_of_one_group, rest_of_the_library, from_a_thread,
     )
 }  # fmt: skip
 SCENES |= {f"child_exits_{how}": partial(child_exits, how=how) for how in ("sys.exit", "os._exit", "worker")}

@@ -97,5 +97,15 @@ def test_a_child_has_no_socket_of_a_lighthouse_in_a_thread_of_its_parent(scene):
     assert committed
 
 
+def test_a_child_has_no_socket_of_the_store_where_ranks_meet_and_ends(scene):
+    assert scene("ranks_of_one_group") == [[], 7]
+
+
+def test_a_process_group_says_in_a_child_whose_it_is_and_deadlines_are_kept(scene):
+    all_reduce, deadline = scene("rest_of_the_library")
+    assert "the process group belongs to process" in all_reduce
+    assert "did not complete within 0.1 s" in deadline
+
+
 def test_a_child_that_a_thread_forks_is_no_different(scene):
     assert scene("from_a_thread") == [[], -15]
