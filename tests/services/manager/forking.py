@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.futures import context_timeout, future_timeout
+from keepstep.rendezvous import KeyValueServer, RendezvousStore
 
 SECOND = timedelta(seconds=1)
 DEADLINE = 20.0
@@ -344,6 +345,25 @@ def ranks_of_one_group(pair: Pair) -> Any:
     return told
 
 
+def process_groups_alone(pair: Pair) -> Any:
+    """Without a Manager; the child frees them when it ends as a script does."""
+    groups = [ProcessGroupGloo(timeout=20 * SECOND) for _ in range(2)]
+    server = KeyValueServer()
+
+    def configure(rank: int) -> None:
+        store = RendezvousStore("http://127.0.0.1:1", timeout=20 * SECOND, server=server)
+        groups[rank].configure("", "r", rank, 2, store=store, host="127.0.0.1")
+
+    other = pair.pool.submit(configure, 1)
+    configure(0)
+    other.result(DEADLINE)
+    told = wait(fork_and_exit())
+    for group in groups:
+        group.shutdown()
+    pair.steps()
+    return told
+
+
 def fork_and_exit() -> int:
     """A child that ends as a script does; its pid."""
     pid = os.fork()
@@ -387,7 +407,8 @@ SCENES: dict[str, Callable[[Pair], Any]] = {
     scene.__name__: scene
     for scene in (
         no_socket, own_sockets, use_of_the_manager, sigterm, sigterm_of_the_script, many, data_loader, executed,
-        manager_of_the_child, lighthouse_of_the_parent, ranks_of_one_group, rest_of_the_library, from_a_thread,
+        manager_of_the_child, lighthouse_of_the_parent, ranks_of_one_group, process_groups_alone,
+        rest_of_the_library, from_a_thread,
     )
 }  # fmt: skip
 SCENES |= {f"child_exits_{how}": partial(child_exits, how=how) for how in ("sys.exit", "os._exit", "worker")}

@@ -101,6 +101,10 @@ def test_a_child_has_no_socket_of_the_store_where_ranks_meet_and_ends(scene):
     assert scene("ranks_of_one_group") == [[], 7]
 
 
+def test_a_child_that_ends_does_not_wait_for_the_threads_of_a_process_group(scene):
+    assert scene("process_groups_alone") == 7
+
+
 def test_a_process_group_says_in_a_child_whose_it_is_and_deadlines_are_kept(scene):
     all_reduce, deadline = scene("rest_of_the_library")
     assert "the process group belongs to process" in all_reduce
