@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")
     parser.add_argument("--steps", type=int, default=sys.maxsize)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
-    parser.add_argument("--workers", type=int, default=0, help="processes of a DataLoader, forked after the first step")
+    parser.add_argument("--workers", type=int, default=0, help="forked processes of a DataLoader, 0: none")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives and votes, in seconds")
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--on-cue", action="store_true", help="import everything, then wait for a line on stdin")

@@ -189,7 +189,7 @@ class _MeetingStore:
         self._key = f"keepstep/{settings.restart}/group_server"
         serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
-            with claim_opened(partial(sockets_at, settings.store_port)):
+            with claim_opened(partial(sockets_at, cast("int", settings.store_port))):
                 self.served = TCPStore(
                     host_name=cast("str", settings.store_addr),
                     port=cast("int", settings.store_port),

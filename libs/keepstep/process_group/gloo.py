@@ -16,11 +16,12 @@ from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
-from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, shut_down, sockets
+from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.rendezvous import RendezvousStore
 from keepstep_mesh.addresses import address_towards
 from keepstep_mesh.fork_safety import claim_opened
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.process_sockets import Endpoint
 
 log = get_logger("keepstep.process_group")
 
