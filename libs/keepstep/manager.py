@@ -502,7 +502,7 @@ class Manager:
             atexit.unregister(self.shutdown)
             self._termination.restore()
             never_free(self._context, self._attempt, self._store)
-            self._context, self._attempt = (cast("Any", OfParent("this Manager", self._pid)) for _ in range(2))
+            self._context = self._attempt = cast("Any", OfParent("this Manager", self._pid))
 
     def _heals_from(self, replica_id: str) -> bool:
         plan = self._attempt.answered if self._attempt is not None else None

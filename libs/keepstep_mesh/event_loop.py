@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import socket
-from functools import partial
+import threading
 from typing import Any
 
 
@@ -17,9 +19,27 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     class Loop(uvloop.Loop):
         async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:
-            """In a thread of Python's, as asyncio's loop does. Libuv would start threads of its own and join them at
-            the end of the process, of a forked child too: that does not have them, and crashes.
-            """
-            return await self.run_in_executor(None, partial(socket.getaddrinfo, host, port, **options))
+            return await _look_up(host, port, **options)
 
     return Loop()
+
+
+async def _look_up(*to: Any, **options: int) -> Any:
+    """``socket.getaddrinfo``: of an address at once, of a name in a daemon thread.
+
+    The end of the process waits for no daemon. Libuv joins the threads of its own pool there, in a forked child too,
+    which does not have them: it crashes.
+    """
+    with contextlib.suppress(OSError):  # a name
+        return socket.getaddrinfo(*to, **{**options, "flags": options.get("flags", 0) | socket.AI_NUMERICHOST})
+    found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def look() -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+            try:
+                found.set_result(socket.getaddrinfo(*to, **options))
+            except Exception as error:  # noqa: BLE001  raised where it is awaited
+                found.set_exception(error)
+
+    threading.Thread(target=look, name="keepstep-lookup", daemon=True).start()
+    return await asyncio.wrap_future(found)

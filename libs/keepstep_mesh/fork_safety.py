@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, Protocol
 
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import ForkError
 from keepstep_mesh.process_sockets import inode, is_tcp, local_endpoint, peer_endpoint, process_sockets
 
 Found = Iterable[tuple[int, int]]
@@ -44,10 +44,6 @@ _searches: set[Callable[[], Found]] = set()
 """Of each ``claim_opened`` that has not ended."""
 _owners: weakref.WeakValueDictionary[int, ForkAware] = weakref.WeakValueDictionary()
 _order = itertools.count()
-
-
-class ForkError(KeepstepError):
-    """The object belongs to the process that made it, and this is a forked child of that."""
 
 
 class ForkAware(Protocol):

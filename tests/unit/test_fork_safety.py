@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from keepstep.exits import TerminationFlag
-from keepstep_mesh import fork_safety
-from keepstep_mesh.fork_safety import ForkError, OfParent, claim_opened, listening_socket, open_socket, sockets_at
+from keepstep_mesh.errors import ForkError
+from keepstep_mesh.fork_safety import OfParent, claim_opened, listening_socket, open_socket, sockets_at
+from keepstep_mesh.process_sockets import process_sockets
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
@@ -107,11 +108,11 @@ def test_no_fork_comes_between_the_opening_of_a_socket_and_its_claim():
             open_socket(socket.AF_INET, socket.SOCK_STREAM, 0).close()
             listening_socket("127.0.0.1", 0).close()
 
-    before = in_child(lambda: len(list(fork_safety.process_sockets())))
+    before = in_child(lambda: len(list(process_sockets())))
     opening = threading.Thread(target=open_and_close)
     opening.start()
     try:
-        kept = {in_child(lambda: len(list(fork_safety.process_sockets()))) for _ in range(100)}
+        kept = {in_child(lambda: len(list(process_sockets()))) for _ in range(100)}
     finally:
         over.set()
         opening.join()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -416,6 +417,7 @@ SCENES |= {f"child_exits_{how}": partial(child_exits, how=how) for how in ("sys.
 
 def main() -> None:
     scene = sys.argv[1]
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: a fork of several threads
     if scene == "sockets":
         print(sockets())
         return
