@@ -4,6 +4,7 @@ Three real processes (gloo, a small network, 10 ms between steps in place of loa
 default times; each writes the time of every commit. One is sent SIGKILL (or SIGSTOP) while all three commit together.
 The figure is the time from the signal to the first commit without it, of the later of the two others. Then it is
 replaced by a process that has its imports done already, and the next one is due once all three commit together again.
+SIGKILL is sent once more to trainers whose batches come from forked DataLoader workers, which outlive them by seconds.
 At the end ``keepstep check-history`` must find nothing wrong in the logs of our side.
 """
 
@@ -25,6 +26,7 @@ from keepstep_cli.check_history import check_files, summary_lines, violation_lin
 
 GROUPS = 3
 KILLS = 20
+WORKER_KILLS = 10
 FREEZES = 5
 PAUSE = 0.01
 COLLECTIVE_TIMEOUT = 30.0
@@ -123,8 +125,10 @@ def check_history(folder: Path) -> None:
         raise RuntimeError("\n".join([*summary_lines(report), *violation_lines(report)]))
 
 
-def measure(side: Side, how: signal.Signals, times: int, log: Path, said: Callable[[float], None]) -> list[float]:
-    """Seconds from the signal to the first commit without the group, ``times`` times over."""
+def measure(
+    side: Side, how: signal.Signals, times: int, log: Path, said: Callable[[float], None], *flags: str
+) -> list[float]:
+    """Seconds from the signal to the first commit without the group, ``times`` times over. ``flags``: see ``Group``."""
     dice = random.Random(7)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -134,7 +138,7 @@ def measure(side: Side, how: signal.Signals, times: int, log: Path, said: Callab
             stack.callback(check_history, Path(folder))
         events = Path(folder) / "events.jsonl"
         server = stack.enter_context(lighthouse(side, min_replicas=GROUPS - 1, log=log, event_log=events))
-        groups = [Group(side, number, server, Path(folder), log) for number in range(GROUPS)]
+        groups = [Group(side, number, server, Path(folder), log, *flags) for number in range(GROUPS)]
         for group in groups:
             stack.callback(group.end)
             group.prepare()
@@ -159,18 +163,19 @@ def measure(side: Side, how: signal.Signals, times: int, log: Path, said: Callab
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
     figures = []
-    scenes = (
-        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.5)),
-        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5)),
+    scenes: tuple[tuple[str, signal.Signals, int, Limit, tuple[str, ...]], ...] = (
+        ("SIGKILL", signal.SIGKILL, 4 if quick else KILLS, Limit(value=0.5), ()),
+        ("SIGKILL, forked workers", signal.SIGKILL, 4 if quick else WORKER_KILLS, Limit(value=0.5), ("--workers", "2")),
+        ("SIGSTOP", signal.SIGSTOP, 1 if quick else FREEZES, Limit(value=HEARTBEAT_TIMEOUT_S + 0.5), ()),
     )
-    for name, how, times, limit in scenes:
+    for name, how, times, limit, flags in scenes:
         found: dict[str, list[float]] = {}
         for side in (theirs, ours):
             print(f"{name} to next commit, {times} times: {side.name} ...", end=" ", flush=True)
-            found[side.name] = measure(side, how, times, log, lambda s: print(f"{s:.2f}", end=" ", flush=True))
+            found[side.name] = measure(side, how, times, log, lambda s: print(f"{s:.2f}", end=" ", flush=True), *flags)
             print()
         a, b = found[ours.name], found[theirs.name]
-        definition = f"seconds from {name} of one of three groups to the first commit without it by both others"
+        definition = f"seconds from {how.name} of one of three groups to the first commit without it by both others"
         title = f"{name} to next commit"
         spread = {f"{stat.__name__}_s": {"keepstep": stat(a), "torchft": stat(b)} for stat in (p50, p95, max, min)}
         figures.append(Figure(title, "s", "p50", a, b, definition=definition, also=spread))

@@ -14,12 +14,14 @@ import importlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TextIO
 
 import torch
 from torch import nn
 from torch.distributed import TCPStore
+from torch.utils.data import DataLoader, IterableDataset
 
 FEATURES = 1024
 BATCH = 32
@@ -35,6 +37,22 @@ def network(size: str) -> nn.Module:
 
 def batch(size: str) -> torch.Tensor:
     return torch.randn(BATCH, 10 if size == "tiny" else FEATURES)
+
+
+class Batches(IterableDataset[torch.Tensor]):
+    """The same batch for ever."""
+
+    def __init__(self, size: str) -> None:
+        self._batch = batch(size)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield self._batch
+
+
+def batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """From ``--workers`` processes, forked here; from this one without."""
+    return iter(DataLoader(Batches(options.model), batch_size=None, num_workers=options.workers))
 
 
 def more_state(mebibytes: int) -> list[torch.Tensor]:
@@ -70,8 +88,9 @@ def train_fault_tolerant(options: argparse.Namespace, ballast: list[torch.Tensor
     )
     replicated = library.DistributedDataParallel(manager, model)
     optimizer = library.Optimizer(manager, inner)
-    inputs = batch(options.model)
+    data = batches(options)
     while manager.current_step() < options.steps:
+        inputs = next(data)
         step, began = manager.current_step(), time.perf_counter()
         optimizer.zero_grad()
         replicated(inputs).square().mean().backward()
@@ -120,6 +139,7 @@ def main() -> None:
     parser.add_argument("--ballast-mib", type=int, default=0, help="state beside the network")
     parser.add_argument("--steps", type=int, default=sys.maxsize)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of loading data, between steps")
+    parser.add_argument("--workers", type=int, default=0, help="forked processes of a DataLoader, 0: none")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives and votes, in seconds")
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--on-cue", action="store_true", help="import everything, then wait for a line on stdin")

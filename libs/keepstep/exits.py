@@ -66,11 +66,13 @@ def _say(what: str) -> None:
 class TerminationFlag:
     """SIGTERM as a wish to leave at the next step boundary. A second SIGTERM ends the process as it would have before.
 
-    The handler that was there before is called too. Only the main thread can install it; elsewhere nothing happens.
+    The handler that was there before is called too; in a forked child, only that. Only the main thread can install it;
+    elsewhere nothing happens.
     """
 
     def __init__(self, wish: Callable[[str], None]) -> None:
         self._wish = wish
+        self._pid = os.getpid()
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._installed = threading.current_thread() is threading.main_thread()
         self._seen = False
@@ -79,12 +81,14 @@ class TerminationFlag:
             signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._seen and self._before in (signal.SIG_DFL, None):
+        forked = os.getpid() != self._pid  # a handler that was installed after ours may call it in a child
+        if (self._seen or forked) and self._before in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self._seen = True
-        self._wish("SIGTERM")
+        if not forked:
+            self._seen = True
+            self._wish("SIGTERM")
         if callable(self._before):
             self._before(number, frame)
 

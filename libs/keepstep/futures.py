@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from keepstep import environment
 from keepstep.exits import end_process
+from keepstep_mesh.fork_safety import tell_children
 from keepstep_mesh.logging import get_logger
 
 T = TypeVar("T")
@@ -51,6 +52,11 @@ class _Deadlines:
         self._heap: list[tuple[float, int, _Deadline]] = []
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
+        tell_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, which has neither the thread nor, perhaps, who holds the lock."""
+        self._changed, self._heap, self._thread = threading.Condition(), [], None
 
     def after(self, timeout: timedelta, callback: Callable[[], None]) -> _Deadline:
         deadline = _Deadline(time.monotonic() + timeout.total_seconds(), callback)

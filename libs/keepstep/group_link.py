@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from keepstep.rank_client import RankClient
 from keepstep_mesh.addresses import address_towards_any
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.fork_safety import claim_opened, sockets_at
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.names import group_name_problem, name_of
 from keepstep_mesh.session_events import Push
@@ -191,15 +193,16 @@ class _MeetingStore:
         self._key = f"keepstep/{settings.restart}/group_server"
         serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
-            self.served = TCPStore(
-                host_name=cast("str", settings.store_addr),
-                port=cast("int", settings.store_port),
-                world_size=None,
-                is_master=serves,
-                timeout=timedelta(seconds=_left(deadline)),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            with claim_opened(partial(sockets_at, cast("int", settings.store_port))):
+                self.served = TCPStore(
+                    host_name=cast("str", settings.store_addr),
+                    port=cast("int", settings.store_port),
+                    world_size=None,
+                    is_master=serves,
+                    timeout=timedelta(seconds=_left(deadline)),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
         except (RuntimeError, OSError) as error:
             what = f"rank {settings.rank} could not reach the store of its group at {self._place}: {error}"
             raise (KeepstepError if serves else TimeoutError)(what) from error

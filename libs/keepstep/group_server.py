@@ -28,6 +28,7 @@ from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import ClientToken, is_loopback
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.fork_safety import listening_socket
 from keepstep_mesh.http import Problem
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -167,7 +168,8 @@ class GroupServer:
         host, port = self._settings.host, self._settings.port
         try:
             accepted = accepting(self._runner, silent, FIRST_REQUEST_SECONDS)
-            self._server = await asyncio.get_running_loop().create_server(accepted, host, port)
+            listener = listening_socket(host, port)  # blocks only for a name, and nothing else runs on this loop yet
+            self._server = await asyncio.get_running_loop().create_server(accepted, sock=listener)
             bound, port = self._server.sockets[0].getsockname()[:2]
             self._on_loopback = is_loopback(bound)
             self.address = f"http://{in_url(host)}:{port}"

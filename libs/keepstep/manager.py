@@ -13,9 +13,10 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from keepstep.standing import Standing
 from keepstep.step_log import StepLog
 from keepstep.step_telemetry import StepTelemetry
 from keepstep_mesh.errors import Banned, Drained, KeepstepError
+from keepstep_mesh.fork_safety import OfParent, never_free, tell_children
 from keepstep_mesh.lineage import NEW
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
@@ -152,6 +154,7 @@ class Manager:
             connect_timeout=self._connect_timeout.total_seconds(),
             quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
         )
+        self._pid = os.getpid()
         self._several_ranks = settings.world_size > 1
         self._attempt: Attempt | None = None
         self._requests = 0
@@ -220,6 +223,7 @@ class Manager:
                 self.register_state_dict_fn("default", load_state_dict, state_dict)
             self._write("started")
             self._termination = TerminationFlag(self._wish_to_leave)
+            tell_children(self)
             closing.pop_all()
         self._mesh.loop.call_soon_threadsafe(self._hear_early_pushes)
         atexit.register(self.shutdown)  # a script that just ends leaves too
@@ -524,6 +528,15 @@ class Manager:
                 self._context.reconfigurer.abort(f"evicted: {push.reason}")
             case _:
                 pass
+
+    def forked(self) -> None:
+        """In a forked child. Of no use there: only the parent has the threads."""
+        if not self._shut_down:
+            self._shut_down = True
+            atexit.unregister(self.shutdown)
+            self._termination.restore()
+            never_free(self._context, self._attempt, self._store)
+            self._context = self._attempt = cast("Any", OfParent("this Manager", self._pid))
 
     def _heals_from(self, replica_id: str) -> bool:
         plan = self._attempt.answered if self._attempt is not None else None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from keepstep_mesh.event_loop import new_event_loop
+from keepstep_mesh.fork_safety import fork_error
 
 T = TypeVar("T")
 
@@ -28,6 +30,7 @@ class MeshThread:
 
     def __init__(self, name: str = "keepstep-mesh") -> None:
         self.loop = new_event_loop()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -48,6 +51,8 @@ class MeshThread:
         """Starts ``coroutine`` on the loop. Any thread."""
         if self.loop.is_closed() or not self._thread.is_alive():
             coroutine.close()
+            if os.getpid() != self._pid:
+                raise fork_error(f"the thread {self._thread.name!r}", self._pid)
             raise RuntimeError("keepstep's mesh thread has ended: the Manager was shut down")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 

@@ -17,6 +17,7 @@ from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.http import connector
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.messages import (
     OLDEST_PROTOCOL_VERSION,
@@ -88,7 +89,7 @@ class RankClient:
 
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
-        self._client = ClientSession(timeout=ClientTimeout(total=None, connect=connect_timeout))
+        self._client = ClientSession(connector=connector(), timeout=ClientTimeout(total=None, connect=connect_timeout))
         pause, reason = 0.02, "not tried"
         try:
             async with asyncio.timeout(connect_timeout):

@@ -25,6 +25,7 @@ from keepstep.rendezvous_server import PATH, VERSION, KeyValueServer, Rendezvous
 from keepstep_mesh.addresses import Lookup
 from keepstep_mesh.auth import ClientToken
 from keepstep_mesh.errors import AuthError
+from keepstep_mesh.fork_safety import open_socket
 
 __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "RendezvousStore", "Table"]
 
@@ -319,7 +320,7 @@ class _There:
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
         family, kind, protocol, _, peer = self._look_up(deadline)[0]
-        sock = _BoundedSocket(family, kind, protocol)
+        sock = open_socket(family, kind, protocol, _BoundedSocket)
         with self._lock:
             self._busy.add(sock)
         try:

@@ -25,6 +25,10 @@ class AuthError(KeepstepError):
     """A token is missing or wrong."""
 
 
+class ForkError(KeepstepError):
+    """The object belongs to the process that made it; this is a forked child of that, which cannot use it."""
+
+
 class SessionClosed(KeepstepError):
     """The lighthouse session was ended for good (evicted, refused, or closed by us)."""
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import socket
+import threading
+from typing import Any
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -11,4 +16,30 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         import uvloop  # noqa: PLC0415 - not on every platform
     except ImportError:
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+
+    class Loop(uvloop.Loop):
+        async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:
+            return await _look_up(host, port, **options)
+
+    return Loop()
+
+
+async def _look_up(*to: Any, **options: int) -> Any:
+    """``socket.getaddrinfo``: of an address at once, of a name in a daemon thread.
+
+    The end of the process waits for no daemon. Libuv joins the threads of its own pool there, in a forked child too,
+    which does not have them: it crashes.
+    """
+    with contextlib.suppress(OSError):  # a name
+        return socket.getaddrinfo(*to, **{**options, "flags": options.get("flags", 0) | socket.AI_NUMERICHOST})
+    found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def look() -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+            try:
+                found.set_result(socket.getaddrinfo(*to, **options))
+            except Exception as error:  # noqa: BLE001  raised where it is awaited
+                found.set_exception(error)
+
+    threading.Thread(target=look, name="keepstep-lookup", daemon=True).start()
+    return await asyncio.wrap_future(found)

@@ -19,6 +19,7 @@ from yarl import URL
 from keepstep_mesh.audit import Caller, Ration
 from keepstep_mesh.auth import Access, ClientToken, ForbiddenError, Role, Token, Tokens, derived, place_of
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
+from keepstep_mesh.fork_safety import open_socket
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.tls import TlsFiles, as_safe, watched_client_context
 from keepstep_mesh.web_pages import MisdirectedError, host_problem, origin_problem
@@ -69,6 +70,11 @@ class Problem(KeepstepError):
         return web.json_response(body, status=self.status, content_type=PROBLEM_JSON, headers=headers)
 
 
+def connector(tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
+    """Of every client session of ours: no forked child keeps its connections. ``tls``: see ``client_session``."""
+    return aiohttp.TCPConnector(ssl=tls or True, socket_factory=lambda address: open_socket(*address[:3]))
+
+
 def client_session(
     token: str | None = None, *, timeout: float | None = REQUEST_SECONDS, tls: ssl.SSLContext | None = None
 ) -> aiohttp.ClientSession:
@@ -78,7 +84,7 @@ def client_session(
     is one network.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=tls or True),
+        connector=connector(tls),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
         headers=UNCOMPRESSED | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
         auto_decompress=False,

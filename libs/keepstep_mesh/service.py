@@ -31,6 +31,7 @@ from keepstep_mesh.addresses import in_url
 from keepstep_mesh.auth import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.event_loop import new_event_loop
+from keepstep_mesh.fork_safety import claim, listening_socket
 from keepstep_mesh.http import MAX_BODY_BYTES, Handler, Problem, Route, application
 from keepstep_mesh.listen_settings import ListenSettings
 from keepstep_mesh.logging import get_logger
@@ -195,9 +196,11 @@ class _Door:
 
     async def open(self, context: ssl.SSLContext | None) -> None:
         # On a copy of the descriptor: nobody who knocks while the one takes over from the other is turned away.
+        listener = self._listener.dup()
+        claim(listener)
         server = await asyncio.get_running_loop().create_server(
             self._accepted,
-            sock=self._listener.dup(),
+            sock=listener,
             backlog=BACKLOG,
             ssl=context,
             ssl_handshake_timeout=self._handshake_seconds if context else None,
@@ -290,8 +293,7 @@ def heard_from(silent: set[asyncio.BaseProtocol]) -> Middleware:
 @contextlib.contextmanager
 def _listening(name: str, host: str, port: int) -> Iterator[socket.socket]:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        listener = listening_socket(host, port, BACKLOG)
     except OSError as error:
         advice = {
             errno.EADDRINUSE: "it is taken; end what listens there, or choose another port (0: any free one)",

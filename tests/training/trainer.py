@@ -5,7 +5,8 @@ Each line on standard output is JSON: {"event": "started" | "committed" | "disca
 to leave), TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1,
 TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_FLIP_AT (step after which a bit of a weight flips), TRAINER_PAUSE_AT (step
 to wait at) until TRAINER_PAUSE_FILE exists, TRAINER_CHUNK_SECONDS (heals directly, and takes so long for each chunk),
-TRAINER_LOG=info.
+TRAINER_WORKERS (forked processes of a DataLoader that draw the batches; started after the first committed step, an
+event "workers" has their pids), TRAINER_LOG=info.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import ctypes
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
 
@@ -76,6 +79,19 @@ class SlowReader(HTTPTransport[Any]):
         return super().recv_checkpoint(*where, progress=slowly, **options)
 
 
+def batches_of_workers(count: int, samples: int) -> Iterator[torch.Tensor]:
+    """Indices of a batch, for ever, drawn by forked processes."""
+    # the tests start trainers as daemons, which multiprocessing lets have no children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    loader: DataLoader[Any] = DataLoader(
+        range(samples), 32, shuffle=True, num_workers=count, persistent_workers=True, multiprocessing_context="fork"
+    )
+    while True:
+        epoch = iter(loader)
+        say("workers", pids=[worker.pid for worker in epoch._workers])
+        yield from epoch
+
+
 def main() -> None:
     logging.basicConfig(level=os.environ.get("TRAINER_LOG", "warning").upper())
     signal.signal(signal.SIGUSR1, hold_the_gil)
@@ -116,10 +132,15 @@ def main() -> None:
     pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
     pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     pace = float(os.environ.get("TRAINER_PACE", "0.01"))
+    workers = int(os.environ.get("TRAINER_WORKERS", "0"))
+    drawn = batches_of_workers(workers, len(inputs)) if workers else None
     try:
         while not steps or manager.current_step() < steps:
             wrapped.zero_grad()
-            batch = torch.randint(len(inputs), (32,), generator=generator)
+            if drawn is not None and manager.current_step() > 0:
+                batch = next(drawn)
+            else:
+                batch = torch.randint(len(inputs), (32,), generator=generator)
             loss = nn.functional.cross_entropy(ddp(inputs[batch]), targets[batch])
             loss.backward()
             manager.record(loss=loss.item())

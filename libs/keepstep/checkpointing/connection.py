@@ -21,6 +21,7 @@ import msgpack
 
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep_mesh.addresses import Lookup, in_url
+from keepstep_mesh.fork_safety import open_socket
 
 MAX_REASON_BYTES = 8192
 MAX_JSON_BYTES = 64 << 20
@@ -131,7 +132,7 @@ class Connection:
             while found:
                 family, kind, protocol, _, address = found.pop(0)
                 try:
-                    self._connect(socket.socket(family, kind, protocol), address)
+                    self._connect(open_socket(family, kind, protocol), address)
                     return
                 except OSError:
                     if not found or self._interrupted:

@@ -44,6 +44,7 @@ from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.staging import Snapshot
 from keepstep.checkpointing.swarm import PEERS_AT_ONCE
 from keepstep_mesh.auth import ClientToken
+from keepstep_mesh.fork_safety import open_socket
 from keepstep_mesh.logging import get_logger
 from keepstep_mesh.manifest import DIGEST_BYTES
 from keepstep_mesh.web_pages import HOST_ADVICE, host_problem, origin_problem
@@ -552,7 +553,7 @@ def listen(host: str) -> socket.socket:
     """A listening socket on ``host``, on all interfaces where ``host`` is no address of this machine (behind a NAT)."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = open_socket(family, kind, protocol)
     try:
         listener.setblocking(False)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, 
 from keepstep.process_group.communicator import BackendWork, Communicator, plain
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.fork_safety import claim_opened, sockets_at
 from keepstep_mesh.logging import get_logger
 
 log = get_logger("keepstep.process_group")
@@ -144,5 +146,6 @@ def _tcp_store(address: str, timeout: timedelta) -> Store:
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"the store address {address!r} is not host:port/prefix")
-    tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    with claim_opened(partial(sockets_at, int(port))):
+        tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(prefix, tcp)

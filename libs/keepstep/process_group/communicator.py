@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import itertools
+import os
 import re
 import threading
 import time
@@ -29,6 +30,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep_mesh.fork_safety import fork_error, never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""
@@ -66,12 +68,20 @@ class Communicator(ABC):
         self.size = size
         self.timeout = timeout
         self.error: Exception | None = None
+        self._pid = os.getpid()
         self.patience_spent = 0
         """Slices that somebody has waited since the failure: what sleeps is waited for once, not one after another."""
         self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._looking: threading.Thread | None = None
+        tell_children(self)
+
+    def forked(self) -> None:
+        """In a forked child: of no use, and torch's destructor would wait for threads that only the parent has."""
+        never_free(self, self.backend)
+        self._lock = threading.Lock()
+        self.error = fork_error("the process group", self._pid)
 
     @abstractmethod
     def connect(self) -> None:

@@ -17,10 +17,12 @@ from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
 from keepstep.process_group.gloo_addresses import lengthened, shortened
-from keepstep.process_group.gloo_sockets import Endpoint, GlooRank, connections, greet, shut_down
+from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.rendezvous import RendezvousStore
 from keepstep_mesh.addresses import address_towards
+from keepstep_mesh.fork_safety import claim_opened
 from keepstep_mesh.logging import get_logger
+from keepstep_mesh.process_sockets import Endpoint
 
 log = get_logger("keepstep.process_group")
 
@@ -83,6 +85,10 @@ class GlooCommunicator(Communicator):
         self._rescue: threading.Thread | None = None
 
     def connect(self) -> None:
+        with claim_opened(self._sockets):
+            self._connect()
+
+    def _connect(self) -> None:
         try:
             with context_timeout(self._overdue, self.timeout):  # Gloo waits for ever for one that should connect to it
                 self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
@@ -94,6 +100,11 @@ class GlooCommunicator(Communicator):
             if rescue is not None:
                 rescue.join()
             self._options._devices = []  # noqa: SLF001
+
+    def _sockets(self) -> list[tuple[int, int]]:
+        own = self._store.own
+        connecting = not self._connected.is_set()
+        return [] if own is None else sockets(own.listener, self._store.peers, connecting=connecting)
 
     def _overdue(self) -> None:
         self.fail(TimeoutError(f"not all members connected within {self.timeout}"))

@@ -8,17 +8,12 @@ at the other end. The listening socket itself is never touched: Gloo ends the pr
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import socket
-import stat
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-Endpoint = tuple[str, int]
-"""Numeric address and port."""
+from keepstep_mesh.process_sockets import Endpoint, inode, is_tcp, local_endpoint, peer_endpoint, process_sockets
 
 _LENGTH = struct.Struct("=Q")
 _SEQUENCE = struct.Struct("=q")
@@ -63,8 +58,8 @@ def shut_down(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = Fa
     """
     pending = _unanswered(peers) if connecting else frozenset()
     count = 0
-    for found in _sockets():
-        if _is_ours(found, listener, peers) or os.fstat(found.fileno()).st_ino in pending:
+    for _, found in process_sockets():
+        if _is_ours(found, listener, peers) or inode(found) in pending:
             with contextlib.suppress(OSError):  # it ended by itself
                 found.shutdown(socket.SHUT_RDWR)
                 count += 1
@@ -73,7 +68,18 @@ def shut_down(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = Fa
 
 def connections(listener: Endpoint, peers: set[Endpoint]) -> int:
     """How many connections there are from ``listener`` and to ``peers``."""
-    return sum(_is_ours(found, listener, peers) for found in _sockets())
+    return sum(_is_ours(found, listener, peers) for _, found in process_sockets())
+
+
+def sockets(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = False) -> list[tuple[int, int]]:
+    """(descriptor, inode) of the listening socket too. ``connecting``: see ``shut_down``."""
+    pending = _unanswered(peers) if connecting else frozenset()
+    return [
+        (descriptor, inode(found))
+        for descriptor, found in process_sockets()
+        if is_tcp(found)
+        and (peer_endpoint(found) in peers or local_endpoint(found) == listener or inode(found) in pending)
+    ]
 
 
 def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.socket]:
@@ -90,46 +96,9 @@ def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.
     return greetings
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """This process's sockets, each open until the next."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        try:
-            found = _duplicate(int(name))
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        with found:
-            yield found
-
-
-def _duplicate(descriptor: int) -> socket.socket:
-    """Another descriptor of the same socket: the one that we look at cannot be closed and used anew meanwhile.
-
-    Nothing but a socket is duplicated: to close any descriptor of a file drops this process's POSIX locks on it.
-
-    :raises OSError: it is no socket.
-    """
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-
-
 def _is_ours(found: socket.socket, listener: Endpoint, peers: set[Endpoint]) -> bool:
-    if found.family not in {socket.AF_INET, socket.AF_INET6} or found.type != socket.SOCK_STREAM:
-        return False
-    try:
-        peer = _endpoint(found.getpeername())
-    except OSError:  # listens, or is not connected
-        return False
-    return peer in peers or _endpoint(found.getsockname()) == listener
-
-
-def _endpoint(address: tuple[str, int]) -> Endpoint:
-    return address[0].partition("%")[0], address[1]
+    peer = peer_endpoint(found) if is_tcp(found) else None
+    return peer is not None and (peer in peers or local_endpoint(found) == listener)
 
 
 def _unanswered(peers: set[Endpoint]) -> frozenset[int]:

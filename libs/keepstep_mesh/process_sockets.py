@@ -1,0 +1,66 @@
+"""The sockets of this process, whoever opened them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+Endpoint = tuple[str, int]
+"""Numeric address and port."""
+
+
+def process_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Each descriptor of a socket, with a duplicate of the socket that stays open until the next one is asked for."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            found = _duplicate(int(name))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with found:
+            yield int(name), found
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Another descriptor of the same socket: the one that we look at cannot be closed and used anew meanwhile.
+
+    Nothing but a socket is duplicated: to close any descriptor of a file drops this process's POSIX locks on it.
+
+    :raises OSError: it is no socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def is_tcp(found: socket.socket) -> bool:
+    return found.family in {socket.AF_INET, socket.AF_INET6} and found.type == socket.SOCK_STREAM
+
+
+def local_endpoint(found: socket.socket) -> Endpoint:
+    """Of a TCP socket; port 0: it has none."""
+    return _endpoint(found.getsockname())
+
+
+def peer_endpoint(found: socket.socket) -> Endpoint | None:
+    """Of a TCP socket; None: it listens, or is not connected."""
+    try:
+        return _endpoint(found.getpeername())
+    except OSError:
+        return None
+
+
+def inode(found: socket.socket) -> int:
+    """The kernel's number of a socket, which all descriptors of it share and no other open socket has."""
+    return os.fstat(found.fileno()).st_ino
+
+
+def _endpoint(address: tuple[str, int]) -> Endpoint:
+    return address[0].partition("%")[0], address[1]
