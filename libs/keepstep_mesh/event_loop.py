@@ -24,7 +24,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return Loop()
 
 
-async def _look_up(*to: Any, **options: int) -> Any:
+async def _look_up(*to: Any, **options: Any) -> Any:
     """``socket.getaddrinfo``: of an address at once, of a name in a daemon thread.
 
     The end of the process waits for no daemon. Libuv joins the threads of its own pool there, in a forked child too,
