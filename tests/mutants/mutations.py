@@ -318,7 +318,9 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/bans.py",
         "if ban.target in (target, *incarnations)]",
         "if target in (ban.target, name_of(ban.target))]",
-        Test("tests/unit/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"),
+        Test(
+            "tests/unit/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
+        ),
     ),
     Mutation(
         "members are not told that one of them is lost",
