@@ -104,6 +104,8 @@ class GroupServer:
         self._on_push = on_push
         self._barrier = CommitBarrier(settings.world_size)
         self._asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
+        self._in_round: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
+        """The requests that the open round answers."""
         self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
         self._ranks: dict[int, _Rank] = {}
         self._gone: set[int] = set()
@@ -249,12 +251,13 @@ class GroupServer:
         if self._gone:
             raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
-        if rank in self._asks:  # it gave up on that one
-            self._asks[rank][1].cancel()
-        self._asks[rank] = (ask, future)
+        asks = self._in_round or self._asks
+        if rank in asks:  # it gave up on that one
+            asks[rank][1].cancel()
+        asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
-            asks, self._asks = self._asks, {}
-            self._tasks.start(self._round(asks))
+            self._in_round, self._asks = self._asks, {}
+            self._tasks.start(self._round(self._in_round))
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -286,6 +289,8 @@ class GroupServer:
                     future.set_exception(error)
                     future.exception()
             return
+        finally:
+            self._in_round = {}
         for ask, future in asks.values():
             if not future.done():
                 future.set_result(RankQuorum(ask.request, answer.attempt, answer.quorum))
