@@ -35,6 +35,7 @@ from keepstep_mesh.messages import (
     Refused,
     ServiceAddress,
     Services,
+    Timing,
 )
 from keepstep_mesh.session_events import Push
 
@@ -82,6 +83,8 @@ class RankClient:
         self._tasks = OwnedTasks(self._broke)
         self._goodbye = asyncio.Event()
         self._heard = 0.0
+        self._heartbeat_timeout = 0.0
+        """The job's, as the group server last said."""
 
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
@@ -155,6 +158,8 @@ class RankClient:
                         pass
                     case Services(services):
                         self.services = services
+                    case Timing():
+                        self._heartbeat_timeout = message.heartbeat_timeout_ms / 1000
                     case _:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:
@@ -183,8 +188,8 @@ class RankClient:
         async for slept in rank_beats():
             if slept:
                 self._heard = loop.time()
-            if loop.time() - self._heard > RANK_SILENCE:
-                log.error("group server silent", address=self.address, seconds=RANK_SILENCE)
+            if loop.time() - self._heard > (limit := max(RANK_SILENCE, self._heartbeat_timeout)):
+                log.error("group server silent", address=self.address, seconds=limit)
                 await self._socket.close()
                 return
             await self._send(Heartbeat())
