@@ -20,6 +20,7 @@ from keepstep.group_core import CommitBarrier, merge_asks, merge_healing
 from keepstep.impatience import Impatience
 from keepstep.owned_tasks import OwnedTasks
 from keepstep.quorum_plan import make_plan
+from keepstep.rendezvous_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous_server import KeyValueServer
 from keepstep_mesh import codec
 from keepstep_mesh.addresses import in_url
@@ -309,6 +310,7 @@ class GroupServer:
             world_size=self._settings.world_size,
             layout=merged.layout,
             handles=merged.handles,
+            rendezvous=RENDEZVOUS_VERSION,
         )
         if info != self._info:  # else the very one of before: the session need not look at it again
             self._info = info

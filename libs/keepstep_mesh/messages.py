@@ -48,6 +48,8 @@ class MemberInfo:
     data: Data = None
     handles: tuple[str, ...] = ()
     """Per-rank reconfigure handles of the process group, if it has them."""
+    rendezvous: int = 1
+    """Version of what its ranks understand of what members store where they meet."""
 
 
 @dataclass(frozen=True, slots=True)
