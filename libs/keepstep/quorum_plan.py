@@ -15,7 +15,6 @@ from enum import Enum
 from keepstep_mesh.lineage import is_diverged, reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
 
-
 ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones meet at the first of the cohort."""
 
