@@ -68,10 +68,11 @@ def test_a_step_in_which_something_happened_is_discarded(lighthouse, steps: Path
 
 
 def test_a_step_whose_member_was_lost_meanwhile_is_not_continued(lighthouse):
-    both, gone = threading.Barrier(2), threading.Event()
+    ready, both, gone = threading.Barrier(2), threading.Barrier(2), threading.Event()
 
     def survivor() -> tuple[bool, int]:
         with manager(lighthouse, "a") as m:
+            ready.wait(DEADLINE)
             m.start_quorum()
             m.wait_quorum()
             both.wait(DEADLINE)
@@ -84,6 +85,7 @@ def test_a_step_whose_member_was_lost_meanwhile_is_not_continued(lighthouse):
 
     def leaver() -> None:
         with manager(lighthouse, "b") as m:
+            ready.wait(DEADLINE)
             m.start_quorum()
             m.wait_quorum()
             both.wait(DEADLINE)
