@@ -39,7 +39,7 @@ from keepstep.step_telemetry import StepTelemetry, StepTimes
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.lineage import is_diverged, is_torn
 from keepstep_mesh.logging import Logger
-from keepstep_mesh.messages import Healing, RankAsk, RankVote, StateRoot
+from keepstep_mesh.messages import Healing, Lineage, RankAsk, RankVote, StateRoot
 
 MAX_HEAL_ROUNDS = 5
 """Quorums in a row in which groups heal before the step, after which the step fails: it has to be seen."""
@@ -117,9 +117,20 @@ class Attempt:
         sync: who heals does so before the forward pass, and takes part. The step begins with the quorum after that.
         first_step: the same, if no group has committed a step.
         timeout: of the quorum, seconds.
+        arguments: what it was started with, for whoever wants to continue it.
     """
 
-    def __init__(self, context: StepContext, *, allow_heal: bool, sync: bool, first_step: bool, timeout: float) -> None:
+    def __init__(
+        self,
+        context: StepContext,
+        *,
+        allow_heal: bool,
+        sync: bool,
+        first_step: bool,
+        timeout: float,
+        arguments: tuple[object, ...] = (),
+    ) -> None:
+        self.arguments = arguments
         self.allow_heal = allow_heal
         self.error: Exception | None = None
         self._works: list[ManagedWork] = []
@@ -145,12 +156,19 @@ class Attempt:
         self._heal_timeout: float | None = None
         """Seconds that the next quorum waits for a heal; None: not known."""
         self._ready: concurrent.futures.Future[QuorumPlan] | None = None
+        self._began_at: tuple[int, Lineage] | None = None
+        """Step and lineage of this group when ``begin`` returned."""
 
     # ---- the quorum
 
     def begin(self, ask: RankAsk) -> None:
-        """Asks; waits, and heals, where that comes before the forward pass."""
+        """Asks; waits, and heals, where that comes before the forward pass. Call it again after ``quorum_failed``."""
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
+        self._heal_before_step(ask)
+        self._began_at = (self._context.standing.step, self._context.standing.lineage)
+
+    def _heal_before_step(self, ask: RankAsk) -> None:
+        """In a synchronous or first step: exchanges live state, and asks again, until no member of the quorum heals."""
         failed: list[Exception] = []
         for tried in range(MAX_HEAL_ROUNDS if self._sync or self._first_step else 0):
             plan = self.wait_plan()
@@ -185,6 +203,25 @@ class Attempt:
         self.error = self.plan = self.answered = None
         self._staged = self._heal_tried = self._healed = False
         self._ready = context.mesh.spawn(self._get_ready(again))
+
+    @property
+    def quorum_failed(self) -> bool:
+        """The request has ended, and brought no quorum."""
+        ready = self._ready
+        return ready is not None and ready.done() and (ready.cancelled() or ready.exception() is not None)
+
+    def is_untouched(self) -> bool:
+        """Whether another ``start_quorum`` may continue it: the quorum is pending, or is there and all its members are,
+        nothing was reduced or went wrong, and the group is at the state that it asked with, or healed to.
+        """
+        context = self._context
+        if self.done or self.error is not None or self._works or self._ready is None or self.quorum_failed:
+            return False
+        if self.synchronized:
+            return False
+        if (context.standing.step, context.standing.lineage) != self._began_at:
+            return False
+        return not (self._ready.done() and context.reconfigurer.broken)
 
     async def _get_ready(self, ask: RankAsk) -> QuorumPlan:
         context = self._context

@@ -14,8 +14,9 @@ class DistributedSampler(data.distributed.DistributedSampler[T]):
     """A shard of ``dataset`` for one rank of one replica group.
 
     The shards are cut for ``num_replica_groups`` groups whether they are there or not: while a group is away its
-    samples are not drawn, and nobody's shard moves when it comes back. Exact coverage of an epoch needs a loader
-    whose state is saved with the Manager's.
+    samples are not drawn, and nobody's shard moves when it comes back. The samples of a spare (``FIXED_WITH_SPARES``)
+    are drawn and never trained on. For exact coverage draw batches by number: ``Manager.batches_committed()`` plus
+    ``participating_rank()`` (docs/training.md).
 
     Args:
         dataset: anything with a length.

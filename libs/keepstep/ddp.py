@@ -3,11 +3,16 @@
 torch's reducer does the bucketing. Its buckets must be the same in every group at every moment, also in one that
 joins today, so they are never rebuilt in the order of a first backward pass (``find_unused_parameters`` holds them).
 A parameter that a step did not use counts with a gradient of zero.
+
+Parameters below a reentrant activation checkpoint are in no graph before the backward pass reaches them: the reducer
+would take them for unused. After a forward pass with such a checkpoint all buckets are reduced at the end of the
+backward pass, the same buckets in the same order.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +23,8 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn import parallel
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils import checkpoint
 
 from keepstep.process_group import ProcessGroupDummy
 from keepstep.synced_buffers import SyncedBuffers
@@ -65,6 +72,23 @@ def _spend_torchs_warning() -> None:
         torch.zeros(1, device="cpu").apply_(look)  # what C++ warns of below a method of torch's comes to Python
 
 
+_forward_pass = threading.local()
+"""``reentrant``: the forward pass of this thread came through a reentrant checkpoint."""
+
+
+@functools.cache
+def _notice_reentrant_checkpoints() -> None:
+    """From now on torch's reentrant checkpoints set ``_forward_pass.reentrant``: nothing else tells of them in time."""
+    original = checkpoint.CheckpointFunction.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any) -> Any:
+        _forward_pass.reentrant = True
+        return original(*args)  # type: ignore[no-untyped-call]
+
+    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
 
@@ -85,7 +109,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ValueError: an argument that is set here; a buffer that cannot be synchronized; a name that fits no buffer.
 
     A peer that dies in the backward pass rejects the step, it does not raise. A buffer that has another shape or dtype
-    than when it was wrapped raises RuntimeError there. ``no_sync()`` accumulates as with torch's.
+    than when it was wrapped raises RuntimeError there. ``no_sync()`` accumulates as with torch's. Activation
+    checkpoints of torch work; with ``use_reentrant=True`` the averaging does not overlap the backward pass.
     """
 
     def __init__(
@@ -104,6 +129,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         kwargs.setdefault("gradient_as_bucket_view", True)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         _spend_torchs_warning()
+        _notice_reentrant_checkpoints()
+        self._reduces_at_the_end = False
+        """From a forward pass through a reentrant checkpoint to the end of the backward pass."""
+        self._reduction_queued = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor older torch lacks
             super().__init__(
@@ -118,6 +147,36 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._synced = buffers
         self.register_comm_hook(self, _average_bucket)
         manager.add_layout(_layout(module, str(kwargs.get("bucket_cap_mb") or "default"), buffers))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        _forward_pass.reentrant = False
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer._reset_state()  # noqa: SLF001  a backward pass that raised left it waiting for gradients
+            self._reduction_queued = False
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _post_forward(self, output: Any) -> Any:
+        synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._reduces_at_the_end |= synced and _forward_pass.reentrant
+        if not (synced and self._reduces_at_the_end):
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        with self.no_sync():  # the reducer does not wait for gradients
+            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+            if tensor.requires_grad:
+                tensor.register_hook(self._queue_reduction)
+        return output
+
+    def _queue_reduction(self, _gradient: torch.Tensor) -> None:
+        """Runs at the beginning of the backward pass, outside of all checkpoints."""
+        if not self._reduction_queued:
+            self._reduction_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)  # noqa: SLF001
+
+    def _reduce_all(self) -> None:
+        self._reduces_at_the_end = self._reduction_queued = False
+        self.reducer.prepare_for_backward([])
+        self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -17,7 +17,7 @@ RANK_BEAT = 1.0
 CLOSE_SECONDS = 1.0
 """How long a connection that is closed waits for the other side to say so too."""
 RANK_SILENCE = 5.0
-"""Seconds of silence after which a rank counts as dead."""
+"""Seconds of silence after which a rank counts as dead, unless the job's ``heartbeat_timeout`` is longer."""
 
 
 async def rank_beats() -> AsyncIterator[bool]:

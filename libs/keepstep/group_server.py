@@ -2,7 +2,7 @@
 
 Duties, in order: take every rank's request, merge them, ask the lighthouse, answer all; take every rank's vote,
 answer all with the one decision; pass on what the lighthouse pushes. A rank whose connection ends without goodbye, or
-that is silent for ``RANK_SILENCE``, fails the whole group: the lighthouse is told, every rank is told, and each
+that is silent for ``rank_silence``, fails the whole group: the lighthouse is told, every rank is told, and each
 process ends so that its launcher restarts it. The same server holds the table over which members of a quorum meet.
 """
 
@@ -51,6 +51,7 @@ from keepstep_mesh.messages import (
     Refused,
     ServiceAddress,
     Services,
+    Timing,
 )
 from keepstep_mesh.service import FIRST_REQUEST_SECONDS, accepting, heard_from
 from keepstep_mesh.session import LighthouseSession
@@ -125,6 +126,8 @@ class GroupServer:
         self._on_push = on_push
         self._barrier = CommitBarrier(settings.world_size)
         self._asks: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
+        self._in_round: dict[int, tuple[RankAsk, asyncio.Future[RankQuorum]]] = {}
+        """The requests that the open round answers."""
         self._votes: dict[int, tuple[RankVote, asyncio.Future[bool]]] = {}
         self._ranks: dict[int, _Rank] = {}
         self._lists = ListSender()
@@ -275,12 +278,13 @@ class GroupServer:
         if self._gone:
             raise SessionClosed(f"ranks {sorted(self._gone)} of this group have left it; restart the group")
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
-        if rank in self._asks:  # it gave up on that one
-            self._asks[rank][1].cancel()
-        self._asks[rank] = (ask, future)
+        asks = self._in_round or self._asks
+        if rank in asks:  # it gave up on that one
+            asks[rank][1].cancel()
+        asks[rank] = (ask, future)
         if len(self._asks) == self._settings.world_size:
-            asks, self._asks = self._asks, {}
-            self._tasks.start(self._round(asks))
+            self._in_round, self._asks = self._asks, {}
+            self._tasks.start(self._round(self._in_round))
         try:
             async with asyncio.timeout(ask.timeout_ms / 1000 * (1 + self._settings.quorum_retries) + 1.0):
                 return await asyncio.shield(future)
@@ -312,6 +316,8 @@ class GroupServer:
                     future.set_exception(error)
                     future.exception()
             return
+        finally:
+            self._in_round = {}
         for ask, future in asks.values():
             if not future.done():
                 future.set_result(replace(answer, request=ask.request))
@@ -413,6 +419,7 @@ class GroupServer:
         self._ranks[peer.rank] = peer
         await peer.send(RankReady(PROTOCOL_VERSION, self.replica_id))
         await peer.send(Services(self.services))
+        await peer.send(self._timing())
         try:
             await self._read_rank(peer)
         finally:
@@ -483,15 +490,27 @@ class GroupServer:
 
     async def _watch_ranks(self) -> None:
         loop = asyncio.get_running_loop()
+        told = self._timing()
         async for slept in rank_beats():
+            before, told = told, self._timing()
             for peer in tuple(self._ranks.values()):
                 if slept:
                     peer.heard = loop.time()
                 silent = loop.time() - peer.heard
-                if silent > RANK_SILENCE:
+                if silent > self.rank_silence:
                     await self.fail(f"rank {peer.rank} was silent for {silent:.1f} s")
                     return
                 await peer.send(Heartbeat())
+                if told != before:
+                    await peer.send(told)
+
+    @property
+    def rank_silence(self) -> float:
+        """Seconds of silence after which a rank counts as dead. A change of the job's policy counts at once."""
+        return max(RANK_SILENCE, self._session.liveness.timeout)
+
+    def _timing(self) -> Timing:
+        return Timing(0, round(self._session.liveness.timeout * 1000), 0)
 
     def _pushed(self, push: Push) -> None:
         if isinstance(push, Evicted):

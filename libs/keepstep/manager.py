@@ -82,7 +82,8 @@ class Manager:
         use_async_quorum: True overlaps the quorum with the forward pass; a healing group then contributes zeros in its
             first step. False: everybody waits, heals, and takes part.
         timeout: of collectives, heals and commit votes (``KEEPSTEP_TIMEOUT_SEC``).
-        quorum_timeout: how long to wait for a quorum (``KEEPSTEP_QUORUM_TIMEOUT_SEC``).
+        quorum_timeout: of one request for a quorum (``KEEPSTEP_QUORUM_TIMEOUT_SEC``). After it the step fails or, where
+            ``start_quorum`` waits for the quorum, the group asks again.
         connect_timeout: of reaching the lighthouse and the group's rank 0 (``KEEPSTEP_CONNECT_TIMEOUT_SEC``).
         rank, world_size: of this process within its group; default: RANK and WORLD_SIZE, else a group of one.
         world_size_mode: see ``WorldSizeMode``.
@@ -367,28 +368,58 @@ class Manager:
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Begins a step.
+        """Begin a step.
+
+        Continue the open step instead if the arguments are the same and nothing has been reduced in it; any other open
+        step is discarded.
+
+        Where it waits (a synchronous quorum, a group's first step) and no quorum forms within ``quorum_timeout``, it
+        logs the reason and asks again, until there is one.
 
         Args:
             allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). So it is in every
                 group of a round when one of them asks so.
             shrink_only: take no new groups in.
-            timeout: for the quorum, instead of ``quorum_timeout``.
+            timeout: for the quorum, instead of ``quorum_timeout``; after it TimeoutError instead of asking again.
 
         Raises:
             Drained: the group was asked to leave, and has.
-            TimeoutError, KeepstepError: where it waits (a synchronous quorum, the first step), what went wrong; the
-                next call asks again.
+            TimeoutError: where it waits, if ``timeout`` is given: why there is no quorum; the next call asks again.
+            KeepstepError: where it waits, what went wrong; the next call asks again.
         """
-        self._context.raise_fatal()
-        if self._attempt is not None and not self._attempt.done:
-            self._attempt.abandon()
         context, standing = self._context, self._context.standing
-        if self._leaving and not self._several_ranks:
-            self._leave_and_raise()
+        context.raise_fatal()
         limit = (timeout or self._quorum_timeout).total_seconds()
+        arguments = (allow_heal, shrink_only, limit, self._layout_digest)
+        if self._attempt is not None and not self._attempt.done:
+            if self._attempt.arguments == arguments and self._attempt.is_untouched():
+                return
+            self._attempt.abandon()
+        self._attempt = attempt = Attempt(
+            context,
+            allow_heal=allow_heal,
+            sync=not self._use_async_quorum or not allow_heal,
+            first_step=self._init_sync and standing.step == 0,
+            timeout=limit,
+            arguments=arguments,
+        )
+        while True:
+            if self._leaving and not self._several_ranks:
+                self._leave_and_raise()
+            ask = self._next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
+            try:
+                attempt.begin(ask)
+                break
+            except TimeoutError as error:
+                if timeout is not None or ask.leaving or not attempt.quorum_failed:
+                    raise
+                context.raise_fatal()
+                context.log.warning("no quorum yet; asking again", step=standing.step, reason=str(error))
+
+    def _next_ask(self, limit: float, *, allow_heal: bool, shrink_only: bool) -> RankAsk:
+        context, standing = self._context, self._context.standing
         self._requests += 1
-        ask = RankAsk(
+        return RankAsk(
             request=self._requests,
             step=standing.step,
             lineage=standing.lineage,
@@ -403,14 +434,6 @@ class Manager:
             allow_heal=allow_heal,
             settings=context.job_settings,
         )
-        self._attempt = Attempt(
-            context,
-            allow_heal=allow_heal,
-            sync=not self._use_async_quorum or not allow_heal,
-            first_step=self._init_sync and standing.step == 0,
-            timeout=limit,
-        )
-        self._attempt.begin(ask)
 
     def wait_quorum(self) -> None:
         """Waits until the quorum is there and the process group fits it. Raises what went wrong."""

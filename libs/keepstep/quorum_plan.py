@@ -15,6 +15,9 @@ from enum import Enum
 from keepstep_mesh.lineage import is_diverged, reference_state
 from keepstep_mesh.messages import Lineage, Member, Quorum
 
+ROTATING = 2
+"""``MemberInfo.rendezvous`` of members that rotate the host; older ones meet at the first of the cohort."""
+
 
 class WorldSizeMode(Enum):
     """How many groups take part in a step.
@@ -105,8 +108,13 @@ class QuorumPlan:
 
     @property
     def store_address(self) -> str:
-        """Where the members meet to build their process groups: the first of the cohort."""
-        return self.members[self.cohort[0]].info.store_address
+        """Where the members meet to build their process groups: at another one of them for each quorum_id.
+
+        So a host that cannot be reached fails one rebuild: the next attempt has a higher quorum_id.
+        """
+        rotates = all(member.info.rendezvous >= ROTATING for member in self.members)
+        host = self.quorum_id % len(self.members) if rotates else self.cohort[0]
+        return self.members[host].info.store_address
 
 
 def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = None) -> QuorumPlan:

@@ -37,6 +37,7 @@ from keepstep_mesh.messages import (
     Refused,
     ServiceAddress,
     Services,
+    Timing,
 )
 from keepstep_mesh.session_events import Push
 
@@ -86,6 +87,8 @@ class RankClient:
         self._tasks = OwnedTasks(self._broke)
         self._goodbye = asyncio.Event()
         self._heard = 0.0
+        self._heartbeat_timeout = 0.0
+        """The job's, as the group server last said."""
 
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
@@ -161,6 +164,8 @@ class RankClient:
                         pass
                     case Services(services):
                         self.services = services
+                    case Timing():
+                        self._heartbeat_timeout = message.heartbeat_timeout_ms / 1000
                     case _:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:
@@ -189,8 +194,8 @@ class RankClient:
         async for slept in rank_beats():
             if slept:
                 self._heard = loop.time()
-            if loop.time() - self._heard > RANK_SILENCE:
-                log.error("group server silent", address=self.address, seconds=RANK_SILENCE)
+            if loop.time() - self._heard > (limit := max(RANK_SILENCE, self._heartbeat_timeout)):
+                log.error("group server silent", address=self.address, seconds=limit)
                 await self._socket.close()
                 return
             await self._send(Heartbeat())

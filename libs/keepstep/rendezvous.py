@@ -1,6 +1,6 @@
 """The store over which the members of a quorum meet to build their process groups.
 
-The first member of a quorum hosts a ``KeyValueServer`` in its group server; every member talks to it through a
+One member of a quorum hosts a ``KeyValueServer`` in its group server; every member talks to it through a
 ``RendezvousStore``, which is a ``torch.distributed.Store``, so that Gloo and NCCL take it as it is. Unlike a TCPStore
 it needs no launcher, it can be aborted from another thread in the middle of a wait, and every wait has an end.
 """

@@ -36,6 +36,9 @@ MAX_BODY_BYTES = MAX_VALUE_BYTES + 4096
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
 MAX_TABLES = 4096
 IDLE_SECONDS = 600.0
+VERSION = 2
+"""What this build understands of where members meet and what they store there (``MemberInfo.rendezvous``). 2: another
+host for each quorum_id."""
 POLL_SECONDS = 5.0
 """How long the server holds a wait over HTTP before it answers "not yet" and is asked again."""
 

@@ -228,10 +228,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The job's policy changed: from now on these hold instead of the welcome's."""
+    """The job's policy changed: from now on these hold instead of the welcome's. Travels within a group too."""
 
     kind: ClassVar[str] = "timing"
     heartbeat_interval_ms: int
+    """0: as before, or the worker's own."""
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
     heal_timeout_ms: int = 0

@@ -18,7 +18,7 @@ from keepstep.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group_server import GroupServer
 from keepstep.rank_client import RankClient
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import EvictOrdered
+from keepstep_lighthouse.events import EvictOrdered, Policy
 from keepstep_lighthouse.registry import new_record
 from keepstep_lighthouse.views import HealView
 from keepstep_mesh import codec
@@ -136,6 +136,25 @@ async def test_a_request_that_its_rank_gave_up_on_is_forgotten_with_the_next(pai
     await pair.server.ask(ask())
     assert (await newest).request == 4
     await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
+async def test_a_rank_that_asks_again_while_the_round_is_open_gets_its_answer():
+    async with in_loop(policy=Policy(min_replicas=2)) as lighthouse:
+        pair, other = Group(lighthouse, 2), Group(lighthouse, 1, "b:1")
+        await pair.start()
+        await other.start()
+        rank_0 = asyncio.create_task(pair.server.ask(ask()))
+        impatient = asyncio.create_task(pair.clients[0].ask(ask()))
+        await eventually(lambda: pair.server._requesting)
+        impatient.cancel()
+        rank_1 = asyncio.create_task(pair.clients[0].ask(ask(request=2)))
+        await eventually(lambda: 2 in [one.request for one, _ in pair.server._in_round.values()])
+        await other.ask()
+        answers = await asyncio.wait_for(asyncio.gather(rank_0, rank_1), DEADLINE)
+        assert [answer.request for answer in answers] == [1, 2]
+        assert answers[0].attempt == answers[1].attempt
+        await pair.close()
+        await other.close()
 
 
 async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):

@@ -217,6 +217,7 @@ def test_a_rank_that_gives_its_step_up_makes_its_group_vote_no_at_once(lighthous
             m.wait_quorum()
             ready.wait(30)
             if number == 0:
+                m.allreduce(torch.ones(1)).wait()
                 m.start_quorum()  # what an exception in a batch leads to
                 assert voted.wait(30), "the other rank still waits for our vote"
             else:

@@ -1,0 +1,185 @@
+"""A group that waits for its quorum in ``start_quorum``: it logs why, asks again, and still ends when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together
+
+from keepstep import Manager
+from keepstep.coordination import LighthouseServer
+from keepstep.exits import EvictedExit
+from keepstep_mesh.errors import Drained
+
+SOON = timedelta(milliseconds=300)
+DEADLINE = 60
+
+
+@pytest.fixture
+def two_needed() -> Iterator[str]:
+    """A lighthouse whose quorums have at least two groups."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture
+def asked_again() -> Iterator[queue.Queue[str]]:
+    """The log lines of ranks that ask again."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "asking again" in record.getMessage():
+                lines.put(record.getMessage())
+
+    handler = Handler()
+    logging.getLogger("keepstep.manager").addHandler(handler)
+    yield lines
+    logging.getLogger("keepstep.manager").removeHandler(handler)
+
+
+def order(lighthouse: str, path: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"{lighthouse}/v1/jobs/default/replicas/{path}", b'{"reason": "new machine"}', headers
+    )
+    with urllib.request.urlopen(request, timeout=20):
+        pass
+
+
+def step(m: Manager) -> bool:
+    m.start_quorum()
+    m.allreduce(torch.ones(1)).wait()
+    return m.should_commit()
+
+
+def ranks_of(count: int, rank: Callable[..., Any]) -> list[Callable[[], Any]]:
+    """One call for each rank of a group, with where they meet."""
+    place = {**place_to_meet(), "world_size": count} if count > 1 else {}
+    return [lambda number=number: rank(**place, **({"rank": number} if place else {})) for number in range(count)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
+def test_a_first_step_logs_the_reason_and_asks_until_enough_groups_are_there(two_needed, asked_again, sync, ranks):
+    enough_waited, done = threading.Event(), threading.Barrier(2 * ranks)
+
+    def early(**place: Any) -> bool:
+        with manager(two_needed, "a", quorum_timeout=SOON, use_async_quorum=not sync, **place) as m:
+            committed = step(m)
+            done.wait(DEADLINE)
+            return committed
+
+    def late(**place: Any) -> bool:
+        assert enough_waited.wait(DEADLINE)
+        with manager(two_needed, "b", use_async_quorum=not sync, **place) as m:
+            committed = step(m)
+            done.wait(DEADLINE)
+            return committed
+
+    def watch() -> bool:
+        lines = [asked_again.get(timeout=DEADLINE) for _ in range(3 * ranks)]
+        enough_waited.set()
+        return all("1 of at least 2 groups" in line for line in lines)
+
+    assert together(watch, *ranks_of(ranks, early), *ranks_of(ranks, late)) == [True] * (1 + 2 * ranks)
+
+
+def test_a_later_synchronous_step_asks_again_too(two_needed, asked_again):
+    first_step_done = threading.Barrier(2)
+    back = threading.Event()
+
+    def survivor() -> list[bool]:
+        with manager(two_needed, "a", use_async_quorum=False) as m:
+            committed = [step(m)]
+            first_step_done.wait(DEADLINE)
+            m._quorum_timeout = SOON
+            committed.append(step(m))
+            back.set()
+            return committed
+
+    def comes_and_goes() -> bool:
+        with manager(two_needed, "b", use_async_quorum=False) as m:
+            step(m)
+            first_step_done.wait(DEADLINE)
+        assert "1 of at least 2 groups" in asked_again.get(timeout=DEADLINE)
+        with manager(two_needed, "b", use_async_quorum=False) as m:
+            committed = step(m)
+            assert back.wait(DEADLINE)
+            return committed
+
+    assert together(survivor, comes_and_goes) == [[True, True], True]
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
+def test_with_a_timeout_of_its_own_start_quorum_raises_and_the_next_call_asks_again(two_needed, sync):
+    with manager(two_needed, "a", use_async_quorum=not sync) as m:
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="1 of at least 2 groups"):
+                m.start_quorum(timeout=SOON)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["SIGTERM", "drain", "evict"])
+def test_a_group_that_waits_for_its_first_quorum_ends_at_once_when_it_is_told_to(
+    two_needed, asked_again, ended, how, ranks
+):
+    limit = 30 * SECOND if how == "evict" else SOON
+    managers: queue.Queue[Manager] = queue.Queue()
+
+    def rank(**place: Any) -> type[BaseException]:
+        with manager(two_needed, "a", quorum_timeout=limit, **place) as m:
+            managers.put(m)
+            try:
+                m.start_quorum()
+            except SystemExit as error:
+                return type(error)
+            return type(None)
+
+    def tell() -> float:
+        told = [managers.get(timeout=DEADLINE) for _ in range(ranks)]
+        if how != "evict":
+            asked_again.get(timeout=DEADLINE)
+        with contextlib.ExitStack() as by_signal:  # ends them too when the order is refused
+            for one in told:
+                by_signal.callback(one._wish_to_leave, "SIGTERM")
+            if how != "SIGTERM":
+                order(two_needed, f"a/{how}")
+                by_signal.pop_all()
+        return time.monotonic()
+
+    since, *errors = together(tell, *ranks_of(ranks, rank))
+    assert errors == [EvictedExit if how == "evict" else Drained] * ranks
+    assert time.monotonic() - since < 10
+
+
+def test_a_rank_whose_sibling_is_late_asks_again_and_the_group_begins_with_it(lighthouse, asked_again):
+    waited, done = threading.Event(), threading.Barrier(2)
+
+    def rank(rank: int, **place: Any) -> bool:
+        with manager(lighthouse, "a", rank=rank, quorum_timeout=SOON, **place) as m:
+            if rank == 1:
+                assert waited.wait(DEADLINE)
+            committed = step(m)
+            done.wait(DEADLINE)
+            return committed
+
+    def watch() -> str:
+        line = asked_again.get(timeout=DEADLINE)
+        waited.set()
+        return line
+
+    line, *committed = together(watch, *ranks_of(2, rank))
+    assert "ranks [1] of this group" in line
+    assert committed == [True, True]

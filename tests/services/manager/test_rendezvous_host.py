@@ -1,0 +1,45 @@
+"""Where the members of a quorum meet: a host that does not answer fails one rebuild, not all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.services.manager.groups import SECOND, manager, together
+
+from keepstep.coordination import LighthouseServer
+
+
+@pytest.fixture
+def three_needed() -> Iterator[str]:
+    """A lighthouse whose quorums have at least three groups."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=3, join_timeout_ms=20_000)
+    yield server.address()
+    server.shutdown()
+
+
+def test_after_a_host_that_never_answers_the_members_meet_at_another(three_needed, monkeypatch):
+    done = threading.Barrier(3)
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    def group(name: str) -> tuple[int, bool]:
+        with manager(three_needed, name, timeout=4 * SECOND) as m:
+            if name != "c":  # accepts what peers ask at the rendezvous, and never answers
+                monkeypatch.setattr(m._context.link.key_values, "_execute", never)
+            attempts, committed = 0, False
+            while not committed and attempts < 4:
+                attempts += 1
+                m.start_quorum()
+                m.allreduce(torch.ones(1)).wait()
+                committed = m.should_commit()
+            done.wait(60)
+            return attempts, committed
+
+    outcomes = together(*[lambda name=name: group(name) for name in "abc"])
+    assert outcomes == [(2, True)] * 3, "the first quorum has the number 1 and meets at b, the second at c"
