@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.lineage import DIVERGED, is_diverged
+from keepstep_mesh.lineage import BEHIND, DIVERGED, is_diverged
 from keepstep_mesh.messages import (
     CancelRequest,
     Denied,
@@ -358,9 +358,9 @@ class Worker:
             facts: dict[str, Any] = {"lineage": before, "participants": participants}
             if self._behind:
                 self.step += 1
-                self.sim.logs.step(self, "committed", behind=True, **facts)
-                self.lineage = f"{DIVERGED}{self.replica_id}"  # it holds weights that nobody else has
-                self.sim.logs.step(self, "diverged", lineage=self.lineage)
+                if not is_diverged(self.lineage):
+                    self.lineage = f"{BEHIND}{self.replica_id}:{self.commits}"  # it holds weights that nobody else has
+                self.sim.logs.step(self, "committed", behind=True, new_lineage=self.lineage, **facts)
             else:
                 self.step, self.lineage = plan.max_step + 1, plan.quorum_id
                 self.sim.logs.step(self, "committed", **facts)
