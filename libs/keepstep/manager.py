@@ -81,7 +81,7 @@ class Manager:
         min_replica_size: groups that must take part for a step to commit.
         use_async_quorum: True overlaps the quorum with the forward pass; a healing group then contributes zeros in its
             first step. False: everybody waits, heals, and takes part.
-        timeout: of collectives, heals and commit votes (``KEEPSTEP_TIMEOUT_SEC``).
+        timeout: of collectives and commit votes, and of a heal without progress (``KEEPSTEP_TIMEOUT_SEC``).
         quorum_timeout: of one request for a quorum (``KEEPSTEP_QUORUM_TIMEOUT_SEC``). After it the step fails or, where
             ``start_quorum`` waits for the quorum, the group asks again.
         connect_timeout: of reaching the lighthouse and the group's rank 0 (``KEEPSTEP_CONNECT_TIMEOUT_SEC``).

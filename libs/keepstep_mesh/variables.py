@@ -15,12 +15,12 @@ OF_CLIENTS: Mapping[str, str] = {
 }
 """Of trainers, of commands that ask a lighthouse, and of services where they register."""
 OF_TRAINERS: Mapping[str, str] = {
-    "KEEPSTEP_TIMEOUT_SEC": "limit of a collective, a heal, a commit vote, in seconds",
+    "KEEPSTEP_TIMEOUT_SEC": "limit of a collective, a commit vote, a heal without progress, in seconds",
     "KEEPSTEP_QUORUM_TIMEOUT_SEC": "limit of the wait for a quorum, in seconds",
     "KEEPSTEP_CONNECT_TIMEOUT_SEC": "limit of reaching the lighthouse and the group's rank 0 at the start, in seconds",
     "KEEPSTEP_QUORUM_RETRIES": "how often a quorum that timed out is asked for again before the step fails",
     "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; any free one unless said",
-    "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that this process uploads to relays, such as `1e9`; no limit unless said",
+    "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; no limit unless said",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
     "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +131,36 @@ def test_a_group_that_cannot_heal_fails_the_step_of_all_with_its_reason_and_not_
     (a, why), (b, reason) = together(lambda: group("a"), lambda: group("b"))
     assert (a, b, reason) == (False, False, "does not fit")
     assert "a group had to heal before the step" in why
+
+
+def test_a_joiner_that_is_too_slow_is_left_behind_and_has_more_time_in_its_next_attempt(lighthouse: str) -> None:
+    ready, healed = threading.Barrier(2, lambda: wait_shorter(lighthouse)), threading.Event()
+    transports = {name: LimitedUplink(5 * SECOND, RATE / 3) for name in "ab"}
+
+    def group(name: str) -> tuple[int, list[float]]:
+        state = {"weights": torch.full((BYTES // 4,), float(ord(name)))}
+        alone = 0
+        with manager(lighthouse, name, state, checkpoint_transport=transports[name], timeout=5 * SECOND) as m:
+            ready.wait(30)
+            while not healed.is_set():
+                m.start_quorum()
+                m.allreduce(torch.ones(1)).wait()
+                alone += m.should_commit() and m.num_participants() == 1
+                if name == "b" and m.current_step():
+                    healed.set()
+            return alone, state["weights"].unique().tolist()
+
+    try:
+        a, b = together(lambda: group("a"), lambda: group("b"))
+    finally:
+        for one in transports.values():
+            one.shutdown()
+    assert a[0] > 0, "it went on without the joiner"
+    assert a[1] == b[1]
+
+
+def wait_shorter(lighthouse: str) -> None:
+    """For heals."""
+    body, headers = json.dumps({"heal_timeout": 1.0}).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{lighthouse}/v1/jobs/default", body, headers, method="PATCH")
+    urllib.request.urlopen(request, timeout=30).close()
