@@ -118,7 +118,11 @@ class Driver:
         number = self.requests.get(replica_id, 0) + 1 if request is None else request
         self.requests[replica_id] = max(number, self.requests.get(replica_id, 0))
         limit = int(timeout * 1000)
-        wanted = QuorumRequest(number, step, lineage, shrink, failures, limit, info, root, allow_heal, settings or "")
+        wanted = QuorumRequest(
+            *(number, step, lineage, shrink, failures, limit, info, root),
+            allow_heal=allow_heal,
+            settings=settings or "",
+        )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 
     def all_ask(

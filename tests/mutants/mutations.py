@@ -562,8 +562,8 @@ MUTATIONS = (
     Mutation(
         "beside a group that cannot heal before the forward pass others count all groups",
         "libs/keepstep/attempt.py",
-        "self._sync or plan.first_step\n",
-        "self._sync or plan.max_step == 0\n",
+        "(self._first_step and plan.first_step)\n",
+        "(self._first_step and plan.max_step == 0)\n",
         Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
     ),
     Mutation(

@@ -41,7 +41,7 @@ def soon() -> Iterator[None]:
 async def test_a_peer_that_is_asked_for_a_layout_or_a_checkpoint_is_cut_off(kind: str) -> None:
     with hostile(kind) as peer:
         with soon():
-            why = await first_layout_difference(peer.address, None, ["a"], SECONDS)
+            why = await first_layout_difference(peer.address, None, ["a"], timeout=SECONDS)
         assert why.startswith("the difference cannot be named")
         with soon(), pytest.raises((KeepstepError, TimeoutError)) as cut:
             await checkpoint_metadata(peer.address, 0, None, SECONDS)
@@ -127,7 +127,7 @@ async def test_a_relay_that_the_metrics_service_asks_is_cut_off(kind: str) -> No
     with hostile(kind) as relay:
         async with client_session() as asking:
             with soon():
-                assert await _uploads(asking, "relay-1", relay.address, "job") == []
+                assert await _uploads(asking, "relay-1", relay.address, "job", {}) == []
 
 
 async def test_a_service_registers_with_a_lighthouse_whose_list_of_services_never_ends(

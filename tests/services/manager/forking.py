@@ -166,7 +166,7 @@ def own_sockets(pair: Pair) -> Any:
         def use() -> Any:
             left.sendall(b"pair")
             client.sendall(b"tcp")
-            lighthouse.sendall(b"GET /healthz HTTP/1.1\r\nHost: lighthouse\r\n\r\n")
+            lighthouse.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             with socket.create_connection(listener.getsockname()), listener.accept()[0]:
                 return [right.recv(4).decode(), accepted.recv(3).decode(), lighthouse.recv(12).decode()]
 

@@ -63,9 +63,10 @@ def reduce(m: Manager) -> None:
 
 
 def goes_on(story: Story) -> Callable[[Manager], None]:
-    """As after an out-of-memory error and ``continue``."""
+    """As after an out-of-memory error in the backward pass, and ``continue``."""
 
     def act(m: Manager) -> None:
+        m.allreduce(torch.ones(1))
         while not story.told.is_set():
             m.start_quorum()
             m.allreduce(torch.ones(1)).wait()
@@ -115,3 +116,38 @@ def test_a_source_that_ends_in_the_middle_of_a_step_keeps_nobody_waiting(lightho
     )
     assert took < AT_ONCE
     assert "a:" in why
+
+
+def test_a_source_that_begins_again_before_it_reduced_anything_continues_the_step_and_its_joiner_heals(
+    lighthouse: str,
+) -> None:
+    """As after an out-of-memory error in the forward pass, and ``continue``."""
+    ahead, healed = threading.Event(), threading.Event()
+
+    def source() -> int:
+        with manager(lighthouse, "a", {"w": torch.ones(4)}, timeout=TIMEOUT) as m:
+            m.start_quorum()
+            assert m.should_commit()
+            ahead.set()
+            while True:
+                m.start_quorum()
+                if destinations := len(m._current().wait_plan().destinations):
+                    m.start_quorum()
+                    reduce(m)
+                assert m.should_commit()
+                if destinations:
+                    assert healed.wait(30)
+                    return m.current_step()
+
+    def joiner() -> tuple[int, list[float]]:
+        assert ahead.wait(30)
+        state = {"w": torch.zeros(4)}
+        with manager(lighthouse, "b", state, timeout=TIMEOUT) as m:
+            m.start_quorum()
+            reduce(m)
+            assert m.should_commit()
+            healed.set()
+            return m.current_step(), state["w"].tolist()
+
+    step, ended = together(source, joiner)
+    assert ended == (step, [1.0] * 4)
