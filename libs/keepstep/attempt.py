@@ -484,7 +484,10 @@ class Attempt:
             given_up = {"step": standing.step, "lineage": standing.lineage}
             context.log.warning("goes back", to_step=plan.max_step, to_lineage=plan.lineage, **given_up)
         asked = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
-        metadata = context.mesh.call(asked, seconds + SLACK)
+        try:
+            metadata = context.mesh.call(asked, seconds + SLACK)
+        except (KeepstepError, TimeoutError) as error:
+            raise KeepstepError(f"{member.replica_id}: {error}") from error
 
         try:
             self._receive(plan, source, metadata, meter)

@@ -61,6 +61,7 @@ async def test_every_k_steps_a_flipped_bit_is_found_named_and_healed(sync: str) 
         log = (job.directory / "lighthouse.log").read_text()
         assert re.search(r"replica_diverged.*c:", log), log[-2000:]
         compared = await events(job, "replicas_verified", "replicas_differ")
+        assert compared.pop(0)["detail"]["step"] == 0  # after the first heals, before the first step
         assert [one["detail"]["step"] for one in compared][:4] == [10, 20, 30, 40]
         assert [one["kind"] for one in compared[:4]] == [
             "replicas_verified",
