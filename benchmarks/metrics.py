@@ -27,11 +27,11 @@ import aiohttp
 import msgpack
 import psutil
 
-from keepstep_mesh.http import Identity
-from keepstep_mesh.telemetry import Sender, pack_batch
-from keepstep_metrics.core import Job, MetricsCore
-from keepstep_metrics.records import Happening, Step
-from keepstep_metrics.series import LEVELS
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.telemetry.record_sender import Sender, pack_batch
+from keepstep_metrics.history.machine import Job, MetricsCore
+from keepstep_metrics.history.records import Happening, Step
+from keepstep_metrics.history.series import LEVELS
 
 STEP_SECONDS = 0.005
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from metrics import record, service
 
-from keepstep_mesh.http import Identity
-from keepstep_mesh.telemetry import Sender
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.telemetry.record_sender import Sender
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

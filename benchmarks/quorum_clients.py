@@ -102,8 +102,8 @@ def spare_due(options: argparse.Namespace, step: int) -> int | None:
 
 async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
     """One session a client, all on one plain asyncio loop as the trainer has it."""
-    from keepstep_mesh.messages import MemberInfo
-    from keepstep_mesh.session import LighthouseSession, SessionSettings
+    from keepstep_mesh.protocol.messages import MemberInfo
+    from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
 
     sessions, infos = [], []
     for client in range(options.count + options.spares):

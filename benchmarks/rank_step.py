@@ -17,14 +17,14 @@ from pathlib import Path
 
 from figures import Figure, Limit, p50
 
-from keepstep.group import GroupSettings
-from keepstep.group_server import GroupServer
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep.rank_client import RankClient
-from keepstep.rank_lists import ListKeeper
-from keepstep_mesh import codec
-from keepstep_mesh.messages import Member, MemberInfo, QuorumAnswer, QuorumRequest, RankAsk, RankQuorum
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep.group.group_server import GroupServer
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings
+from keepstep.group.rank_lists import ListKeeper
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import Member, MemberInfo, QuorumAnswer, QuorumRequest, RankAsk, RankQuorum
+from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedSession, scripted_lighthouse
 
 SIZES = (1, 1000, 3000)

@@ -15,7 +15,7 @@ from aiohttp import web
 from torch.distributed import PrefixStore, TCPStore
 
 from keepstep.process_group import ProcessGroupGloo
-from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)

@@ -29,7 +29,7 @@ import aiohttp
 import msgpack
 import psutil
 
-from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope
 
 CHECKPOINTS = "/v1/jobs/bench/checkpoints"
 

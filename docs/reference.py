@@ -14,21 +14,21 @@ from typing import Any
 import click
 
 from keepstep.manager import Manager
-from keepstep_cli import options
+from keepstep_cli.asking import options
 from keepstep_cli.main import main
-from keepstep_lighthouse import admin as lighthouse_api
 from keepstep_lighthouse import settings as lighthouse_settings
+from keepstep_lighthouse.api import admin as lighthouse_api
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_mesh import variables
-from keepstep_mesh.auth import Access
-from keepstep_mesh.http import Route
-from keepstep_mesh.openapi import Shape
-from keepstep_mesh.service import all_routes
-from keepstep_metrics import api as metrics_api
+from keepstep_mesh.config import variables
+from keepstep_mesh.net.http import Route
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_mesh.serving.service import all_routes
 from keepstep_metrics import settings as metrics_settings
+from keepstep_metrics.api import routes as metrics_api
 from keepstep_metrics.app import Metrics
-from keepstep_relay import admin as relay_api
 from keepstep_relay import settings as relay_settings
+from keepstep_relay.api import admin as relay_api
 from keepstep_relay.app import Relay
 
 ROOT = Path(__file__).resolve().parents[1]

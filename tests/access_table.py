@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from keepstep_mesh.auth import Role, Tokens
-from keepstep_mesh.http import client_session
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.security.tokens import Role, Tokens
 
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 """Those of the service."""

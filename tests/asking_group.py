@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.messages import MemberInfo, Quorum
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_events import Push
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.protocol.messages import MemberInfo, Quorum
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
-from keepstep_mesh.tls import TlsFiles
 
 
 class Group:

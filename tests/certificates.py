@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from keepstep_mesh.tls import TlsFiles
+from keepstep_mesh.security.tls import TlsFiles
 
 DAY = timedelta(days=1)
 

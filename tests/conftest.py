@@ -179,7 +179,7 @@ def repository() -> Path:
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
     from etcd_server import EtcdCluster
-    from keepstep_lighthouse.store import open_store
+    from keepstep_lighthouse.store.contract import open_store
 
     async def warm_up() -> None:
         """What gRPC opens once in a process is no leak of the first test that uses it."""

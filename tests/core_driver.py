@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep_lighthouse.core import JobCore
-from keepstep_lighthouse.events import (
+from keepstep_lighthouse.quorum.events import (
     Announce,
     Asked,
     Cancelled,
@@ -32,8 +31,17 @@ from keepstep_lighthouse.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Healing, HeldAnswer, Lineage, MemberInfo, QuorumRequest, StateRoot, ToWorker
+from keepstep_lighthouse.quorum.machine import JobCore
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.protocol.messages import (
+    Healing,
+    HeldAnswer,
+    Lineage,
+    MemberInfo,
+    QuorumRequest,
+    StateRoot,
+    ToWorker,
+)
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import aiohttp
 
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_mesh import codec
-from keepstep_mesh.messages import (
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Hello,
     MemberInfo,

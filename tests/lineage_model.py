@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep.standing import Standing
-from keepstep_mesh.lineage import DIVERGED as DIVERGED_NAME
-from keepstep_mesh.lineage import NEW, begins_anew, origin
-from keepstep_mesh.messages import Lineage, Member, MemberInfo, Quorum
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.step.progress import Standing
+from keepstep_mesh.protocol.lineage import DIVERGED as DIVERGED_NAME
+from keepstep_mesh.protocol.lineage import NEW, begins_anew, origin
+from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://here")
 TORN, DIVERGED, UNTRAINED, BEHIND, SOUND = range(5)

@@ -17,7 +17,7 @@ import aiohttp
 import msgpack
 
 from command import service_process
-from keepstep_mesh.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope, read_envelope
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope, read_envelope
 from keepstep_relay.app import Relay, RelaySettings
 
 DEADLINE = 60.0

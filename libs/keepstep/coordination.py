@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from keepstep.environment import restart_count
-from keepstep.group import GroupSettings
-from keepstep.group_peers import checkpoint_metadata
-from keepstep.group_server import GroupServer
-from keepstep.mesh_thread import SLACK, MeshThread
-from keepstep.quorum_plan import make_plan
-from keepstep.rank_client import RankClient
-from keepstep_mesh.addresses import address_towards_any
-from keepstep_mesh.auth import ClientToken, Tokens, tokens_of_service
+from keepstep.group.group_peers import checkpoint_metadata
+from keepstep.group.group_server import GroupServer
+from keepstep.group.quorum_plan import make_plan
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings
+from keepstep.runtime.environment import restart_count
+from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.lineage import NEW
-from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import Data, MemberInfo, RankAsk, RankVote
-from keepstep_mesh.messages import Quorum as MeshQuorum
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
-from keepstep_mesh.settings import Settings, bind_address, split_addresses
-from keepstep_mesh.tls import tls_of_service
+from keepstep_mesh.net.addresses import address_towards_any
+from keepstep_mesh.protocol.lineage import NEW
+from keepstep_mesh.protocol.messages import Data, MemberInfo, RankAsk, RankVote
+from keepstep_mesh.protocol.messages import Quorum as MeshQuorum
+from keepstep_mesh.security.tls import tls_of_service
+from keepstep_mesh.security.tokens import ClientToken, Tokens, tokens_of_service
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
@@ -67,7 +67,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class QuorumResult:
-    """One rank's part in a quorum, as ``keepstep.quorum_plan`` computes it."""
+    """One rank's part in a quorum, as ``keepstep.group.quorum_plan`` computes it."""
 
     quorum_id: int
     replica_rank: int
@@ -105,8 +105,8 @@ class LighthouseServer:
     ) -> None:
         try:
             from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
-            from keepstep_lighthouse.events import Policy  # noqa: PLC0415
-            from keepstep_lighthouse.policies import policy_problem  # noqa: PLC0415
+            from keepstep_lighthouse.quorum.events import Policy  # noqa: PLC0415
+            from keepstep_lighthouse.quorum.policies import policy_problem  # noqa: PLC0415
         except ImportError as error:
             raise RuntimeError(
                 f"LighthouseServer needs pip install -e '.[services]' in keepstep's folder: {error}"

@@ -26,8 +26,8 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import checkpoint
 
+from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.process_group import ProcessGroupDummy
-from keepstep.synced_buffers import SyncedBuffers
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from keepstep import environment
-from keepstep.exits import end_process
-from keepstep_mesh.fork_safety import tell_children
-from keepstep_mesh.logging import get_logger
+from keepstep.runtime import environment
+from keepstep.runtime.exits import end_process
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.net.fork_safety import tell_children
 
 T = TypeVar("T")
 

@@ -23,41 +23,28 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
-from keepstep import environment
-from keepstep.attempt import Attempt, StepContext
-from keepstep.checkpointing.relay import RelayTransport
+from keepstep.checkpointing.relayed.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
-from keepstep.exits import (
-    EXIT_EVICTED,
-    EXIT_GROUP_FAILED,
-    EvictedExit,
-    TerminationFlag,
-    end_process,
-)
 from keepstep.futures import future_timeout
-from keepstep.group_link import LinkSettings, connect_group
-from keepstep.layout import group_settings, layout_digest
-from keepstep.live_state import LiveState
-from keepstep.mesh_thread import SLACK, MeshThread
-from keepstep.quorum_plan import WorldSizeMode
-from keepstep.reconfigure import Reconfigurer
-from keepstep.standing import Standing
-from keepstep.step_log import StepLog
-from keepstep.step_telemetry import StepTelemetry
+from keepstep.group.agreement import group_settings, layout_digest
+from keepstep.group.group_link import LinkSettings, connect_group
+from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep.runtime import environment
+from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
+from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep.step.attempt import Attempt, StepContext
+from keepstep.step.live_state import LiveState
+from keepstep.step.progress import Standing
+from keepstep.step.reconfigurer import Reconfigurer
+from keepstep.step.step_log import StepLog
+from keepstep.step.step_telemetry import StepTelemetry
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, KeepstepError
-from keepstep_mesh.fork_safety import OfParent, never_free, tell_children
-from keepstep_mesh.lineage import NEW
-from keepstep_mesh.logging import get_logger
-from keepstep_mesh.messages import (
-    Drain,
-    Evicted,
-    MemberLost,
-    RankAsk,
-    RoundBroken,
-    ServiceAddress,
-)
-from keepstep_mesh.session_events import Push
-from keepstep_mesh.tls import as_safe
+from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
+from keepstep_mesh.protocol.lineage import NEW
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RankAsk, RoundBroken, ServiceAddress
+from keepstep_mesh.security.tls import as_safe
+from keepstep_mesh.session.session_events import Push
 
 T = TypeVar("T")
 

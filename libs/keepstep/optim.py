@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from keepstep_mesh.logging import get_logger
+from keepstep_mesh.config.logging import get_logger
 
 if TYPE_CHECKING:
     from keepstep.manager import Manager

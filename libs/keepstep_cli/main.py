@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from keepstep_cli import admin
-from keepstep_cli.check_history import check_history
-from keepstep_cli.checkpoint import checkpoint
-from keepstep_cli.completion import completion
-from keepstep_cli.demo import demo
-from keepstep_cli.metrics import metrics
-from keepstep_cli.relay import relay
-from keepstep_cli.run import run
-from keepstep_cli.serve import lighthouse, up
-from keepstep_cli.standard_output import check_standard_output
+from keepstep_cli.commands import admin
+from keepstep_cli.commands.check_history import check_history
+from keepstep_cli.commands.checkpoint import checkpoint
+from keepstep_cli.commands.completion import completion
+from keepstep_cli.commands.demo import demo
+from keepstep_cli.commands.metrics_command import metrics
+from keepstep_cli.commands.relay_command import relay
+from keepstep_cli.commands.run import run
+from keepstep_cli.commands.serve import lighthouse, up
+from keepstep_cli.running.standard_output import check_standard_output
 
 
 class Keepstep(click.Group):

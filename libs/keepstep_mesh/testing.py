@@ -14,13 +14,22 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from keepstep_mesh import codec
-from keepstep_mesh.auth import Access, Tokens
-from keepstep_mesh.http import Route
-from keepstep_mesh.messages import PROTOCOL_VERSION, Goodbye, Hello, Leave, Member, QuorumAnswer, QuorumRequest, Welcome
-from keepstep_mesh.service import Service, serving
-from keepstep_mesh.tls import TlsFiles
-from keepstep_mesh.websocket import Link
+from keepstep_mesh.net.http import Route
+from keepstep_mesh.net.websocket import Link
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Leave,
+    Member,
+    QuorumAnswer,
+    QuorumRequest,
+    Welcome,
+)
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.service import Service, serving
 
 DEADLINE = 30.0
 """Seconds that a test waits for anything: generous, because the machine may be busy."""

@@ -9,11 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import Policy
+from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings, read_like, read_settings
-from keepstep_mesh import program
-from keepstep_mesh.service import Endpoint, Hosted
-from keepstep_mesh.settings import duration
+from keepstep_mesh.config.settings import duration
+from keepstep_mesh.serving import program
+from keepstep_mesh.serving.service import Endpoint, Hosted
 
 
 def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None]) -> Hosted:

@@ -15,22 +15,22 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_lighthouse import admin, metrics
-from keepstep_lighthouse.event_log import FiledEventLog, Happened
-from keepstep_lighthouse.following import pass_on
-from keepstep_lighthouse.keeper import Keeper, cancelled
-from keepstep_lighthouse.leader_link import PATH as LINK_PATH
-from keepstep_lighthouse.leader_link import LeaderLink
+from keepstep_lighthouse.api import admin, prometheus
+from keepstep_lighthouse.jobs.event_log import FiledEventLog, Happened
+from keepstep_lighthouse.jobs.lighthouse_node import Keeper, cancelled
+from keepstep_lighthouse.leadership.forwarding import pass_on
+from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
+from keepstep_lighthouse.leadership.leader_link import LeaderLink
+from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_lighthouse.store import open_store
-from keepstep_lighthouse.term import Term
-from keepstep_mesh import names
-from keepstep_mesh.addresses import reachable
-from keepstep_mesh.auth import Access
-from keepstep_mesh.embedded import Embedded
-from keepstep_mesh.http import Handler, Identity, Problem, Route
-from keepstep_mesh.service import Service
-from keepstep_mesh.telemetry import Sender
+from keepstep_lighthouse.store.contract import open_store
+from keepstep_mesh.net.addresses import reachable
+from keepstep_mesh.net.http import Handler, Identity, Problem, Route
+from keepstep_mesh.protocol import names
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.embedded import Embedded
+from keepstep_mesh.serving.service import Service
+from keepstep_mesh.telemetry.record_sender import Sender
 
 MAX_SESSIONS = 20_000
 TELL_SECONDS = 0.1
@@ -65,7 +65,7 @@ class Lighthouse(Keeper, Embedded):
             lifespan=self._lifespan,
             not_ready=self.not_ready,
             listening=self._listens,
-            registry=metrics.registry(self),
+            registry=prometheus.registry(self),
         )
 
     @contextlib.asynccontextmanager

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.policies import policy_problem
-from keepstep_lighthouse.store import checked_store
-from keepstep_mesh.listen_settings import ListenSettings, read_listen_settings
-from keepstep_mesh.settings import Settings, duration, whole
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.policies import policy_problem
+from keepstep_lighthouse.store.contract import checked_store
+from keepstep_mesh.config.settings import Settings, duration, whole
+from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep_mesh import program
-from keepstep_mesh.service import Endpoint, Hosted
-from keepstep_mesh.settings import duration
+from keepstep_mesh.config.settings import duration
+from keepstep_mesh.serving import program
+from keepstep_mesh.serving.service import Endpoint, Hosted
 from keepstep_metrics.app import Metrics
 from keepstep_metrics.settings import MetricsSettings, read_settings
 

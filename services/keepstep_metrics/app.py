@@ -12,19 +12,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 
-from keepstep_mesh.embedded import Embedded
-from keepstep_mesh.http import Identity, Route
-from keepstep_mesh.logging import get_logger
-from keepstep_mesh.registration import Registrar, Registration, registered
-from keepstep_mesh.service import Service
-from keepstep_metrics import api, metrics, views
-from keepstep_metrics.core import KEPT_SECONDS, Job, MetricsCore
-from keepstep_metrics.draining import Drainer
-from keepstep_metrics.lighthouse import Asker, Live
-from keepstep_metrics.records import BadBatchError, Batch, read_batch
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.discovery.registration import Registrar, Registration, registered
+from keepstep_mesh.net.http import Identity, Route
+from keepstep_mesh.serving.embedded import Embedded
+from keepstep_mesh.serving.service import Service
+from keepstep_metrics.api import prometheus, routes, views
+from keepstep_metrics.api.stream import News
+from keepstep_metrics.history.machine import KEPT_SECONDS, Job, MetricsCore
+from keepstep_metrics.history.records import BadBatchError, Batch, read_batch
+from keepstep_metrics.lighthouse.draining import Drainer
+from keepstep_metrics.lighthouse.live_status import Asker, Live
 from keepstep_metrics.settings import MetricsSettings
-from keepstep_metrics.store import Store
-from keepstep_metrics.stream import News
+from keepstep_metrics.storage.event_store import Store
 
 FILE = "metrics.sqlite"
 TIDY_SECONDS = 30.0
@@ -43,7 +43,7 @@ class Metrics(Embedded):
         super().__init__("metrics", settings)
         self.settings = settings
         self.core = MetricsCore()
-        self.traffic = metrics.Traffic()
+        self.traffic = prometheus.Traffic()
         self.news = News()
         self.serving = False
         """False once it stops: who follows has to go."""
@@ -65,11 +65,11 @@ class Metrics(Embedded):
             not_ready=lambda: self.store.trouble,
             listening=self._listens,
             places=self.places,
-            registry=metrics.registry(self),
+            registry=prometheus.registry(self),
         )
 
     def routes(self) -> list[Route]:
-        return api.routes(self)
+        return routes.routes(self)
 
     # ---- what handlers share
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep_mesh.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
-from keepstep_mesh.settings import duration
+from keepstep_mesh.config.settings import duration
+from keepstep_mesh.serving.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
 
 DAY = 86400.0
 

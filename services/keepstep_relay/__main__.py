@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep_mesh import program
-from keepstep_mesh.service import Endpoint, Hosted
-from keepstep_mesh.settings import byte_size, duration
-from keepstep_relay.allocator import keep_freed_memory
+from keepstep_mesh.config.settings import byte_size, duration
+from keepstep_mesh.serving import program
+from keepstep_mesh.serving.service import Endpoint, Hosted
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import LIMITS, RelaySettings, read_settings
+from keepstep_relay.tiers.allocator import keep_freed_memory
 
 
 def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None]) -> Hosted:

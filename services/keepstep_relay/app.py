@@ -15,22 +15,22 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_mesh.embedded import Embedded
-from keepstep_mesh.http import Handler, Identity, Problem, Route
-from keepstep_mesh.logging import get_logger
-from keepstep_mesh.registration import Registrar, Registration, registered
-from keepstep_mesh.service import Service
-from keepstep_mesh.telemetry import Sender
-from keepstep_mesh.tls import watched_client_context
-from keepstep_relay import admin, bulk, metrics
-from keepstep_relay.checkpoints import CheckpointStore
-from keepstep_relay.chunks import ChunkStore, GoneError
-from keepstep_relay.core import RelayCore
-from keepstep_relay.disk import DamagedError, DiskError, DiskTier
-from keepstep_relay.durable import DurableError, DurableTier
-from keepstep_relay.events import Cause, Key, RefusedError, UploadEnded
-from keepstep_relay.memory import MemoryFullError
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.discovery.registration import Registrar, Registration, registered
+from keepstep_mesh.net.http import Handler, Identity, Problem, Route
+from keepstep_mesh.security.tls import watched_client_context
+from keepstep_mesh.serving.embedded import Embedded
+from keepstep_mesh.serving.service import Service
+from keepstep_mesh.telemetry.record_sender import Sender
+from keepstep_relay.api import admin, bulk, prometheus
+from keepstep_relay.checkpoint_store import CheckpointStore
+from keepstep_relay.core.events import Cause, Key, RefusedError, UploadEnded
+from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.settings import RelaySettings
+from keepstep_relay.tiers.chunks import ChunkStore, GoneError
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
+from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
+from keepstep_relay.tiers.memory_tier import MemoryFullError
 
 MAX_WAITS = 10_000
 MAX_MANIFESTS_COMING = 8
@@ -62,7 +62,7 @@ class Relay(Embedded):
         self.core = RelayCore(settings.limits)
         self.chunks = ChunkStore(self.core, settings.memory)
         self.checkpoints = CheckpointStore(self.chunks)
-        self.traffic = metrics.Traffic()
+        self.traffic = prometheus.Traffic()
         self._manifests_coming = 0
         self._registrar: Registrar | None = None
 
@@ -77,7 +77,7 @@ class Relay(Embedded):
             lifespan=self._lifespan,
             listening=self._listens,
             places=self.places,
-            registry=metrics.registry(self),
+            registry=prometheus.registry(self),
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep_mesh.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
-from keepstep_mesh.settings import byte_size, duration, whole
-from keepstep_relay.events import Limits
+from keepstep_mesh.config.settings import byte_size, duration, whole
+from keepstep_mesh.serving.listen_settings import RegisteredSettings, read_registered_settings, settings_of_service
+from keepstep_relay.core.events import Limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from keepstep_mesh.auth import Tokens
+from keepstep_mesh.security.tokens import Tokens
 from tests.browser.devtools import CHROMIUM
 from tests.browser.told import HEADLINE, JOB, LIVE, SHOWN, TOAST, ToldMesh, row, shown
 

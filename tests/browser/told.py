@@ -17,10 +17,10 @@ from typing import Any
 
 from aiohttp import web
 
-from keepstep_mesh.auth import Access, Tokens
-from keepstep_mesh.http import Route, read_json
-from keepstep_mesh.service import Endpoint, Service, serving
-from keepstep_metrics import dashboard
+from keepstep_mesh.net.http import Route, read_json
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.service import Endpoint, Service, serving
+from keepstep_metrics.api import dashboard_page
 from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"
@@ -228,7 +228,7 @@ class ToldMesh:
         }
         routes = [Route("GET", path, answer(make), Access.READ) for path, make in answers.items()]
         routes += [
-            *dashboard.routes(),
+            *dashboard_page.routes(),
             Route("GET", "/v1/stream", self._stream, Access.READ),
             Route("POST", f"{job}/replicas/{{name}}/{{action}}", order, Access.ADMIN),
         ]

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from core_driver import Driver
-from keepstep_lighthouse.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
-from keepstep_mesh.messages import (
+from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
+from keepstep_mesh.protocol.messages import (
     Data,
     Denied,
     Drain,

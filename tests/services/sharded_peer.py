@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from keepstep.checkpointing import TransferError
-from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.serialization import load_state, save_state
+from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_manifest import read_manifest
 
 
 def refused(manifest, pack, into):

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from certificates import Authority
-from keepstep_mesh.auth import Role, Token, Tokens
-from keepstep_mesh.http import client_session
-from keepstep_mesh.messages import Welcome
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.protocol.messages import Welcome
+from keepstep_mesh.security.tokens import Role, Token, Tokens
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
 from lighthouse_driver import connection, lighthouse, worker
 
 WORKER, ADMIN = "worker-" * 3, "admin-" * 4

@@ -13,8 +13,8 @@ import pytest
 
 from certificates import Authority
 from command import environment, killed_at_the_end
-from keepstep_mesh.auth import Role, Tokens, tokens_of_service
-from keepstep_mesh.messages import Welcome
+from keepstep_mesh.protocol.messages import Welcome
+from keepstep_mesh.security.tokens import Role, Tokens, tokens_of_service
 from lighthouse_driver import DEADLINE, connection, lighthouse
 from relay_driver import relay
 

@@ -19,10 +19,10 @@ from tests.services.manager.groups import manager
 from tests.services.test_relay_access import ACCESS, url_of
 
 from access_table import TOKENS, check_access
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.auth import Tokens, derived, place_of, watched_tokens
-from keepstep_mesh.http import Problem, client_session
-from keepstep_mesh.registration import Registration, registered
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.discovery.registration import Registration, registered
+from keepstep_mesh.net.http import Problem, client_session
+from keepstep_mesh.security.tokens import Tokens, derived, place_of, watched_tokens
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import metrics
 from relay_driver import DEADLINE, relay

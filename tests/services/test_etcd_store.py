@@ -10,8 +10,7 @@ import pytest
 import trustme
 
 from etcd_server import BINARY, EtcdCluster, EtcdNode
-from keepstep_lighthouse.etcd import CALL_SECONDS
-from keepstep_lighthouse.store import (
+from keepstep_lighthouse.store.contract import (
     Compare,
     OutcomeUnknownError,
     Store,
@@ -21,6 +20,7 @@ from keepstep_lighthouse.store import (
     WriteFailedError,
     open_store,
 )
+from keepstep_lighthouse.store.etcd_store import CALL_SECONDS
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 
 ETCDCTL = BINARY.parent / "etcdctl"

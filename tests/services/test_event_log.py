@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.check_history import check_files
-from keepstep_lighthouse import event_log
-from keepstep_lighthouse.event_log import EventLog, FiledEventLog
-from keepstep_lighthouse.store import StoreError
+from keepstep_cli.commands.check_history import check_files
+from keepstep_lighthouse.jobs import event_log
+from keepstep_lighthouse.jobs.event_log import EventLog, FiledEventLog
+from keepstep_lighthouse.store.contract import StoreError
 
 DEADLINE = 60.0
 
@@ -167,7 +167,7 @@ async def test_a_disk_that_takes_nothing_costs_events_of_the_file_only(tmp_path:
 FILLER = """
 import asyncio, os, resource, sys
 from pathlib import Path
-from keepstep_lighthouse.event_log import FiledEventLog
+from keepstep_lighthouse.jobs.event_log import FiledEventLog
 
 async def main(path: Path) -> None:
     events = await FiledEventLog.open(path)

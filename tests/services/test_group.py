@@ -12,21 +12,30 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep import impatience
-from keepstep.group import GroupSettings, Leaving
-from keepstep.group_peers import checkpoint_metadata, first_layout_difference
-from keepstep.group_server import GroupServer
-from keepstep.rank_client import RankClient
+from keepstep.group import slow_quorum_log
+from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings, Leaving
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import EvictOrdered, Policy
-from keepstep_lighthouse.registry import new_record
-from keepstep_lighthouse.views import HealView
-from keepstep_mesh import codec
-from keepstep_mesh.auth import ClientToken
+from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
+from keepstep_lighthouse.quorum.views import HealView
+from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import KeepstepError, SessionClosed
-from keepstep_mesh.messages import Evicted, Healing, MemberLost, RankAsk, RankHello, RankVote, Refused, ServiceAddress
-from keepstep_mesh.session_events import Push
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
+    Evicted,
+    Healing,
+    MemberLost,
+    RankAsk,
+    RankHello,
+    RankVote,
+    Refused,
+    ServiceAddress,
+)
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_settings import SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop
 
@@ -209,7 +218,7 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
 
 
 async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
-    monkeypatch.setattr("keepstep.group.RANK_BEAT", 0.05)
+    monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
     for where in ("group", "group_server", "rank_client"):
         monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", 0.5)
     group = Group(lighthouse, 2)
@@ -339,7 +348,7 @@ async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplo
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"])
 async def test_a_connection_that_asks_nothing_is_cut_and_a_rank_is_not(lighthouse, monkeypatch, sent):
-    monkeypatch.setattr("keepstep.group_server.FIRST_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr("keepstep.group.group_server.FIRST_REQUEST_SECONDS", 0.2)
     group = Group(lighthouse, 2)
     await group.start()
     try:
@@ -426,7 +435,7 @@ async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
 async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
     lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(impatience, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
     first, second = Group(lighthouse, 1, "a:1"), Group(lighthouse, 1, "a:2")
     try:
         await first.start()
@@ -446,7 +455,7 @@ async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
 async def test_a_group_without_a_lighthouse_says_that_it_has_none(
     lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(impatience, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
     group = Group(lighthouse, 1)
     try:
         await group.start()

@@ -15,13 +15,13 @@ import aiohttp
 import msgpack
 import pytest
 
-from keepstep.group import GroupSettings
-from keepstep.group_server import GroupServer
-from keepstep.quorum_plan import make_plan
-from keepstep.rank_client import RankClient
-from keepstep.rendezvous_server import VERSION, RendezvousError, Table
-from keepstep_mesh import codec
-from keepstep_mesh.messages import (
+from keepstep.group.group_server import GroupServer
+from keepstep.group.quorum_plan import make_plan
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings
+from keepstep.rendezvous.key_value_server import VERSION, RendezvousError, Table
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
     Denied,
     Leave,
     Member,
@@ -34,8 +34,8 @@ from keepstep_mesh.messages import (
     RankReady,
     RoundBroken,
 )
-from keepstep_mesh.session_events import Push
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedLighthouse, ScriptedSession, scripted_lighthouse
 
 DEADLINE = 30.0

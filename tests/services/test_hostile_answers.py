@@ -12,15 +12,16 @@ import pytest
 from tests.services.cli.scene import keepstep
 
 from hostile_server import KINDS, hostile
-from keepstep import group_peers, rendezvous
-from keepstep.group_peers import checkpoint_metadata, first_layout_difference
-from keepstep.rendezvous import RendezvousStore
-from keepstep.rendezvous_server import RendezvousError
-from keepstep_mesh import http
+from keepstep.group import group_peers
+from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.rendezvous import store_client
+from keepstep.rendezvous.key_value_server import RendezvousError
+from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.http import Problem, client_session, raise_for_problem, read_answer, read_json_answer
-from keepstep_mesh.registration import Registration, registered
-from keepstep_metrics.lighthouse import _uploads
+from keepstep_mesh.net import http
+from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_answer, read_json_answer
+from keepstep_metrics.lighthouse.live_status import _uploads
 from lighthouse_driver import eventually
 
 SECONDS = 1.5
@@ -62,7 +63,7 @@ def test_a_rendezvous_host_is_cut_off(kind: str, status: int) -> None:
         with soon(), pytest.raises((RendezvousError, TimeoutError)) as cut:
             store.get("key")
         if kind in ("endless", "huge"):
-            expected = f"at most {rendezvous.MAX_ANSWER_BYTES} are read" if status == 200 else "refused (500)"
+            expected = f"at most {store_client.MAX_ANSWER_BYTES} are read" if status == 200 else "refused (500)"
             assert expected in str(cut.value)
         else:
             assert "did not answer" in str(cut.value)

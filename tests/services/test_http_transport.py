@@ -15,11 +15,11 @@ import torch
 from tests.services.checkpoint_ends import MIB, RawReader, address, blank, eventually, peer, same, weights
 from tests.services.checkpoint_peer import MINUTE, state_of
 
-from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http
-from keepstep.checkpointing.manifest import build_manifest
-from keepstep.checkpointing.serialization import save_state
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http_transport
+from keepstep.checkpointing.state.serialization import save_state
+from keepstep.checkpointing.state.state_manifest import build_manifest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_mesh.security.tokens import ClientToken
 
 # ---- the plain way
 
@@ -79,7 +79,7 @@ def test_a_state_travels_while_it_is_hashed(transports, monkeypatch):
         if done == total:
             arrived.set()
 
-    monkeypatch.setattr(http, "build_manifest", hashed_late)
+    monkeypatch.setattr(http_transport, "build_manifest", hashed_late)
     source, joiner = transports(), transports(4)
     source.send_checkpoint([1], 7, state_of(7, 30), MINUTE)
     assert same(joiner.recv_checkpoint(0, source.metadata(), 7, MINUTE, progress=progress), state_of(7, 30))

@@ -20,9 +20,9 @@ from tests.services.checkpoint_ends import MIB, Proxy, RawReader, address, blank
 from tests.services.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import ManifestError, TransferError
-from keepstep.checkpointing.http_server import MAX_CONNECTIONS
-from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.serialization import load_state, save_state
+from keepstep.checkpointing.direct.http_server import MAX_CONNECTIONS
+from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_manifest import read_manifest
 
 # ---- slow and dead readers
 

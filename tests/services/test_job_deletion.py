@@ -16,13 +16,14 @@ import pytest
 from tests.services.rest.scene import Rest
 
 from etcd_server import EtcdCluster
-from keepstep_lighthouse import event_log, metrics, records
+from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.expiry import due_at
-from keepstep_lighthouse.memory import MemoryStore
-from keepstep_lighthouse.store import Compare, Write, WriteFailedError, open_store
-from keepstep_mesh.messages import Evicted, HeldAnswer, QuorumAnswer, RoundBroken
+from keepstep_lighthouse.jobs import event_log, records
+from keepstep_lighthouse.jobs.expiry import due_at
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError, open_store
+from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.protocol.messages import Evicted, HeldAnswer, QuorumAnswer, RoundBroken
 from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of, worker, workers
 
 SHORT = Policy(min_replicas=1, reconnect_grace=0.0, job_ttl=0.05)
@@ -357,7 +358,7 @@ async def test_visits_that_never_form_a_quorum_leave_nothing() -> None:
 
 
 async def test_idle_jobs_lose_their_lines_and_get_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MAX_IDLE_SHOWN", 3)
+    monkeypatch.setattr(prometheus, "MAX_IDLE_SHOWN", 3)
     async with served() as (one, rest):
         for number in range(10):
             await visit(one, f"j{number}")

@@ -19,11 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep_lighthouse import app, sessions
+from keepstep_lighthouse import app
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh import codec
-from keepstep_mesh.messages import Heartbeat, MemberInfo, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_lighthouse.jobs import sessions
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import Heartbeat, MemberInfo, QuorumAnswer, QuorumRequest, Welcome
 from lighthouse_driver import (
     DEADLINE,
     Worker,

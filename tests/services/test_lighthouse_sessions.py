@@ -9,10 +9,10 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from keepstep_lighthouse import sessions
-from keepstep_lighthouse.events import Policy, PolicyOrdered
-from keepstep_mesh import codec
-from keepstep_mesh.messages import (
+from keepstep_lighthouse.jobs import sessions
+from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
     Denied,

@@ -17,11 +17,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep_cli.check_history import check_files
-from keepstep_lighthouse import app, records, term
+from keepstep_cli.commands.check_history import check_files
+from keepstep_lighthouse import app
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_lighthouse.core import JobCore
-from keepstep_lighthouse.events import (
+from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.leadership import term
+from keepstep_lighthouse.quorum.events import (
     Asked,
     Ban,
     Closed,
@@ -33,9 +35,8 @@ from keepstep_lighthouse.events import (
     Policy,
     Tick,
 )
-from keepstep_lighthouse.jobs import Job
-from keepstep_lighthouse.memory import MemoryStore
-from keepstep_lighthouse.store import (
+from keepstep_lighthouse.quorum.machine import JobCore
+from keepstep_lighthouse.store.contract import (
     Compare,
     OutcomeUnknownError,
     StoreError,
@@ -43,9 +44,10 @@ from keepstep_lighthouse.store import (
     WriteFailedError,
     open_store,
 )
-from keepstep_mesh.messages import Evicted, MemberInfo, MemberLost, QuorumAnswer, Welcome
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.protocol.messages import Evicted, MemberInfo, MemberLost, QuorumAnswer, Welcome
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
 from lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
 
 

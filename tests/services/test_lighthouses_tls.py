@@ -10,12 +10,12 @@ import pytest
 from certificates import Authority
 from etcd_server import EtcdCluster
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
-from keepstep_mesh.auth import Tokens, watched_tokens
-from keepstep_mesh.http import client_session, leader_of
-from keepstep_mesh.messages import MemberInfo
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
-from keepstep_mesh.tls import TlsFiles
+from keepstep_mesh.net.http import client_session, leader_of
+from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import Tokens, watched_tokens
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
 from lighthouse_driver import DEADLINE, eventually, lighthouse
 
 WORKER, ADMIN, OLD, NEW = "worker-" * 3, "admin-" * 4, "old-" * 5, "new-" * 5

@@ -17,14 +17,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from access_table import ASKERS, TOKENS, check_access
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.http import Identity
-from keepstep_mesh.service import all_routes
-from keepstep_mesh.telemetry import Sender
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.serving.service import all_routes
+from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_metrics.app import Metrics
 from keepstep_metrics.settings import MetricsSettings, read_settings
 from keepstep_relay.app import Relay
-from keepstep_relay.events import Limits
+from keepstep_relay.core.events import Limits
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, metrics_process, step
 from relay_driver import Client as RelayClient

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_lighthouse.events import Policy
-from keepstep_metrics import core
+from keepstep_lighthouse.quorum.events import Policy
 from keepstep_metrics.app import FILE
-from keepstep_metrics.core import MetricsCore
-from keepstep_metrics.records import read_batch
+from keepstep_metrics.history import machine
+from keepstep_metrics.history.machine import MetricsCore
+from keepstep_metrics.history.records import read_batch
 from lighthouse_driver import eventually, lighthouse, round_of, worker
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, step
 
@@ -106,24 +106,24 @@ def test_a_new_job_takes_the_place_of_one_that_has_ended() -> None:
         tell(one, now, job, "joined")
         assert job in one.jobs
         tell(one, now, job, "left")
-        assert len(one.jobs) <= core.MAX_JOBS
+        assert len(one.jobs) <= machine.MAX_JOBS
     assert "at-work" in one.jobs
 
 
 def test_jobs_at_work_keep_their_place() -> None:
     one = MetricsCore()
-    for number in range(core.MAX_JOBS + 1):
+    for number in range(machine.MAX_JOBS + 1):
         tell(one, T + number, f"j{number}", "joined")
-    assert len(one.jobs) == core.MAX_JOBS
+    assert len(one.jobs) == machine.MAX_JOBS
     assert "j0" in one.jobs
     assert one.left_out == 1
 
 
 def test_deletions_that_are_remembered_are_bounded_and_outlive_a_restart() -> None:
     one = MetricsCore()
-    for number in range(core.MAX_DELETED + 10):
+    for number in range(machine.MAX_DELETED + 10):
         tell(one, T + number, f"j{number}", "job_deleted", "")
-    assert len(one.deleted) == core.MAX_DELETED
+    assert len(one.deleted) == machine.MAX_DELETED
     again = MetricsCore()
     again.load(one.dump())
     assert again.deleted == one.deleted

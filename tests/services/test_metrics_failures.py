@@ -19,10 +19,10 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from keepstep_mesh.registration import Registration, registered
-from keepstep_metrics import stream
+from keepstep_mesh.discovery.registration import Registration, registered
+from keepstep_metrics.api import stream
 from keepstep_metrics.app import FILE, Metrics, MetricsSettings
-from keepstep_metrics.store import Store, StoreError
+from keepstep_metrics.storage.event_store import Store, StoreError
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, metrics_process, step
 
@@ -326,7 +326,7 @@ async def test_a_relay_that_answers_nonsense_hides_nothing_of_what_the_lighthous
 
 
 async def test_an_order_whose_body_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep_mesh.http.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("keepstep_mesh.net.http.BODY_SECONDS", 0.2)
     async with metrics() as one, aiohttp.ClientSession() as http:
 
         async def never() -> AsyncIterator[bytes]:

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from tests.services.manager.groups import manager
 
-from keepstep.exits import EvictedExit
-from keepstep_lighthouse.events import Policy
+from keepstep.runtime.exits import EvictedExit
+from keepstep_lighthouse.quorum.events import Policy
 from lighthouse_driver import eventually, lighthouse
 from metrics_driver import client, metrics
 

@@ -24,10 +24,10 @@ import yaml
 import metrics_driver
 from command import killed_at_the_end
 from etcd_server import EtcdCluster, free_ports
-from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.metrics import FROM_ZERO
-from keepstep_mesh.auth import Tokens
-from keepstep_mesh.messages import Healing, Welcome
+from keepstep_lighthouse.api.prometheus import FROM_ZERO
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol.messages import Healing, Welcome
+from keepstep_mesh.security.tokens import Tokens
 from lighthouse_driver import DEADLINE, connection, lighthouse, round_of
 from relay_driver import client, relay, state
 

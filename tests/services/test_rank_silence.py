@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.group import GroupSettings
-from keepstep.group_server import GroupServer
-from keepstep.mesh_thread import MeshThread
-from keepstep.rank_client import RankClient
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings
+from keepstep.runtime.loop_thread import MeshThread
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import Policy, PolicyOrdered
-from keepstep_mesh.messages import RankAsk
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
+from keepstep_mesh.protocol.messages import RankAsk
+from keepstep_mesh.session.session_settings import SessionSettings
 from lighthouse_driver import eventually
 from lighthouse_driver import lighthouse as in_loop
 
@@ -28,7 +28,7 @@ LEAST = 0.5
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.group.RANK_BEAT", 0.05)
+    monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
     for where in ("group", "group_server", "rank_client"):
         monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", LEAST)
 

@@ -16,15 +16,15 @@ import pytest
 from aiohttp import web
 
 from etcd_server import EtcdCluster
-from keepstep_lighthouse import registry, service_records
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.memory import MemoryStore
-from keepstep_lighthouse.store import StoreError, Write, WriteFailedError
-from keepstep_mesh.auth import Access, Tokens
-from keepstep_mesh.http import Route
-from keepstep_mesh.messages import QuorumAnswer, ServiceAddress, Services, Welcome
-from keepstep_mesh.registration import Registrar, Registration, registered
-from keepstep_mesh.service import Service, serving
+from keepstep_lighthouse.registry import service_records, service_registry
+from keepstep_lighthouse.store.contract import StoreError, Write, WriteFailedError
+from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.discovery.registration import Registrar, Registration, registered
+from keepstep_mesh.net.http import Route
+from keepstep_mesh.protocol.messages import QuorumAnswer, ServiceAddress, Services, Welcome
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.service import Service, serving
 from lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 RELAY = Registration("relay", "relay-1", "http://10.0.0.7:29520", ttl=30.0, details={"chunks": "memory", "gib": 64})
@@ -166,7 +166,7 @@ async def test_a_registration_that_will_not_do_is_a_problem_that_says_why(
 
 
 async def test_services_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_SERVICES", 1)
+    monkeypatch.setattr(service_registry, "MAX_SERVICES", 1)
     async with lighthouse() as one:
         body = {"address": "http://a:1"}
         await rest(one.address, "PUT", PATH, 200, json=body)
@@ -201,7 +201,7 @@ async def test_a_record_of_a_newer_build_is_read() -> None:
 
 async def test_what_another_lighthouse_writes_to_the_store_is_seen() -> None:
     async with lighthouse() as one, worker(one.address) as member:
-        record = registry.new_record("metrics", "m", "http://m:1", 15.0, {})
+        record = service_registry.new_record("metrics", "m", "http://m:1", 15.0, {})
         await one.store.put(record.key, service_records.encode(record))
         assert (await member.next(Services)).services == (record.told,)
         assert (await services_of(one))[0]["name"] == "m"
@@ -210,7 +210,7 @@ async def test_what_another_lighthouse_writes_to_the_store_is_seen() -> None:
 
 
 async def test_services_are_followed_again_after_the_store_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FOLLOW_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(service_registry, "FOLLOW_AGAIN_SECONDS", 0.01)
     async with lighthouse() as one:
         await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
         await rest(one.address, "PUT", "/v1/services/relay/b", 200, json={"address": "http://b:1"})

@@ -8,8 +8,8 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from keepstep_mesh.manifest import CHUNK_BYTES
-from keepstep_relay.events import Limits
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.core.events import Limits
 from lighthouse_driver import eventually
 from relay_driver import DEADLINE, Client, client, get, raw, relay, relay_process, state
 

@@ -15,10 +15,10 @@ from jsonschema import Draft202012Validator
 
 from access_table import ASKERS, TOKENS, check_access
 from certificates import Authority
-from keepstep_mesh.auth import Tokens
-from keepstep_mesh.http import client_session
-from keepstep_mesh.service import all_routes
-from keepstep_mesh.tls import TlsFiles
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import Tokens
+from keepstep_mesh.serving.service import all_routes
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import RelaySettings, read_settings
 from lighthouse_driver import lighthouse

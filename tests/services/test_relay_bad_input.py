@@ -19,10 +19,11 @@ import pytest_asyncio
 from yarl import URL
 
 from keepstep_mesh.errors import ManifestError
-from keepstep_mesh.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_envelope, root_digest
-from keepstep_relay import app, bulk
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_envelope, root_digest
+from keepstep_relay import app
+from keepstep_relay.api import bulk
 from keepstep_relay.app import Relay
-from keepstep_relay.events import Limits
+from keepstep_relay.core.events import Limits
 from lighthouse_driver import eventually
 from relay_driver import DEADLINE, Client, client, raw, relay, state
 

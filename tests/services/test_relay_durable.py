@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.manifest import CHUNK_BYTES
-from keepstep_relay import checkpoints
-from keepstep_relay.durable import DurableError, DurableTier
-from keepstep_relay.events import Key
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay import checkpoint_store
+from keepstep_relay.core.events import Key
+from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from relay_driver import DEADLINE, Client, State, client, flip, relay, state
 
 ONE, TWO = state(1), state(2)
@@ -71,7 +71,7 @@ async def test_what_could_not_be_deleted_there_is_deleted_later(
     def away(_tier: DurableTier, _key: Key) -> None:
         raise DurableError("it is away")
 
-    monkeypatch.setattr(checkpoints, "DURABLE_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoint_store, "DURABLE_AGAIN_SECONDS", 0.01)
     async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
         await store_durable(worker, ONE, "c1", 1)
         with monkeypatch.context() as failing:

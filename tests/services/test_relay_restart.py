@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.manifest import CHUNK_BYTES
-from keepstep_relay.disk import DiskTier
-from keepstep_relay.events import Limits
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.core.events import Limits
+from keepstep_relay.tiers.disk_tier import DiskTier
 from relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
@@ -248,7 +248,7 @@ async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_st
 
 
 async def test_full_memory_without_a_disk_is_503_and_what_was_committed_is_safe(monkeypatch) -> None:
-    monkeypatch.setattr("keepstep_relay.bulk.ROOM_SECONDS", 0.05)
+    monkeypatch.setattr("keepstep_relay.api.bulk.ROOM_SECONDS", 0.05)
     async with relay(memory=3 * CHUNK_BYTES) as one, client(one.address) as worker:
         await worker.store(ONE)
         await worker.begin("c2", 2)

@@ -12,17 +12,17 @@ from aiohttp import web
 from asking_group import Group
 from certificates import Authority
 from command import process
-from keepstep_mesh.auth import Access, ClientToken, watched_tokens
+from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import AuthError
-from keepstep_mesh.http import Route, client_session
-from keepstep_mesh.messages import Leave, NotLeader
-from keepstep_mesh.registration import Registration, registered
-from keepstep_mesh.service import Service, serving
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_events import Connected, Disconnected
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.net.http import Route, client_session
+from keepstep_mesh.protocol.messages import Leave, NotLeader
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import Access, ClientToken, watched_tokens
+from keepstep_mesh.serving.service import Service, serving
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_events import Connected, Disconnected
+from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
-from keepstep_mesh.tls import TlsFiles
 from lighthouse_driver import DEADLINE, eventually, lighthouse
 
 OLD, NEW, ADMIN = "old-" * 5, "new-" * 5, "admin-" * 4

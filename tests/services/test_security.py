@@ -17,23 +17,23 @@ import psutil
 import pytest
 
 from command import environment
-from keepstep_mesh.http import client_session
-from keepstep_mesh.messages import MemberInfo
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
-from keepstep_mesh.tls import TlsFiles
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
 
 DEADLINE = 60.0
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 
 RANK = """
 import asyncio, os, signal
-from keepstep_mesh import logging
-from keepstep_mesh.auth import ClientToken
-from keepstep_mesh.session import LighthouseSession
-from keepstep_mesh.session_settings import SessionSettings
-from keepstep_mesh.settings import split_addresses
-from keepstep_mesh.tls import tls_of_client
+from keepstep_mesh.config import logging
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.security.tls import tls_of_client
 
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (stop := asyncio.Event()).set)

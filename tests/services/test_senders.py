@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from keepstep_mesh import telemetry
-from keepstep_mesh.auth import Tokens
-from keepstep_mesh.http import Identity
-from keepstep_mesh.telemetry import Sender
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.security.tokens import Tokens
+from keepstep_mesh.telemetry import record_sender
+from keepstep_mesh.telemetry.record_sender import Sender
 from lighthouse_driver import eventually
 from metrics_driver import JOB, client, metrics, metrics_process, step
 
@@ -23,9 +23,9 @@ TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3)
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(telemetry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(telemetry, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(record_sender, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(record_sender, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(record_sender, "LONGEST_PAUSE", 0.1)
 
 
 @asynccontextmanager
@@ -122,7 +122,7 @@ async def test_what_will_never_be_taken_is_sent_once(status: int) -> None:
 
 
 async def test_who_is_away_for_long_costs_the_oldest_records_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "MAX_QUEUED_BYTES", 10_000)
+    monkeypatch.setattr(record_sender, "MAX_QUEUED_BYTES", 10_000)
     known: list[str] = []
     sender = Sender("worker", "a:1", lambda: known[-1] if known else None, Identity(), job=JOB, interval=0.01)
     running = asyncio.create_task(sender.run())

@@ -16,11 +16,11 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
-from keepstep_mesh import http as mesh_http
-from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.errors import AuthError, ProtocolError
-from keepstep_mesh.http import PROBLEM_JSON, ROLE, Problem, Route, client_session, raise_for_problem, read_json
-from keepstep_mesh.service import BindError, Service, serving
+from keepstep_mesh.net import http as mesh_http
+from keepstep_mesh.net.http import PROBLEM_JSON, ROLE, Problem, Route, client_session, raise_for_problem, read_json
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.service import BindError, Service, serving
 from keepstep_mesh.testing import DEADLINE
 
 WORKER, ADMIN = "w" * 20, "a" * 20
@@ -291,9 +291,9 @@ async def test_an_error_inside_is_not_taken_for_a_slow_stop() -> None:
 PROGRAM = """
 import sys
 from contextlib import asynccontextmanager
-from keepstep_mesh import logging
-from keepstep_mesh.listen_settings import ListenSettings
-from keepstep_mesh.service import Hosted, Service, run_several
+from keepstep_mesh.config import logging
+from keepstep_mesh.serving.listen_settings import ListenSettings
+from keepstep_mesh.serving.service import Hosted, Service, run_several
 
 @asynccontextmanager
 async def lifespan():

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from asking_group import Group
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.auth import Tokens
+from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
-from keepstep_mesh.http import client_session
-from keepstep_mesh.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
-from keepstep_mesh.session_events import Connected, Disconnected
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
+from keepstep_mesh.security.tokens import Tokens
+from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 from lighthouse_driver import eventually, lighthouse
 

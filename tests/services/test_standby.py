@@ -13,11 +13,11 @@ import pytest
 
 from etcd_server import EtcdCluster
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_lighthouse.election import Leader
-from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.leadership import LEADER_KEY
-from keepstep_lighthouse.store import open_store
-from keepstep_mesh.messages import NotLeader, QuorumAnswer
+from keepstep_lighthouse.leadership.campaign import LEADER_KEY
+from keepstep_lighthouse.leadership.election import Leader
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.store.contract import open_store
+from keepstep_mesh.protocol.messages import NotLeader, QuorumAnswer
 from lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 

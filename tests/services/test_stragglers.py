@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.auth import ClientToken, Tokens
-from keepstep_mesh.messages import Drain, Welcome
-from keepstep_metrics import draining
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol.messages import Drain, Welcome
+from keepstep_mesh.security.tokens import ClientToken, Tokens
+from keepstep_metrics.lighthouse import draining
 from lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of
 from metrics_driver import JOB, Client, Teller, client, metrics, step
 

@@ -18,14 +18,14 @@ import uvloop
 from aiohttp import web
 
 from certificates import Authority
-from keepstep_mesh import service
-from keepstep_mesh.auth import Access, Tokens
 from keepstep_mesh.errors import AuthError
-from keepstep_mesh.http import Route, client_session
-from keepstep_mesh.service import Endpoint, Service, serving
+from keepstep_mesh.net.http import Route, client_session
+from keepstep_mesh.net.websocket import Link
+from keepstep_mesh.security.tls import TlsError, TlsFiles, as_safe, explained
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving import service
+from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
-from keepstep_mesh.tls import TlsError, TlsFiles, as_safe, explained
-from keepstep_mesh.websocket import Link
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}

@@ -12,8 +12,9 @@ import pytest
 from tests.services.checkpoint_ends import MIB, RawReader, blank, same
 from tests.services.checkpoint_peer import MINUTE, state_of
 
-from keepstep.checkpointing import HTTPTransport, admission
-from keepstep.checkpointing.admission import READERS_AT_ONCE
+from keepstep.checkpointing import HTTPTransport
+from keepstep.checkpointing.direct import admission
+from keepstep.checkpointing.direct.admission import READERS_AT_ONCE
 from keepstep.checkpointing.errors import TransferTimeout
 
 SECOND = timedelta(seconds=1)

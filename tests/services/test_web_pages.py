@@ -13,13 +13,13 @@ import aiohttp
 import pytest
 
 from asking_group import Group
-from keepstep.checkpointing.http_server import CheckpointServer
-from keepstep.group import GroupSettings
-from keepstep.group_server import GroupServer
-from keepstep_mesh.auth import ClientToken, Tokens
+from keepstep.checkpointing.direct.http_server import CheckpointServer
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_link import GroupSettings
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.http import client_session
-from keepstep_mesh.session_settings import SessionSettings
+from keepstep_mesh.net.http import client_session
+from keepstep_mesh.security.tokens import ClientToken, Tokens
+from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy
 from lighthouse_driver import lighthouse
 from metrics_driver import metrics

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from keepstep_lighthouse import records
-from keepstep_lighthouse.events import Announce, JobRecord, Tell
-from keepstep_lighthouse.jobs import Job
-from keepstep_lighthouse.leadership import LEADER_KEY
-from keepstep_lighthouse.records import JOB_PREFIX
-from keepstep_lighthouse.store import Write
-from keepstep_lighthouse.term import EPOCH_KEY
-from keepstep_mesh.messages import Evicted
+from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.jobs.records import JOB_PREFIX
+from keepstep_lighthouse.leadership.campaign import LEADER_KEY
+from keepstep_lighthouse.leadership.term import EPOCH_KEY
+from keepstep_lighthouse.quorum.events import Announce, JobRecord, Tell
+from keepstep_lighthouse.store.contract import Write
+from keepstep_mesh.protocol.messages import Evicted
 from simulation.failover_faults import FAULTS, faults_of
 from simulation.faults import Fault, inject
 from simulation.mesh import Mesh

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from keepstep_lighthouse.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
 from simulation.training import FAULT_SECONDS, Training
 from simulation.worker import Worker
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keepstep_cli.history import History, Report
-from keepstep_cli.history_records import Place, parse
-from keepstep_lighthouse.event_log import Happened
-from keepstep_lighthouse.events import LogEntry
+from keepstep_history.history import History, Report
+from keepstep_history.records import Place, parse
+from keepstep_lighthouse.jobs.event_log import Happened
+from keepstep_lighthouse.quorum.events import LogEntry
 
 if TYPE_CHECKING:
     from simulation.lighthouse import Lighthouse
@@ -56,7 +56,7 @@ class Logs:
         return self._last.get(log, 0)
 
     def step(self, worker: Worker, event: str, **detail: Any) -> None:
-        """``detail`` as ``keepstep.step_log`` says it; the quorum is that of the worker's plan."""
+        """``detail`` as ``keepstep.step.step_log`` says it; the quorum is that of the worker's plan."""
         plan, who = worker.plan, worker.replica_id
         answer = (plan.epoch, plan.quorum_id) if plan is not None else (0, 0)
         if plan is not None and self._in.get(who) != answer:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from keepstep_lighthouse.core import JobCore
-from keepstep_lighthouse.events import (
+from keepstep_lighthouse.quorum.events import (
     Announce,
     Asked,
     Cancelled,
@@ -24,7 +23,8 @@ from keepstep_lighthouse.events import (
     Tell,
     Tick,
 )
-from keepstep_mesh.messages import (
+from keepstep_lighthouse.quorum.machine import JobCore
+from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Evicted,
     Failed,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from keepstep_lighthouse.events import Announce, Policy, Tell
-from keepstep_lighthouse.jobs import Job
-from keepstep_lighthouse.leadership import LEADER_KEY
-from keepstep_lighthouse.store import Write
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.leadership.campaign import LEADER_KEY
+from keepstep_lighthouse.quorum.events import Announce, Policy, Tell
+from keepstep_lighthouse.store.contract import Write
 from simulation.network import Connection
 from simulation.node import Node, address_of, simulated
 from simulation.roaming import Roaming

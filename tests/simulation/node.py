@@ -9,27 +9,19 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from keepstep_lighthouse import (
-    event_log,
-    jobs,
-    keeper,
-    leader_link,
-    leadership,
-    metrics,
-    nodes,
-    registry,
-    sessions,
-    term,
-)
-from keepstep_lighthouse.event_log import EventLog, Happened
-from keepstep_lighthouse.events import Announce, Tell
-from keepstep_lighthouse.jobs import Job
-from keepstep_lighthouse.keeper import Keeper
-from keepstep_lighthouse.leader_link import PATH, LeaderLink
+from keepstep_lighthouse.api import prometheus
+from keepstep_lighthouse.jobs import event_log, job, lighthouse_node, sessions
+from keepstep_lighthouse.jobs.event_log import EventLog, Happened
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+from keepstep_lighthouse.leadership import campaign, leader_link, nodes, term
+from keepstep_lighthouse.leadership.leader_link import PATH, LeaderLink
+from keepstep_lighthouse.leadership.term import TermOverError
+from keepstep_lighthouse.quorum.events import Announce, Tell
+from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_lighthouse.term import TermOverError
-from keepstep_mesh.messages import Data
-from keepstep_mesh.websocket import UpgradeError
+from keepstep_mesh.net.websocket import UpgradeError
+from keepstep_mesh.protocol.messages import Data
 from simulation.process import ProcessLoop, clocks_of_processes
 from simulation.shared_store import StoreClient
 from simulation.wires import IdentityOf, Socket, Wire
@@ -193,8 +185,8 @@ def _sim() -> Mesh:
     return _current[-1]
 
 
-TIMED = [event_log, jobs, keeper, leadership, registry, term]
-LOGGING = [event_log, jobs, keeper, leader_link, leadership, metrics, nodes, registry, sessions, term]
+TIMED = [event_log, job, lighthouse_node, campaign, service_registry, term]
+LOGGING = [event_log, job, lighthouse_node, leader_link, campaign, prometheus, nodes, service_registry, sessions, term]
 
 
 @contextmanager
@@ -205,7 +197,7 @@ def simulated(sim: Mesh) -> Iterator[None]:
         stack.enter_context(clocks_of_processes(sim.time, TIMED))
         stack.enter_context(patch.object(sessions.websocket, "Link", Wire))
         stack.enter_context(patch.object(leader_link, "Link", Wire))
-        stack.enter_context(patch.object(keeper, "Job", _WatchedJob))
+        stack.enter_context(patch.object(lighthouse_node, "Job", _WatchedJob))
         for module in LOGGING:
             stack.enter_context(patch.object(module, "log", log))
         _current.append(sim)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keepstep_mesh import codec
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.liveness import Liveness
-from keepstep_mesh.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
-from keepstep_mesh.session_core import Addresses, StaleLighthouseError
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
+from keepstep_mesh.session.liveness import Liveness
+from keepstep_mesh.session.session_machine import Addresses, StaleLighthouseError
 from simulation.network import FIN, Connection
 from simulation.wires import PING, PONG, CloseFrame
 from simulation.worker import Worker

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from keepstep_lighthouse.leadership import LEADER_KEY
-from keepstep_lighthouse.store import (
+from keepstep_lighthouse.leadership.campaign import LEADER_KEY
+from keepstep_lighthouse.store.contract import (
     Change,
     Compare,
     OutcomeUnknownError,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from keepstep_lighthouse.events import Announce, JobRecord, Persist, Policy, Tick
+from keepstep_lighthouse.quorum.events import Announce, JobRecord, Persist, Policy, Tick
 from simulation.faults import Fault, faults_of, inject
 from simulation.lighthouse import Lighthouse, Store
 from simulation.network import Connection

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep_lighthouse.events import JobRecord
-from keepstep_mesh.messages import Member, Quorum
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep_lighthouse.quorum.events import JobRecord
+from keepstep_mesh.protocol.messages import Member, Quorum
 from simulation import worker
 from simulation.history import report_on
 from simulation.lighthouse import Lighthouse, Store

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from keepstep_lighthouse.events import EvictOrdered, Policy
+from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from simulation.failover import Failover, Script
 from simulation.node import Node
 from simulation.worker import Worker

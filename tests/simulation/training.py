@@ -14,10 +14,10 @@ from abc import ABC, abstractmethod
 from random import Random
 from typing import Any
 
-from keepstep.quorum_plan import QuorumPlan
-from keepstep_lighthouse.core import JobCore
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.messages import Lineage
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.machine import JobCore
+from keepstep_mesh.protocol.messages import Lineage
 from simulation.history import Logs, report_on
 from simulation.network import Connection, Timeline
 from simulation.worker import Collective, Worker

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keepstep_mesh import codec
-from keepstep_mesh.websocket import CLOSE_NORMAL
+from keepstep_mesh.net.websocket import CLOSE_NORMAL
+from keepstep_mesh.protocol import codec
 from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:

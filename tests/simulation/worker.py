@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from keepstep.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.lineage import BEHIND, DIVERGED, is_diverged
-from keepstep_mesh.messages import (
+from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, is_diverged
+from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Denied,
     Drain,
@@ -32,7 +32,7 @@ from keepstep_mesh.messages import (
     StateRoot,
     Welcome,
 )
-from keepstep_mesh.session_core import SessionCore
+from keepstep_mesh.session.session_machine import SessionCore
 from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:

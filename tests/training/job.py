@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from keepstep_cli.check_history import check_files, summary_lines, violation_lines
-from keepstep_cli.history import Report
-from keepstep_mesh.http import client_session, raise_for_problem
+from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
+from keepstep_history.history import Report
+from keepstep_mesh.net.http import client_session, raise_for_problem
 from namespaces import LOOPBACK, Host
 
 from . import trainer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from keepstep.process_group import ProcessGroupGloo
-from keepstep.rendezvous import RendezvousStore, Table
+from keepstep.rendezvous.store_client import RendezvousStore, Table
 
 
 class Peer:

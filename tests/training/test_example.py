@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from keepstep_cli.check_history import check_files, summary_lines, violation_lines
+from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0

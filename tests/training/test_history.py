@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.check_history import check_files
-from keepstep_cli.rest import Lighthouse
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.commands.check_history import check_files
 
 from .job import Job
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from keepstep_cli.check_history import check_files, violation_lines
+from keepstep_cli.commands.check_history import check_files, violation_lines
 
 from .job import Job, discarded
 

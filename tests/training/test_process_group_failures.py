@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from keepstep.rendezvous import KeyValueServer
+from keepstep.rendezvous.store_client import KeyValueServer
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

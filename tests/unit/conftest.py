@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from keepstep.process_group import ProcessGroupGloo
-from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 T = TypeVar("T")
 

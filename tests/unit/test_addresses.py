@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from keepstep_mesh.addresses import Lookup, address_towards, address_towards_any, in_url, outward_address
+from keepstep_mesh.net.addresses import Lookup, address_towards, address_towards_any, in_url, outward_address
 from unanswered import unanswered_name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.admission import SLOW_SECONDS, Admission
+from keepstep.checkpointing.direct.admission import SLOW_SECONDS, Admission
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.audit import Caller, Ration
-from keepstep_mesh.auth import Role
+from keepstep_mesh.security.audit import Caller, Ration
+from keepstep_mesh.security.tokens import Role
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from keepstep_mesh import auth
-from keepstep_mesh.auth import (
+from keepstep_mesh.errors import AuthError
+from keepstep_mesh.security import tokens
+from keepstep_mesh.security.tokens import (
     Access,
     ClientToken,
     ForbiddenError,
@@ -18,7 +19,6 @@ from keepstep_mesh.auth import (
     tokens_of_service,
     watched_tokens,
 )
-from keepstep_mesh.errors import AuthError
 
 WORKER, SERVICE, ADMIN = "w" * 20, "s" * 20, "a" * 20
 TOKENS = Tokens(WORKER, SERVICE, ADMIN)
@@ -173,7 +173,7 @@ def test_a_client_looks_at_its_file_again_after_a_while(tmp_path, monkeypatch) -
     token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
     file.write_text(ADMIN + ADMIN)
     assert token.shown == WORKER
-    monkeypatch.setattr(auth, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
     assert token.shown == ADMIN + ADMIN
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.budget import BURST_SECONDS, Budget
+from keepstep.checkpointing.direct.rate_limiter import BURST_SECONDS, Budget
 
 
 def test_without_a_limit_nothing_waits():

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from keepstep_cli.history_rules import RULES
 from keepstep_cli.main import main
+from keepstep_history.rules import RULES
 from simulation.history import EVENTS, report_on
 from simulation.simulator import Simulation
 

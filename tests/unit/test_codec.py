@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keepstep_mesh import codec, messages
 from keepstep_mesh.errors import ProtocolError, VersionError
-from keepstep_mesh.messages import (
+from keepstep_mesh.protocol import codec, messages
+from keepstep_mesh.protocol.messages import (
     MAX_DATA_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from keepstep_cli.main import main
-from keepstep_mesh.service import STOP_SECONDS
+from keepstep_mesh.serving.service import STOP_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from core_driver import Driver, announced
-from keepstep_mesh.lineage import is_diverged
-from keepstep_mesh.messages import Healing, StateRoot
+from keepstep_mesh.protocol.lineage import is_diverged
+from keepstep_mesh.protocol.messages import Healing, StateRoot
 
 HEALED = Healing(100, 100, 10.0, 0, "a", "direct", 4.0, ended=True)
 UNDER_WAY = replace(HEALED, bytes_done=1, ended=False)

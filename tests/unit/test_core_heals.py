@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from core_driver import Driver, logged, states
-from keepstep_lighthouse.views import HealView, ReplicaState
-from keepstep_mesh.messages import Healing
+from keepstep_lighthouse.quorum.views import HealView, ReplicaState
+from keepstep_mesh.protocol.messages import Healing
 
 MIB = 1 << 20
 BEGUN = Healing(0, 0, 0.0, 7, "a")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_driver import Driver, announced
-from keepstep_lighthouse.events import Tell
-from keepstep_mesh.messages import RoundBroken
+from keepstep_lighthouse.quorum.events import Tell
+from keepstep_mesh.protocol.messages import RoundBroken
 
 
 @pytest.mark.parametrize("lineage", ["loaded:1", "loaded:", "behind:x:1:1", "diverged:x:1", "loaded:resumed:1:1"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from core_driver import Driver, announced
-from keepstep_lighthouse.events import Persist, Policy
-from keepstep_mesh.messages import MemberInfo
+from keepstep_lighthouse.quorum.events import Persist, Policy
+from keepstep_mesh.protocol.messages import MemberInfo
 
 
 def test_quorum_id_goes_on_growing_after_a_restart() -> None:

@@ -7,19 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from core_driver import Driver, announced, announces, logged, members, states, told
-from keepstep_lighthouse.bans import MAX_EVICTED
-from keepstep_lighthouse.events import (
-    Announce,
-    Ban,
-    Decision,
-    EndSession,
-    JobRecord,
-    Persist,
-    Policy,
-    Tell,
-)
-from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Drain, Evicted, HeldAnswer, MemberLost, Refused, RoundBroken
+from keepstep_lighthouse.quorum.bans import MAX_EVICTED
+from keepstep_lighthouse.quorum.events import Announce, Ban, Decision, EndSession, JobRecord, Persist, Policy, Tell
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.protocol.messages import Drain, Evicted, HeldAnswer, MemberLost, Refused, RoundBroken
 
 
 def kinds(decisions: Sequence[Decision]) -> list[type[Decision]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core_driver import Driver
-from keepstep_lighthouse.events import Policy, Reason
-from keepstep_lighthouse.reasons import named
-from keepstep_lighthouse.views import ReplicaState, ReplicaView
-from keepstep_mesh.messages import MemberInfo
+from keepstep_lighthouse.quorum.events import Policy, Reason
+from keepstep_lighthouse.quorum.rules.reasons import named
+from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
+from keepstep_mesh.protocol.messages import MemberInfo
 
 
 def view_of(driver: Driver, replica_id: str) -> ReplicaView:

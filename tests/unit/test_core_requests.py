@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_driver import Driver, announced, announces, members, told
-from keepstep_lighthouse.events import Decision
-from keepstep_mesh.messages import Denied, RoundBroken
+from keepstep_lighthouse.quorum.events import Decision
+from keepstep_mesh.protocol.messages import Denied, RoundBroken
 
 
 def test_a_request_resent_after_a_reconnect_gets_the_same_answer() -> None:

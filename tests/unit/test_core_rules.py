@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_driver import Driver, announced, announces, logged, members
-from keepstep_lighthouse.events import Decision, JobRecord, LogEntry, Persist, Policy
-from keepstep_lighthouse.policies import policy_problem
-from keepstep_lighthouse.quorum_rules import heal_limit
-from keepstep_lighthouse.views import ReplicaState
+from keepstep_lighthouse.quorum.events import Decision, JobRecord, LogEntry, Persist, Policy
+from keepstep_lighthouse.quorum.policies import policy_problem
+from keepstep_lighthouse.quorum.rules.quorum_rules import heal_limit
+from keepstep_lighthouse.quorum.views import ReplicaState
 
 TWO = Policy(min_replicas=2, join_timeout=10)
 THREE = Policy(join_timeout=10, initial_replicas=3)

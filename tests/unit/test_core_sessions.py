@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core_driver import BEAT_SECONDS, Driver, announced, announces, logged, members, states, told
-from keepstep_lighthouse.core import LATE_SECONDS
-from keepstep_lighthouse.departures import MAX_LOSSES_TOLD
-from keepstep_lighthouse.events import (
+from keepstep_lighthouse.quorum.changes.departures import MAX_LOSSES_TOLD
+from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
     Closed,
@@ -19,8 +18,17 @@ from keepstep_lighthouse.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.views import GONE_SECONDS, MAX_GONE, ReplicaState
-from keepstep_mesh.messages import Goodbye, Healing, HeldAnswer, MemberLost, QuorumRequest, Refused, RoundBroken
+from keepstep_lighthouse.quorum.machine import LATE_SECONDS
+from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
+from keepstep_mesh.protocol.messages import (
+    Goodbye,
+    Healing,
+    HeldAnswer,
+    MemberLost,
+    QuorumRequest,
+    Refused,
+    RoundBroken,
+)
 
 HOLDS = HeldAnswer(1, 1, 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core_driver import Driver, announced, announces, members, told
-from keepstep_mesh.messages import Denied, MemberInfo
+from keepstep_mesh.protocol.messages import Denied, MemberInfo
 
 ASYNC = "arithmetic 1\nuse_async_quorum True\nworld_size_mode DYNAMIC"
 SYNC = "arithmetic 1\nuse_async_quorum False\nworld_size_mode DYNAMIC"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from core_driver import Driver
-from keepstep_lighthouse.core import LATE_SECONDS
-from keepstep_lighthouse.events import Announce, Decision, EndSession, Policy, Tell
-from keepstep_lighthouse.policies import ON_DIVERGENCE
-from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Denied, HeldAnswer, MemberInfo, StateRoot
+from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Policy, Tell
+from keepstep_lighthouse.quorum.machine import LATE_SECONDS
+from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.protocol.messages import Denied, HeldAnswer, MemberInfo, StateRoot
 
 GONE = ReplicaState.GONE
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1", "d:1"])

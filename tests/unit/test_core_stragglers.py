@@ -9,9 +9,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from core_driver import Driver
-from keepstep_lighthouse.events import LogEntry, StragglerFound, Tell
-from keepstep_lighthouse.views import ReplicaState
-from keepstep_mesh.messages import Drain
+from keepstep_lighthouse.quorum.events import LogEntry, StragglerFound, Tell
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.protocol.messages import Drain
 
 ALL = ("a:1", "b:1", "c:1", "d:1")
 

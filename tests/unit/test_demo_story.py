@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_cli.demo_story import LIGHTHOUSE, State, Story
+from keepstep_cli.demo.demo_story import LIGHTHOUSE, State, Story
 
 
 def committed(story: Story, group: str, t: float, step: int, quorum_id: int, participants: int) -> None:

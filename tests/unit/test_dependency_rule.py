@@ -45,8 +45,8 @@ PURE = [
     *(f"services/keepstep_lighthouse/{part}.py" for part in LIGHTHOUSE_CORE),
     *(f"services/keepstep_relay/{part}.py" for part in RELAY_CORE),
     *(f"services/keepstep_metrics/{part}.py" for part in METRICS_CORE),
-    "libs/keepstep/quorum_plan.py",
-    "libs/keepstep_cli/supervisor.py",
+    "libs/keepstep/group/quorum_plan.py",
+    "libs/keepstep_cli/running/supervisor.py",
     *(f"libs/keepstep_cli/history{part}.py" for part in ("", "_jobs", "_logs", "_quorums", "_rules")),
 ]
 NOT_IN_A_CORE = {

@@ -61,7 +61,7 @@ def test_what_a_client_says_of_tls_is_documented_as_it_says_it():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| a client says |") :].partition("\n\n")[0].splitlines()[2:]
     said = [re.match(r"\| (.*?) \|", row)[1] for row in table]
-    code = (ROOT / "libs/keepstep_mesh/tls.py").read_text()
+    code = (ROOT / "libs/keepstep_mesh/security/tls.py").read_text()
     assert len(said) == 10
     assert not [one for one in said if one not in code]
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.election import OUTRUN_SECONDS, TRY_AGAIN_SECONDS, Election, Leader, Renew, StepDown, Take
-from keepstep_lighthouse.store import StoreError
+from keepstep_lighthouse.leadership.election import (
+    OUTRUN_SECONDS,
+    TRY_AGAIN_SECONDS,
+    Election,
+    Leader,
+    Renew,
+    StepDown,
+    Take,
+)
+from keepstep_lighthouse.store.contract import StoreError
 
 A, B = Leader("a", "http://a:1", 1).encode(), Leader("b", "http://b:1", 2).encode()
 LEASE = 9.0

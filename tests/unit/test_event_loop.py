@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep_mesh.event_loop import new_event_loop
+from keepstep_mesh.net.event_loop import new_event_loop
 
 PROGRAM = """
 import os, sys
-from keepstep_mesh.event_loop import new_event_loop
+from keepstep_mesh.net.event_loop import new_event_loop
 loop = new_event_loop()
 loop.run_until_complete(loop.getaddrinfo("localhost", 80))
 child = os.fork()

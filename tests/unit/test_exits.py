@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from keepstep.exits import EXIT_GROUP_FAILED
+from keepstep.runtime.exits import EXIT_GROUP_FAILED
 
 PROGRAM = """
 import os, threading
-from keepstep.exits import end_process
+from keepstep.runtime.exits import end_process
 ending = threading.Thread(target=end_process, args=("a peer died",))
 ending.start()
 ending.join(30)

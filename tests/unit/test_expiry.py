@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_driver import Driver
-from keepstep_lighthouse.events import JobRecord, Persist, Policy
-from keepstep_lighthouse.expiry import NEVER, JobUse, due_at, expired, next_due
+from keepstep_lighthouse.jobs.expiry import NEVER, JobUse, due_at, expired, next_due
+from keepstep_lighthouse.quorum.events import JobRecord, Persist, Policy
 
 IDLE = JobUse("idle", ttl=10, sessions=0, used_at=100)
 USES = st.builds(

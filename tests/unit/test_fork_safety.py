@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from keepstep.exits import TerminationFlag
+from keepstep.runtime.exits import TerminationFlag
 from keepstep_mesh.errors import ForkError
-from keepstep_mesh.fork_safety import OfParent, claim_opened, listening_socket, open_socket, sockets_at
-from keepstep_mesh.process_sockets import process_sockets
+from keepstep_mesh.net.fork_safety import OfParent, claim_opened, listening_socket, open_socket, sockets_at
+from keepstep_mesh.net.process_sockets import process_sockets
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 

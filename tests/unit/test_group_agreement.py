@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.group_core import DisagreeError, GroupAsk, merge_asks
-from keepstep_mesh.messages import RankAsk
+from keepstep.group.merging import DisagreeError, GroupAsk, merge_asks
+from keepstep_mesh.protocol.messages import RankAsk
 
 
 def merge(*asks: RankAsk) -> GroupAsk:

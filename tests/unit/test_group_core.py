@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.group_core import CommitBarrier, DisagreeError, GroupAsk, merge_asks
+from keepstep.group.merging import CommitBarrier, DisagreeError, GroupAsk, merge_asks
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.messages import RankAsk, RankDecision, RankVote, StateRoot
+from keepstep_mesh.protocol.messages import RankAsk, RankDecision, RankVote, StateRoot
 
 
 def ask(

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_driver import Driver
-from keepstep.group_link import LinkSettings
-from keepstep_cli.history_jobs import _names as ordered_for
-from keepstep_mesh.names import MAX_GROUP_NAME, MAX_REPLICA_ID, group_name_problem, name_of
-from keepstep_metrics.core import Event, MetricsCore
-from keepstep_metrics.records import read_batch
+from keepstep.group.group_link import LinkSettings
+from keepstep_history.jobs import _names as ordered_for
+from keepstep_mesh.protocol.names import MAX_GROUP_NAME, MAX_REPLICA_ID, group_name_problem, name_of
+from keepstep_metrics.history.machine import Event, MetricsCore
+from keepstep_metrics.history.records import read_batch
 from metrics_driver import JOB, Teller, event
 
 GROUPS = ("a", "a:0", "a:1", "a:0:b", ":", "a b", "a:")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.heal_meter import HealMeter, log_fields
-from keepstep_mesh.pace import Pace
+from keepstep.step.heal_meter import HealMeter, log_fields
+from keepstep_mesh.telemetry.throughput import Pace
 
 MIB = 1 << 20
 

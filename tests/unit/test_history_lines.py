@@ -7,10 +7,10 @@ import json
 import pytest
 from tests.unit.history_story import Line
 
-from keepstep_cli.history import History, Report
-from keepstep_cli.history_jobs import JobHistory
-from keepstep_cli.history_records import Place, StepRecord, parse
-from keepstep_cli.history_rules import KEPT_PER_RULE, Violations
+from keepstep_history.history import History, Report
+from keepstep_history.jobs import JobHistory
+from keepstep_history.records import Place, StepRecord, parse
+from keepstep_history.rules import KEPT_PER_RULE, Violations
 from simulation.history import EVENTS
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.unit.history_story import Line, Story, valid
 
-from keepstep_cli.history_rules import RULES
+from keepstep_history.rules import RULES
 from simulation.history import report_on
 
 

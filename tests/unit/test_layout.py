@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.layout import ARITHMETIC, first_difference, group_settings, layout_digest
-from keepstep.quorum_plan import WorldSizeMode
-from keepstep_mesh.job_settings import MAX_SHOWN, differ, difference, settings_text
+from keepstep.group.agreement import ARITHMETIC, first_difference, group_settings, layout_digest
+from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep_mesh.protocol.job_settings import MAX_SHOWN, differ, difference, settings_text
 
 DYNAMIC, SPARES = WorldSizeMode.DYNAMIC, WorldSizeMode.FIXED_WITH_SPARES
 

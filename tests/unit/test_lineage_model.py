@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from keepstep import quorum_plan
-from keepstep_mesh.lineage import State, origin, soundness
-from keepstep_mesh.messages import Lineage
+from keepstep.group import quorum_plan
+from keepstep_mesh.protocol.lineage import State, origin, soundness
+from keepstep_mesh.protocol.messages import Lineage
 from lineage_model import Model, _plan
 
 

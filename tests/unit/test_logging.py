@@ -9,7 +9,7 @@ import logging
 import pytest
 import structlog
 
-from keepstep_mesh.logging import HIDDEN, configure, get_logger, hide
+from keepstep_mesh.config.logging import HIDDEN, configure, get_logger, hide
 
 SECRET = "a-token-that-nobody-may-see"
 

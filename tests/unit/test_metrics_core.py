@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_metrics import views
-from keepstep_metrics.core import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
-from keepstep_metrics.histogram import BINS, bin_of, quantile
-from keepstep_metrics.lighthouse import NOTHING
-from keepstep_metrics.records import BadBatchError, read_batch
-from keepstep_metrics.timeline import State
+from keepstep_metrics.api import views
+from keepstep_metrics.history.histogram import BINS, bin_of, quantile
+from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
+from keepstep_metrics.history.records import BadBatchError, read_batch
+from keepstep_metrics.history.timeline import State
+from keepstep_metrics.lighthouse.live_status import NOTHING
 from metrics_driver import JOB, Teller, event, step
 
 T = 1_700_000_000.0

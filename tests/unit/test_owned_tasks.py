@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from keepstep.owned_tasks import OwnedTasks
+from keepstep.runtime.owned_tasks import OwnedTasks
 
 
 async def test_what_breaks_a_task_is_told():

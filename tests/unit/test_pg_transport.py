@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from keepstep.checkpointing import PGTransport, TransferError, UnsupportedValue
-from keepstep.checkpointing.serialization import save_state
-from keepstep_mesh.manifest import CHUNK_BYTES
+from keepstep.checkpointing.state.serialization import save_state
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
 MINUTE = timedelta(seconds=60)
 CPU = torch.device("cpu")

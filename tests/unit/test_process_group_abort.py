@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo, communicator
 from keepstep.process_group.gloo_sockets import GlooRank, shut_down
-from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 LONG = timedelta(minutes=10)
 """Of the groups here: whatever ends before a test's own deadline was freed, and did not run out of time."""

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL, ProcessGroupXCCL
 from keepstep.process_group.nccl import AcceleratorCommunicator, AcceleratorWork
-from keepstep.rendezvous import KeyValueServer, RendezvousStore, Table
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 on_gpu = pytest.mark.skipif(
     not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs a CUDA device and a torch with NCCL"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep_mesh.messages import Lineage, Member, MemberInfo, Quorum
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 NAMES = tuple("abcdefgh")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.embedded import lighthouse_program
-from keepstep_cli.ranks import JobSpec, rank_environment
-from keepstep_mesh.tls import TlsFiles
+from keepstep_cli.running.embedded import lighthouse_program
+from keepstep_cli.running.ranks import JobSpec, rank_environment
+from keepstep_mesh.security.tls import TlsFiles
 
 
 def environment(base: dict[str, str], token_file: Path | None = None, tls: TlsFiles | None = None) -> dict[str, str]:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.rank_lists import ListKeeper, ListSender
-from keepstep_mesh import codec
+from keepstep.group.rank_lists import ListKeeper, ListSender
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.messages import Member, MemberInfo, Quorum, RankHello, RankQuorum
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum, RankHello, RankQuorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 

@@ -10,9 +10,9 @@ import pytest
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_mesh import variables
-from keepstep_mesh.auth import Access
-from keepstep_mesh.service import all_routes
+from keepstep_mesh.config import variables
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.service import all_routes
 from keepstep_metrics.app import Metrics, MetricsSettings
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import RelaySettings

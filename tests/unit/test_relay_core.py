@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.manifest import CHUNK_BYTES
-from keepstep_relay.core import NEVER, RelayCore
-from keepstep_relay.events import (
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.core.events import (
     Aborted,
     Begun,
     Cause,
@@ -43,6 +42,7 @@ from keepstep_relay.events import (
     UploadEnded,
     Wake,
 )
+from keepstep_relay.core.machine import NEVER, RelayCore
 
 C1, C2, C3 = (Key("job", name) for name in ("c1", "c2", "c3"))
 A, B, C, LAST = (bytes([letter]) * 16 for letter in b"abcz")

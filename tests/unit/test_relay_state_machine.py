@@ -6,9 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from keepstep_mesh.manifest import CHUNK_BYTES
-from keepstep_relay.core import RelayCore
-from keepstep_relay.events import (
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.core.events import (
     Aborted,
     Begun,
     ChunkCame,
@@ -42,6 +41,7 @@ from keepstep_relay.events import (
     Tier,
     UploadEnded,
 )
+from keepstep_relay.core.machine import RelayCore
 
 KEYS = st.sampled_from([Key("job", "a"), Key("job", "b"), Key("other", "a")])
 WHOLE = st.sampled_from([bytes([letter]) * 16 for letter in b"abc"])

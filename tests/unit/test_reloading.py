@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.reloading import FromFiles
+from keepstep_mesh.security.reloaded_files import FromFiles
 
 
 @pytest.fixture

@@ -16,10 +16,16 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from keepstep import rendezvous_server
-from keepstep.rendezvous import KeyValueServer, RendezvousAbortedError, RendezvousError, RendezvousStore, Table
-from keepstep_mesh.auth import ClientToken
+from keepstep.rendezvous import key_value_server
+from keepstep.rendezvous.store_client import (
+    KeyValueServer,
+    RendezvousAbortedError,
+    RendezvousError,
+    RendezvousStore,
+    Table,
+)
 from keepstep_mesh.errors import AuthError
+from keepstep_mesh.security.tokens import ClientToken
 from unanswered import unanswered_name
 
 LONG = timedelta(minutes=10)
@@ -158,7 +164,7 @@ async def test_a_wait_ends_with_its_timeout(make) -> None:
 
 
 async def test_a_wait_outlasts_the_servers_patience(make, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(key_value_server, "POLL_SECONDS", 0.05)
     one, other = make(), make()
     waiting = await begun(call(one.get, "key"))
     await call(other.set, "key", b"value")
@@ -210,16 +216,16 @@ async def test_a_closed_server_ends_every_wait(make, server) -> None:
 
 async def test_a_value_has_a_limit(make) -> None:
     store = make()
-    await call(store.set, "most", bytes(rendezvous_server.MAX_VALUE_BYTES))
+    await call(store.set, "most", bytes(key_value_server.MAX_VALUE_BYTES))
     with pytest.raises(RendezvousError, match="bytes"):
-        await call(store.set, "more", bytes(rendezvous_server.MAX_VALUE_BYTES + 1))
+        await call(store.set, "more", bytes(key_value_server.MAX_VALUE_BYTES + 1))
     with pytest.raises(RendezvousError, match="bytes"):
         await call(store.append, "most", b"x")
 
 
 async def test_the_server_is_bounded_and_forgets_what_nobody_uses(server, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "MAX_TOTAL_BYTES", 10_000)
-    monkeypatch.setattr(rendezvous_server, "MAX_TABLES", 3)
+    monkeypatch.setattr(key_value_server, "MAX_TOTAL_BYTES", 10_000)
+    monkeypatch.setattr(key_value_server, "MAX_TABLES", 3)
     for rank in range(3):
         server.set(Table(group_rank=rank), "key", bytes(2000))
     with pytest.raises(RendezvousError, match="full: it holds 3 tables"):
@@ -229,7 +235,7 @@ async def test_the_server_is_bounded_and_forgets_what_nobody_uses(server, monkey
         server.set(Table(), "key", bytes(2000))
     with pytest.raises(RendezvousError, match="full: it holds 10000 bytes"):
         server.set(Table(), "large", bytes(5000))
-    monkeypatch.setattr(rendezvous_server, "IDLE_SECONDS", -1.0)
+    monkeypatch.setattr(key_value_server, "IDLE_SECONDS", -1.0)
     server.set(Table(group_rank=3), "large", bytes(5000))
 
 
@@ -330,7 +336,7 @@ BAD = [
     msgpack.packb(["job", 1, 7, 0, "wait", ["key"], -1, 0.0]),
     msgpack.packb(["job", 1, 7, 0, "wait", ["key"], 0, math.nan]),
     msgpack.packb(["job", 1, 7, 0, "items", -1]),
-    bytes(rendezvous_server.MAX_BODY_BYTES + 1),
+    bytes(key_value_server.MAX_BODY_BYTES + 1),
 ]
 
 
@@ -338,7 +344,7 @@ BAD = [
 async def test_a_bad_request_is_refused_with_a_reason_and_hurts_nobody(server, body) -> None:
     server.set(NEW, "text", b"not a number")
     async with served(server) as address, aiohttp.ClientSession() as session:
-        async with session.post(f"{address}{rendezvous_server.PATH}", data=io.BytesIO(body)) as response:
+        async with session.post(f"{address}{key_value_server.PATH}", data=io.BytesIO(body)) as response:
             assert response.status == 400
             assert response.content_type == "application/problem+json"
             assert (await response.json())["detail"]
@@ -348,7 +354,7 @@ async def test_a_bad_request_is_refused_with_a_reason_and_hurts_nobody(server, b
 
 
 async def test_a_request_that_never_comes_whole_is_given_up(server, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(key_value_server, "BODY_SECONDS", 0.2)
 
     async def never() -> AsyncIterator[bytes]:
         yield b"\x96"
@@ -358,7 +364,7 @@ async def test_a_request_that_never_comes_whole_is_given_up(server, monkeypatch)
         served(server) as address,
         aiohttp.ClientSession() as session,
         asyncio.timeout(60),
-        session.post(f"{address}{rendezvous_server.PATH}", data=never()) as response,
+        session.post(f"{address}{key_value_server.PATH}", data=never()) as response,
     ):
         assert response.status == 400
         assert "did not come within 0.2 s" in (await response.json())["detail"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keepstep.quorum_plan import make_plan
-from keepstep_mesh.messages import Member, MemberInfo, Quorum
+from keepstep.group.quorum_plan import make_plan
+from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum
 
 
 def plans(quorum_id: int, versions: dict[str, int], step_of_c: int = 5) -> set[str]:

@@ -15,14 +15,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep import rendezvous_server
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.process_group import ProcessGroupDummy, ProcessGroupGloo, ProcessGroupWrapper
 from keepstep.process_group.gloo_addresses import lengthened, shortened
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep.reconfigure import Reconfigurer
-from keepstep.rendezvous import KeyValueServer, RendezvousError, RendezvousStore, Table
+from keepstep.rendezvous import key_value_server
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousError, RendezvousStore, Table
+from keepstep.step.reconfigurer import Reconfigurer
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.messages import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum
 
 OWN = "http://127.0.0.1:1"
 NEW = Table("job", 1, 7, 0)
@@ -68,7 +68,7 @@ def test_what_a_member_stores_does_not_grow_with_the_world(cohort) -> None:
         (table,) = one.server._tables.values()
         assert len(table.values) == size
         sizes |= {len(value) for value in table.values.values()}
-        limit = size * ProcessGroupGloo().rendezvous_bytes(size, rendezvous_server.VERSION)
+        limit = size * ProcessGroupGloo().rendezvous_bytes(size, key_value_server.VERSION)
         assert limit / 2 < table.size <= limit
         sums = one.each(lambda group, rank: group.allreduce([torch.ones(3) * (rank + 1)]).wait())
         assert sums == [True] * size
@@ -77,7 +77,7 @@ def test_what_a_member_stores_does_not_grow_with_the_world(cohort) -> None:
 
 @pytest.mark.parametrize("newer", [0, 1, 2])
 def test_whole_and_short_addresses_are_both_read(cohort, newer: int) -> None:
-    versions = [rendezvous_server.VERSION] * newer + [1] * (2 - newer)
+    versions = [key_value_server.VERSION] * newer + [1] * (2 - newer)
     one = cohort(2, configured=False)
     one.each(
         lambda group, rank: group.configure(
@@ -95,7 +95,7 @@ def test_whole_and_short_addresses_are_both_read(cohort, newer: int) -> None:
 def plan_of(count: int, replica_id: str = "g00000", *, versions: tuple[int, ...] = ()) -> QuorumPlan:
     members = tuple(
         Member(f"g{number:05}", 0, 0, 0, False, MemberInfo(OWN, OWN, rendezvous=version))
-        for number, version in enumerate((*versions, *[rendezvous_server.VERSION] * (count - len(versions))))
+        for number, version in enumerate((*versions, *[key_value_server.VERSION] * (count - len(versions))))
     )
     return make_plan(Quorum(1, 7, 0, 0, 0, 0, uniform=True, listed=members), replica_id)
 
@@ -132,8 +132,8 @@ async def test_a_world_that_the_rendezvous_cannot_hold_is_refused_before_anybody
 
 
 def test_1024_groups_of_8_ranks_fit() -> None:
-    need = 1024 * 8 * ProcessGroupGloo().rendezvous_bytes(1024, rendezvous_server.VERSION)
-    assert need < rendezvous_server.MAX_TOTAL_BYTES / 10
+    need = 1024 * 8 * ProcessGroupGloo().rendezvous_bytes(1024, key_value_server.VERSION)
+    assert need < key_value_server.MAX_TOTAL_BYTES / 10
 
 
 async def test_a_process_group_that_stores_nothing_has_no_limit(server) -> None:
@@ -160,13 +160,13 @@ async def test_addresses_are_short_when_every_member_can_read_them(
 
 
 def test_keys_count_and_have_a_limit(server, monkeypatch) -> None:
-    longest = "k" * rendezvous_server.MAX_KEY_CHARACTERS
+    longest = "k" * key_value_server.MAX_KEY_CHARACTERS
     server.set(NEW, longest, b"")
     with pytest.raises(RendezvousError, match="key of 1025 characters; 1024 are allowed"):
         server.set(NEW, longest + "k", b"")
     with pytest.raises(RendezvousError, match="key of 1025 characters; 1024 are allowed"):
         server.wait(NEW, ["short", longest + "k"])
-    monkeypatch.setattr(rendezvous_server, "MAX_TOTAL_BYTES", 10_000)
+    monkeypatch.setattr(key_value_server, "MAX_TOTAL_BYTES", 10_000)
     with pytest.raises(RendezvousError, match="full: it holds 10000 bytes"):
         for number in range(20):
             server.set(NEW, f"{number:1000}", b"")
@@ -179,7 +179,7 @@ async def test_a_long_name_of_a_job_is_refused(server) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}{rendezvous_server.PATH}"
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}{key_value_server.PATH}"
     try:
         async with aiohttp.ClientSession() as session:
             for length, status in ((1024, 200), (1025, 400)):

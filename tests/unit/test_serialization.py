@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keepstep.checkpointing import TransferError, UnsupportedValue
-from keepstep.checkpointing.leaves import TORCH_DTYPES
-from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.serialization import load_state, save_state, state_root
-from keepstep_mesh.manifest import CHUNK_BYTES, Origin
+from keepstep.checkpointing.state.leaves import TORCH_DTYPES
+from keepstep.checkpointing.state.serialization import load_state, save_state, state_root
+from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.serialization import load_state, save_state
-from keepstep_mesh.manifest import Origin
+from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep_mesh.protocol.manifest import Origin
 
 GOLDEN = Path(__file__).parent / "golden"
 ORIGIN = Origin("checkpoint-1", "job", 12, 3, "r0")

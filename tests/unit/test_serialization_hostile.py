@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpointing import ManifestError, TransferError
-from keepstep.checkpointing.manifest import read_manifest
-from keepstep.checkpointing.restoring import Destination
-from keepstep.checkpointing.serialization import load_state, save_state
-from keepstep_mesh.manifest import MAX_MANIFEST_BYTES, root_digest
+from keepstep.checkpointing.state.restoring import Destination
+from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, root_digest
 
 ROW = ["float32", [4], None, 0, 0, None]
 

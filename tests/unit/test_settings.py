@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.settings import (
+from keepstep_mesh.config.settings import (
     Settings,
     bind_address,
     boolean,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.standing import Standing
+from keepstep.step.progress import Standing
 
 
 def at(step: int, lineage: int | str) -> Standing:

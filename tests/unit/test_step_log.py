@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from keepstep.quorum_plan import QuorumPlan, make_plan
-from keepstep.step_log import STEP_LOG_ENV, StepLog
-from keepstep_cli.history_records import StepRecord, parse
-from keepstep_mesh.messages import Member, MemberInfo, Quorum
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.step.step_log import STEP_LOG_ENV, StepLog
+from keepstep_history.records import StepRecord, parse
+from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://a", "http://a")
 
@@ -117,7 +117,7 @@ def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> No
     script = """
 import os
 import resource
-from keepstep.step_log import StepLog
+from keepstep.step.step_log import StepLog
 
 log = StepLog("night", "a:1", 0)
 log.write("started", 0, 0, lineage="x")

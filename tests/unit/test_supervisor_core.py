@@ -1,4 +1,4 @@
-"""The rules of keepstep_cli.supervisor, one by one, and all of them under random events."""
+"""The rules of keepstep_cli.running.supervisor, one by one, and all of them under random events."""
 
 import signal
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep import exits
-from keepstep_cli.supervisor import (
+from keepstep.runtime import exits
+from keepstep_cli.running.supervisor import (
     EXIT_EVICTED,
     Action,
     AskBan,

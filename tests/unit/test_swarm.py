@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.swarm import (
+from keepstep.checkpointing.direct.peer_choice import (
     PATIENCE_FACTOR,
     PATIENCE_SECONDS,
     PEERS_AT_ONCE,

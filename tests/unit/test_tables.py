@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_cli import tables
+from keepstep_cli.asking import tables
 
 UUID = "9a7c6573-1111-4222-8333-123456789abc"
 

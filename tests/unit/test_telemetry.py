@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_mesh.telemetry import MAX_QUEUED_BYTES, MAX_RECORD_BYTES, Outbox, pack_batch
+from keepstep_mesh.telemetry.record_sender import MAX_QUEUED_BYTES, MAX_RECORD_BYTES, Outbox, pack_batch
 
 
 def numbers(packed: list[bytes]) -> list[int]:

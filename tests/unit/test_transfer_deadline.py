@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing import connection
-from keepstep.checkpointing.connection import Deadline
+from keepstep.checkpointing.direct import connection
+from keepstep.checkpointing.direct.connection import Deadline
 from keepstep.checkpointing.errors import TransferTimeout
 
 

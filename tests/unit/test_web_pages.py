@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_mesh.listen_settings import read_listen_settings
-from keepstep_mesh.settings import Settings
-from keepstep_mesh.web_pages import host_names, host_problem, origin_problem
+from keepstep_mesh.config.settings import Settings
+from keepstep_mesh.security.web_pages import host_names, host_problem, origin_problem
+from keepstep_mesh.serving.listen_settings import read_listen_settings
 
 HERE = ("localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.8.9.1", "[::1]")
 ELSEWHERE = (

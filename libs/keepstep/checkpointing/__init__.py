@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from keepstep.checkpointing.errors import TransferError, UnsupportedValue
-from keepstep.checkpointing.http import HTTPTransport
-from keepstep.checkpointing.pg import PGTransport
-from keepstep.checkpointing.relay import RelayTransport
+from keepstep.checkpointing.http_transport import HTTPTransport
+from keepstep.checkpointing.pg_transport import PGTransport
+from keepstep.checkpointing.relayed.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep_mesh.errors import ManifestError
 

@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, Work
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.communicator import BackendWork, Communicator, plain
 from keepstep.process_group.works import JointWork
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.fork_safety import claim_opened, sockets_at
-from keepstep_mesh.logging import get_logger
+from keepstep_mesh.net.fork_safety import claim_opened, sockets_at
 
 log = get_logger("keepstep.process_group")
 

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
-from keepstep_mesh.fork_safety import fork_error, never_free, tell_children
+from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
 """To torch: the operation's own timeout."""

@@ -18,11 +18,11 @@ from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
 from keepstep.process_group.gloo_addresses import lengthened, shortened
 from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
-from keepstep.rendezvous import RendezvousStore
-from keepstep_mesh.addresses import address_towards
-from keepstep_mesh.fork_safety import claim_opened
-from keepstep_mesh.logging import get_logger
-from keepstep_mesh.process_sockets import Endpoint
+from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.net.addresses import address_towards
+from keepstep_mesh.net.fork_safety import claim_opened
+from keepstep_mesh.net.process_sockets import Endpoint
 
 log = get_logger("keepstep.process_group")
 

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep_mesh.process_sockets import Endpoint, inode, is_tcp, local_endpoint, peer_endpoint, process_sockets
+from keepstep_mesh.net.process_sockets import Endpoint, inode, is_tcp, local_endpoint, peer_endpoint, process_sockets
 
 _LENGTH = struct.Struct("=Q")
 _SEQUENCE = struct.Struct("=q")

@@ -24,7 +24,7 @@ from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
 from keepstep.process_group.base import ProcessGroupError
 from keepstep.process_group.communicator import NO_TIMEOUT, BackendWork, Communicator
-from keepstep_mesh.logging import get_logger
+from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")
 

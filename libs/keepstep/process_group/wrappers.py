@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
 from keepstep.process_group.works import CompletedWork, JointWork
-from keepstep_mesh.logging import get_logger
+from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from asking_group import Group
 from command import process
 from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.auth import Tokens
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.security.tokens import Tokens
 from lighthouse_driver import lighthouse
 
 DEADLINE = 60.0

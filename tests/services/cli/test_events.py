@@ -13,12 +13,12 @@ from tests.services.cli.scene import DEADLINE, keepstep, line_of, running
 
 from asking_group import Group
 from command import process
-from keepstep_cli import rest
+from keepstep_cli.asking import rest
 from keepstep_cli.errors import Unreachable
-from keepstep_cli.ranks import free_port
-from keepstep_mesh.auth import Access
-from keepstep_mesh.http import Route
-from keepstep_mesh.service import Service, serving
+from keepstep_cli.running.ranks import free_port
+from keepstep_mesh.net.http import Route
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.service import Service, serving
 from lighthouse_driver import lighthouse
 
 

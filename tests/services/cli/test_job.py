@@ -6,7 +6,7 @@ import json
 
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
 
-from keepstep_mesh.auth import Tokens
+from keepstep_mesh.security.tokens import Tokens
 from lighthouse_driver import eventually, round_of, worker
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.services.cli.scene import DEADLINE, running
 
 from command import environment, killed_at_the_end, process
-from keepstep_mesh.messages import Drain
+from keepstep_mesh.protocol.messages import Drain
 
 UNWRITABLE = 6
 KEEPSTEP = (sys.executable, "-m", "keepstep_cli")

@@ -9,12 +9,12 @@ from pathlib import Path
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
 
 from command import process
-from keepstep_cli import embedded
-from keepstep_cli.bans import ask_ban
-from keepstep_cli.rest import Lighthouse
-from keepstep_cli.supervisor import BanLearned
-from keepstep_mesh.auth import Tokens
-from keepstep_mesh.tls import TlsFiles
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.running import embedded
+from keepstep_cli.running.bans import ask_ban
+from keepstep_cli.running.supervisor import BanLearned
+from keepstep_mesh.security.tls import TlsFiles
+from keepstep_mesh.security.tokens import Tokens
 
 EVICTED_ONCE = """
 import os, pathlib, sys

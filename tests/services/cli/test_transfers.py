@@ -19,9 +19,9 @@ import pytest
 from tests.services.cli.scene import keepstep
 
 from command import environment, process
-from keepstep_cli.ranks import free_port
-from keepstep_lighthouse.events import Policy
-from keepstep_mesh.messages import Healing
+from keepstep_cli.running.ranks import free_port
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol.messages import Healing
 from lighthouse_driver import Worker, lighthouse, worker
 from relay_driver import DEADLINE, client, relay_process, state
 

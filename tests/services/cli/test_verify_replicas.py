@@ -8,7 +8,7 @@ import re
 
 from tests.services.cli.scene import Job, Said, keepstep, running
 
-from keepstep_mesh.messages import StateRoot
+from keepstep_mesh.protocol.messages import StateRoot
 from lighthouse_driver import eventually
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.coordination import LighthouseServer
-from keepstep_cli.check_history import check_files, violation_lines
+from keepstep_cli.commands.check_history import check_files, violation_lines
 
 
 @pytest.fixture

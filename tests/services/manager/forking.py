@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.futures import context_timeout, future_timeout
-from keepstep.rendezvous import KeyValueServer, RendezvousStore
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore
 
 SECOND = timedelta(seconds=1)
 DEADLINE = 20.0

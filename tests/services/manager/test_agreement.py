@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
-import keepstep.layout
+import keepstep.group.agreement
 from keepstep import Manager, WorldSizeMode
-from keepstep.exits import GroupFailedExit
+from keepstep.runtime.exits import GroupFailedExit
 from keepstep_mesh.errors import LayoutMismatch
 
 SPARES = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
@@ -68,7 +68,7 @@ def test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_
         assert trained.wait(30)
         options = dict(odd)
         if (version := options.pop("arithmetic", None)) is not None:
-            monkeypatch.setattr(keepstep.layout, "ARITHMETIC", version)
+            monkeypatch.setattr(keepstep.group.agreement, "ARITHMETIC", version)
         state = {"w": torch.ones(3)}
         try:
             with manager(lighthouse, "odd", state, **options) as m:

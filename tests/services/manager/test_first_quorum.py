@@ -18,7 +18,7 @@ from tests.services.manager.groups import SECOND, manager, place_to_meet, togeth
 
 from keepstep import Manager
 from keepstep.coordination import LighthouseServer
-from keepstep.exits import EvictedExit
+from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.errors import Drained
 
 SOON = timedelta(milliseconds=300)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_mesh.http import client_session, raise_for_problem
+from keepstep_mesh.net.http import client_session, raise_for_problem
 
 PROGRAM = Path(__file__).with_name("forking.py")
 SECONDS = 100.0

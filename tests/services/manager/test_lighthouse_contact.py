@@ -15,7 +15,7 @@ from tests.services.manager.groups import SECOND, manager
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep_mesh.errors import Drained, KeepstepError
-from keepstep_mesh.messages import ServiceAddress
+from keepstep_mesh.protocol.messages import ServiceAddress
 
 
 def test_no_lighthouse_is_a_timeout_that_names_it(monkeypatch):

@@ -10,7 +10,7 @@ from tests.services.manager.groups import manager
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
-from keepstep.exits import EXIT_EVICTED, EvictedExit
+from keepstep.runtime.exits import EXIT_EVICTED, EvictedExit
 
 
 def test_without_any_address_the_error_says_what_to_set(monkeypatch):

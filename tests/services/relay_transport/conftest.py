@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing import relay_fetch, relay_upload
+from keepstep.checkpointing.relayed import relay_fetch, relay_upload
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from tests.services.checkpoint_ends import MIB
 from tests.services.checkpoint_peer import exchange, state_of
 
 from keepstep.checkpointing import TransferError
-from keepstep.checkpointing.relay_client import LiveCheckpoint
-from keepstep.checkpointing.relay_fetch import MAX_FAILURES
+from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint
+from keepstep.checkpointing.relayed.relay_fetch import MAX_FAILURES
 from relay_driver import Client, client, state
 
 from .scene import CHUNK_MIB, JOB, Groups, before, flip_once, mortal_relay, received_mib, relay, sent_by, sent_mib

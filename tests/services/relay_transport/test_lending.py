@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.checkpointing import http_server
-from keepstep.checkpointing.http_server import CheckpointServer
-from keepstep.checkpointing.swarm import PEERS_AT_ONCE
-from keepstep_mesh.auth import ClientToken
+from keepstep.checkpointing.direct import http_server
+from keepstep.checkpointing.direct.http_server import CheckpointServer
+from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
+from keepstep_mesh.security.tokens import ClientToken
 
 DEADLINE = 60.0
 CHUNK = bytes(range(256)) * (32 << 12)

@@ -12,8 +12,9 @@ import pytest
 from tests.services.checkpoint_ends import MIB, blank
 from tests.services.checkpoint_peer import MINUTE, exchange
 
-from keepstep.checkpointing import http_server, relay_fetch
+from keepstep.checkpointing.direct import http_server
 from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.relayed import relay_fetch
 
 from .scene import CHUNK_MIB, DEADLINE, Groups, sent_by
 

@@ -8,7 +8,7 @@ from tests.services.rest.routes import ACCESS, url_of
 
 from access_table import ASKERS, TOKENS, check_access
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_mesh.service import all_routes
+from keepstep_mesh.serving.service import all_routes
 from lighthouse_driver import connection, lighthouse
 
 

@@ -15,9 +15,9 @@ from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
 from tests.services.rest.scene import scene
 
 from access_table import TOKENS
-from keepstep_mesh import service
-from keepstep_mesh.http import application
-from keepstep_mesh.messages import Healing
+from keepstep_mesh.net.http import application
+from keepstep_mesh.protocol.messages import Healing
+from keepstep_mesh.serving import service
 from lighthouse_driver import eventually, lighthouse
 
 

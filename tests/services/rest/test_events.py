@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from tests.services.rest.scene import JOB, Rest, scene
 
-from keepstep_lighthouse import admin
+from keepstep_lighthouse.api import admin
 from lighthouse_driver import DEADLINE, round_of
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.services.rest.scene import JOB, scene
 
-from keepstep_lighthouse.events import Policy
-from keepstep_lighthouse.memory import MemoryStore
-from keepstep_lighthouse.store import WriteFailedError
-from keepstep_mesh.messages import Drain, Evicted, MemberLost, QuorumAnswer, StateRoot
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.store.contract import WriteFailedError
+from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer, StateRoot
 from lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.services.rest.scene import JOB, scene
 
-from keepstep_mesh.messages import Healing, Heartbeat, Leave
+from keepstep_mesh.protocol.messages import Healing, Heartbeat, Leave
 from lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 

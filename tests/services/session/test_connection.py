@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.services.session.worker import beats, in_session
 
-from keepstep_mesh.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
-from keepstep_mesh.session_events import Connected, Disconnected
+from keepstep_mesh.protocol.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
+from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.services.session.worker import cut_off, in_session
 
 from keepstep_mesh.errors import SessionClosed
-from keepstep_mesh.messages import Evicted, Failed, Leave, QuorumRequest
+from keepstep_mesh.protocol.messages import Evicted, Failed, Leave, QuorumRequest
 from keepstep_mesh.testing import DEADLINE, scripted_lighthouse
 
 

@@ -8,8 +8,16 @@ import pytest
 from tests.services.session.worker import INFO, cut_off, in_session
 
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
-from keepstep_mesh.messages import CancelRequest, Denied, HeldAnswer, MemberInfo, MemberLost, Moved, QuorumRequest
-from keepstep_mesh.session_events import Connected, Disconnected
+from keepstep_mesh.protocol.messages import (
+    CancelRequest,
+    Denied,
+    HeldAnswer,
+    MemberInfo,
+    MemberLost,
+    Moved,
+    QuorumRequest,
+)
+from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 
 

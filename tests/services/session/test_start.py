@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
-from keepstep_mesh import session as session_module
-from keepstep_mesh import session_core
-from keepstep_mesh.auth import Tokens
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
-from keepstep_mesh.messages import NotLeader, QuorumRequest, Refused
+from keepstep_mesh.protocol.messages import NotLeader, QuorumRequest, Refused
+from keepstep_mesh.security.tokens import Tokens
+from keepstep_mesh.session import lighthouse_session as session_module
+from keepstep_mesh.session import session_machine
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 
 
@@ -39,7 +39,7 @@ async def test_a_server_of_another_kind_is_passed_over_whatever_it_says() -> Non
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_core, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(session_machine, "CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):

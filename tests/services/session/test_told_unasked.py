@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.services.session.worker import in_session
 
-from keepstep_mesh.messages import (
+from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Drain,
     Healing,
@@ -14,7 +14,7 @@ from keepstep_mesh.messages import (
     Services,
     Welcome,
 )
-from keepstep_mesh.session_events import Connected, Disconnected
+from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 
 

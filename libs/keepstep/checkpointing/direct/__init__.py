@@ -1,0 +1,1 @@
+"""Move live state from group to group over HTTP."""

@@ -1,0 +1,197 @@
+"""Healing over the process group that averages the gradients: no port of its own, for networks that allow no other.
+
+The source sends a head, the manifest and the pack in chunks to each joiner; the joiner checks every chunk. Source and
+joiner are both in the same step, so the source waits for its joiners, at most ``timeout``: with ``HTTPTransport`` or a
+relay it does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import Work
+
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.state.restoring import Destination
+from keepstep.checkpointing.state.staging import StagingArea
+from keepstep.checkpointing.state.state_manifest import Manifest, build_manifest, read_manifest
+from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Origin, chunk_digest
+
+T = TypeVar("T")
+
+VERSION = 1
+HEAD_LENGTH = 3
+"""int64: version, step, bytes of the manifest (``NOT_SENT``: the source cannot send its state)."""
+NOT_SENT = -1
+WINDOW = 2
+"""Chunks in flight to each joiner: one is verified while the next arrives."""
+
+
+class PGTransport(CheckpointTransport[T]):
+    """Sends and receives over ``pg``, which the Manager configures.
+
+    A transfer that fails or takes too long breaks the process group; the Manager builds it again at the next step.
+
+    Args:
+        pg: the one that the Manager was given.
+        timeout: longest that one chunk of 8 MiB may take.
+        device: where ``pg`` wants its tensors: ``torch.device("cpu")`` for Gloo, the rank's own for NCCL.
+        state_dict: gives the state to receive into when the caller names none; None: into new memory.
+    """
+
+    def __init__(
+        self, pg: ProcessGroup, timeout: timedelta, device: torch.device, state_dict: Callable[[], T] | None = None
+    ) -> None:
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, not {timeout}")
+        self._pg = pg
+        self._timeout = timeout.total_seconds()
+        self._device = device
+        self._state_dict = state_dict
+        self._staging = StagingArea(lambda _: None)
+
+    @property
+    def via(self) -> str:
+        return "process group"
+
+    def metadata(self) -> str:
+        """Nothing that a joiner needs: it finds the source by its rank."""
+        return "process group"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Returns when all of ``dst_ranks`` have it.
+
+        Raises ``UnsupportedValue`` that names the path of a value that cannot be stored, ``TransferTimeout`` or
+        ``TransferError`` when a joiner is too slow or gone.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        snapshot = self._staging.stage(step, state_dict)
+        manifest = build_manifest(Origin(step=step), snapshot.content_bytes, snapshot.pack)
+        parts = [snapshot.pack[start : start + CHUNK_BYTES] for start in range(0, len(snapshot.pack), CHUNK_BYTES)]
+        chunks = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        packed = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
+        self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], deadline)
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """See ``CheckpointTransport``. Joiners are told to look into the source's log."""
+        del reason
+        if self._pg.errored() is None:  # else nobody receives
+            self._send(dst_ranks, [_head(step, NOT_SENT)], time.monotonic() + self._timeout)
+
+    def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], deadline: float) -> None:
+        pending: deque[tuple[Work, torch.Tensor]] = deque()
+        try:
+            for message in messages:
+                there = message.to(self._device)
+                while len(pending) > WINDOW * len(dst_ranks):
+                    self._wait(pending.popleft()[0], deadline)
+                for rank in dst_ranks:
+                    pending.append((self._pg.send([there], rank), there))
+            for work, _ in pending:
+                self._wait(work, deadline)
+        except (ProcessGroupError, TimeoutError) as error:
+            self._fail(f"the state was not taken by all of {dst_ranks}", error)
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        into: T | None = None,
+        progress: Progress | None = None,
+        limit: timedelta | None = None,
+    ) -> T:
+        """See ``CheckpointTransport``. ``src_rank``: the source's rank in the process group. ``timeout`` is for all of
+        it: the source waits no longer.
+        """
+        del metadata, limit
+        deadline = time.monotonic() + timeout.total_seconds()
+        if into is None and self._state_dict is not None:
+            into = self._state_dict()
+        torn = False
+        try:
+            manifest = self._receive_manifest(src_rank, step, deadline)
+            destination = Destination(manifest.content, into)
+            torn = destination.in_place_bytes > 0
+            self._receive_chunks(src_rank, manifest, destination, deadline, progress)
+            state: T = destination.result()
+        except (ProcessGroupError, TimeoutError, TransferError, ManifestError) as error:
+            self._fail(f"step {step} was not received from rank {src_rank}", error, torn=torn)
+        return state
+
+    def _receive_manifest(self, src_rank: int, step: int, deadline: float) -> Manifest:
+        head = torch.zeros(HEAD_LENGTH, dtype=torch.int64, device=self._device)
+        # the source sends when its part of the step is done: that is not one chunk's time
+        self._wait(self._pg.recv([head], src_rank), deadline, patient=True)
+        version, sent_step, length = head.tolist()
+        if version != VERSION:
+            raise TransferError(f"it sends version {version}; this build reads version {VERSION}")
+        if length == NOT_SENT:
+            raise TransferError("the source cannot send its state; its log says why")
+        if sent_step != step:
+            raise TransferError(f"it sends step {sent_step}")
+        if not 0 < length <= MAX_MANIFEST_BYTES:
+            raise ManifestError(f"manifest of {length} bytes; at most {MAX_MANIFEST_BYTES} are taken")
+        packed = torch.empty(length, dtype=torch.uint8, device=self._device)
+        self._wait(self._pg.recv([packed], src_rank), deadline)
+        return read_manifest(packed.cpu().numpy().tobytes())
+
+    def _receive_chunks(
+        self, src_rank: int, manifest: Manifest, destination: Destination, deadline: float, progress: Progress | None
+    ) -> None:
+        digests, done = manifest.chunk_digests, 0
+        coming: deque[tuple[Work, torch.Tensor, list[memoryview]]] = deque()
+        for chunk in range(-WINDOW, len(digests)):
+            if chunk + WINDOW < len(digests):
+                landing, segments = self._landing(list(destination.segments(chunk + WINDOW)))
+                coming.append((self._pg.recv([landing], src_rank), landing, segments))
+            if chunk < 0:
+                continue
+            work, landing, segments = coming.popleft()
+            self._wait(work, deadline)
+            received = landing.cpu().numpy().data
+            if chunk_digest(received) != digests[chunk]:
+                raise TransferError(f"chunk {chunk} arrived damaged")
+            for segment in segments:
+                segment[:] = received[: len(segment)]
+                received = received[len(segment) :]
+            done += len(landing)
+            if progress is not None:
+                progress(done, destination.pack_bytes)
+
+    def _landing(self, segments: list[memoryview]) -> tuple[torch.Tensor, list[memoryview]]:
+        """Where a chunk arrives, and where it is to be copied then (nowhere, if it arrives in its place)."""
+        if len(segments) == 1 and self._device.type == "cpu":
+            return torch.frombuffer(segments[0], dtype=torch.uint8), []
+        size = sum(len(segment) for segment in segments)
+        return torch.empty(size, dtype=torch.uint8, device=self._device), segments
+
+    def _wait(self, work: Work, deadline: float, *, patient: bool = False) -> None:
+        left = max(0.001, deadline - time.monotonic())
+        work.wait(timedelta(seconds=left if patient else min(left, self._timeout)))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _fail(self, what: str, error: Exception, *, torn: bool = False) -> NoReturn:
+        """Nothing arrives late: not here, and nobody at the other end waits."""
+        self._pg.abort(f"{what}: {error}")
+        kind = TransferTimeout if isinstance(error, TimeoutError) else TransferError
+        raise kind(f"{what}: {error}", torn=torn) from error
+
+    def shutdown(self, wait: bool = True) -> None:  # noqa: ARG002  nothing runs in the background
+        """Frees the buffers."""
+        self._staging.drop()
+
+
+def _head(step: int, manifest_bytes: int) -> torch.Tensor:
+    return torch.tensor([VERSION, step, manifest_bytes], dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""Turn a state dict into bytes and back: flatten, describe, stage, restore."""

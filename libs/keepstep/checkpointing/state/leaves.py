@@ -1,0 +1,148 @@
+"""Values that are not tensors, as msgpack values and back.
+
+None, bool, int in 64 bits, float, str and bytes stand for themselves. Every other value is a list that starts with the
+name of its type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.manifest import glimpse
+
+_INT_RANGE = range(-(1 << 63), 1 << 64)
+_MAX_INT_BYTES = 1 << 16
+_NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU][1-9]\d{0,8}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+}
+"""The dtypes of tensors that travel, by the name that they have in a manifest."""
+
+TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def numpy_dtype(name: Any) -> np.dtype[Any]:
+    """The dtype that ``name`` (numpy's ``dtype.str``) stands for; never one with Python objects in it."""
+    if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
+        raise ManifestError(f"{glimpse(name)} is not a numpy dtype that travels")
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"{name!r} is not a numpy dtype: {error}") from error
+
+
+def numpy_dtype_name(dtype: np.dtype[Any], path: str) -> str:
+    if not _NUMPY_DTYPE.fullmatch(dtype.str):
+        raise UnsupportedValue(f"{path} has numpy dtype {dtype}; numbers, strings and times travel, objects do not")
+    return dtype.str
+
+
+def _big_int(value: int) -> list[Any]:
+    return ["int", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+
+
+def _zone_is_fixed(value: datetime | time) -> bool:
+    return value.tzinfo is None or type(value.tzinfo) is timezone
+
+
+def encode_leaf(value: Any, path: str) -> Any:
+    """``value`` as a msgpack value. Raises ``UnsupportedValue`` that names ``path`` for any type not known here."""
+    kind = type(value)
+    if value is None or kind in (bool, float):
+        return value
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedValue(f"{path} is a string that UTF-8 cannot hold: {error}") from error
+        return value
+    if kind is bytes:
+        return value
+    if kind is int:
+        if value in _INT_RANGE:
+            return value
+        if value.bit_length() // 8 >= _MAX_INT_BYTES:
+            raise UnsupportedValue(
+                f"{path} is an integer of {value.bit_length()} bits; at most {_MAX_INT_BYTES * 8} travel"
+            )
+        return _big_int(value)
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind is torch.Size:
+        return ["size", *value]
+    if kind is torch.dtype and value in TORCH_DTYPE_NAMES:
+        return ["dtype", TORCH_DTYPE_NAMES[value]]
+    if kind is torch.device:
+        return ["device", str(value)]
+    if kind is timedelta:
+        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if kind in (datetime, time) and _zone_is_fixed(value):
+        return [kind.__name__, value.isoformat(), value.fold]
+    if kind is date:
+        return ["date", value.isoformat()]
+    if isinstance(value, np.generic):
+        array = np.asarray(value)
+        return ["scalar", numpy_dtype_name(array.dtype, path), array.tobytes()]
+    raise UnsupportedValue(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: turn it into tensors, "
+        f"numbers, strings, dicts, lists or tuples (nothing is pickled)"
+    )
+
+
+def _complex(real: float, imag: float) -> complex:
+    return complex(float(real), float(imag))
+
+
+def _scalar(name: str, raw: bytes) -> Any:
+    dtype = numpy_dtype(name)
+    if dtype.itemsize != len(raw):
+        raise ValueError(f"{len(raw)} bytes for a scalar of {dtype.itemsize}")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _integer(raw: bytes) -> int:
+    if len(raw) > _MAX_INT_BYTES:
+        raise ValueError("integer too long")
+    return int.from_bytes(raw, "little", signed=True)
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "int": _integer,
+    "complex": _complex,
+    "size": lambda *sizes: torch.Size(sizes),
+    "dtype": lambda name: TORCH_DTYPES[name],
+    "device": torch.device,
+    "timedelta": timedelta,
+    "datetime": lambda text, fold: datetime.fromisoformat(text).replace(fold=fold),
+    "time": lambda text, fold: time.fromisoformat(text).replace(fold=fold),
+    "date": date.fromisoformat,
+    "scalar": _scalar,
+}
+
+
+def decode_leaf(node: Any, path: str) -> Any:
+    """The value of a node that ``encode_leaf`` made. Raises ``ManifestError`` for anything else."""
+    if node is None or type(node) in (bool, int, float, str, bytes):
+        return node
+    if type(node) is not list or not node or type(node[0]) is not str or node[0] not in _DECODERS:
+        kind = glimpse(node[0]) if type(node) is list and node else glimpse(node)
+        raise ManifestError(f"{path} is no value of this format: {kind}")
+    try:
+        return _DECODERS[node[0]](*node[1:])
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
+        raise ManifestError(f"{path} is a damaged {node[0]}: {error}") from error

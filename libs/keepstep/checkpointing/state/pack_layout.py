@@ -1,0 +1,265 @@
+"""From a state to its structure and memory layout, and its bytes into a pack."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from keepstep.checkpointing.errors import UnsupportedValue
+from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
+from keepstep.checkpointing.state.sharding import Sharding, is_dtensor, sharding_of
+from keepstep.checkpointing.state.state_manifest import BYTES, MAX_DEPTH, NUMPY, Content, TensorEntry
+
+INLINE_BYTES = 4096
+"""Longer bytes objects lie in the pack instead of the manifest."""
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype of the same size, to copy bits whatever they mean."""
+_SHARED_ALIGNMENT = 16
+"""Keeps the elements of every dtype aligned in a region that begins in the middle of a storage."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A state taken apart: ``content`` says what it is, ``sources`` are the bytes of each region, uncopied."""
+
+    content: Content
+    sources: list[torch.Tensor | Array]
+
+    def copy_into(self, pack: torch.Tensor) -> None:
+        """Copies every region to its place in ``pack`` (uint8, on the CPU, as long as the pack) and zeroes the gaps.
+
+        CUDA tensors are copied on the current stream of their device; returns when all copies are done.
+        """
+        devices = {source.device for source in self.sources if isinstance(source, torch.Tensor) and source.is_cuda}
+        flat: Array = pack.numpy()
+        end = 0
+        for source, length, position in zip(
+            self.sources, self.content.regions, self.content.positions()[:-1], strict=True
+        ):
+            if position > end:
+                flat[end:position] = 0
+            end = position + length
+            if isinstance(source, torch.Tensor):
+                target = pack[position:end].view(source.dtype).view(source.shape)
+                target.copy_(source, non_blocking=pack.is_pinned() if source.is_cuda else False)
+            else:
+                flat[position:end] = source
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def describe(state: Any) -> Layout:
+    """``state`` taken apart, nothing copied. Raises ``UnsupportedValue`` that names the path of what cannot travel."""
+    with torch.no_grad():
+        walk = _Walk()
+        tree = walk.node(state, "state", 0)
+        return walk.layout(tree)
+
+
+@dataclass
+class _Found:
+    """A tensor as it was found in the state, before it has a place."""
+
+    tensor: torch.Tensor
+    sharding: Sharding | None
+
+    def entry(self, region: int, offset: int, strides: tuple[int, ...] | None) -> TensorEntry:
+        """``strides`` None: the copy will be contiguous."""
+        if self.tensor.is_contiguous():
+            strides = None
+        dtype = TORCH_DTYPE_NAMES[self.tensor.dtype]
+        return TensorEntry(dtype, tuple(self.tensor.shape), strides, region, offset, self.sharding)
+
+
+@dataclass
+class _Walk:
+    found: list[_Found | Array | bytes] = field(default_factory=list)
+    seen: dict[Any, int] = field(default_factory=dict)
+    parents: set[int] = field(default_factory=set)
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in _TENSOR_TYPES or is_dtensor(value):
+            return ["tensor", self._tensor(value, path)]
+        if kind is np.ndarray:
+            return ["tensor", self._array(value, path)]
+        if kind is bytes and len(value) > INLINE_BYTES:
+            return ["tensor", self._add(value)]
+        if kind not in (dict, OrderedDict, list, tuple, set, frozenset):
+            return encode_leaf(value, path)
+        if depth == MAX_DEPTH:
+            raise UnsupportedValue(f"{path} is nested more than {MAX_DEPTH} deep")
+        if id(value) in self.parents:
+            raise UnsupportedValue(f"{path} contains itself")
+        self.parents.add(id(value))
+        try:
+            return self._container(value, path, depth + 1)
+        finally:
+            self.parents.discard(id(value))
+
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, dict):
+            node: list[Any] = ["dict"]
+            if type(value) is OrderedDict:
+                node = ["odict", self.node(getattr(value, "_metadata", None), f"{path}._metadata", depth)]
+            for key, item in value.items():
+                where = f"{path}[{key!r}]"
+                node += (self._key(key, where, depth), self.node(item, where, depth))
+            return node
+        if isinstance(value, (set, frozenset)):
+            items = [encode_leaf(item, f"an element of {path}") for item in value]
+            return [type(value).__name__, *sorted(items, key=repr)]
+        return [type(value).__name__, *(self.node(item, f"{path}[{index}]", depth) for index, item in enumerate(value))]
+
+    def _key(self, key: Any, path: str, depth: int) -> Any:
+        if type(key) is tuple:
+            return ["tuple", *(self._key(item, path, depth) for item in key)]
+        return encode_leaf(key, f"key of {path}")
+
+    def _add(self, value: _Found | Array | bytes, identity: Any = None) -> int:
+        self.found.append(value)
+        if identity is not None:
+            self.seen[identity] = len(self.found) - 1
+        return len(self.found) - 1
+
+    def _array(self, value: Array, path: str) -> int:
+        numpy_dtype_name(value.dtype, path)
+        return self._add(value)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> int:
+        sharding = None
+        if is_dtensor(value):
+            sharding = sharding_of(value)
+            value = value.to_local()
+        tensor = value.detach()
+        if tensor.layout is not torch.strided or tensor.dtype not in TORCH_DTYPE_NAMES or tensor.is_meta:
+            raise UnsupportedValue(
+                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: only dense ones with data "
+                f"travel"
+            )
+        if type(tensor) not in _TENSOR_TYPES:
+            raise UnsupportedValue(f"{path} is a {type(tensor).__qualname__}: convert it to a plain tensor or DTensor")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise UnsupportedValue(f"{path} is on {tensor.device}: move it to the CPU first")
+        tensor = tensor.resolve_conj().resolve_neg()
+        identity = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.device,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            sharding,
+        )
+        if tensor.numel() and identity in self.seen:
+            return self.seen[identity]
+        return self._add(_Found(tensor, sharding), identity)
+
+    def layout(self, tree: Any) -> Layout:
+        """Gives every entry its place, in the order of the state."""
+        shared = self._shared_memory()
+        entries: dict[int, TensorEntry] = {}
+        lengths: list[int] = []
+        sources: list[torch.Tensor | Array] = []
+        for index, value in enumerate(self.found):
+            if index in entries:
+                continue
+            region = len(lengths)
+            if isinstance(value, bytes):
+                source: torch.Tensor | Array = np.frombuffer(value, np.uint8)
+                entries[index] = TensorEntry(BYTES, (len(value),), None, region, 0)
+            elif isinstance(value, np.ndarray):
+                source = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+                entries[index] = TensorEntry(NUMPY + value.dtype.str, value.shape, None, region, 0)
+            elif index in shared:
+                source, start, members = shared[index]
+                for member, found in members:
+                    offset = int(found.tensor.storage_offset()) * found.tensor.itemsize - start
+                    entries[member] = found.entry(region, offset, found.tensor.stride())
+            else:
+                dense = _is_dense(value.tensor)
+                entries[index] = value.entry(region, 0, value.tensor.stride() if dense else None)
+                source = value.tensor.view(_BITS[value.tensor.itemsize]) if value.tensor.numel() else torch.empty(0)
+                if dense:
+                    source = source.as_strided((source.numel(),), (1,))
+            lengths.append(source.nbytes)
+            sources.append(source)
+        return Layout(Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths)), sources)
+
+    def _shared_memory(self) -> dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]]:
+        """For each entry that overlaps others: (bytes of all of them, where in their storage those begin, all of them).
+
+        They share one region, so that they are stored once and tied again.
+        """
+        storages: dict[Any, list[tuple[int, _Found]]] = {}
+        for index, value in enumerate(self.found):
+            if isinstance(value, _Found) and value.tensor.numel() and not may_overlap_itself(value.tensor):
+                key = (value.tensor.untyped_storage().data_ptr(), value.tensor.device)
+                storages.setdefault(key, []).append((index, value))
+        shared: dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]] = {}
+        for users in storages.values():
+            for group in _overlapping(users):
+                start = group[0][0] // _SHARED_ALIGNMENT * _SHARED_ALIGNMENT
+                end = max(span[1] for span in group)
+                storage = max((span[3].tensor.untyped_storage() for span in group), key=len)
+                whole = torch.empty(0, dtype=torch.uint8, device=group[0][3].tensor.device)
+                whole.set_(storage, start, (end - start,), (1,))
+                members = [(index, found) for _, _, index, found in group]
+                shared.update((index, (whole, start, members)) for index, _ in members)
+        return shared
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of the tensor in its storage, and the byte after its last."""
+    start = int(tensor.storage_offset())
+    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, end * tensor.itemsize
+
+
+def _overlapping(users: list[tuple[int, _Found]]) -> Iterator[list[tuple[int, int, int, _Found]]]:
+    """The groups of more than one of ``users`` of a storage that overlap in it, as (first byte, end, index, tensor)."""
+    if len(users) == 1:
+        return
+    spans = sorted([(*_extent(found.tensor), index, found) for index, found in users], key=lambda span: span[:3])
+    group, end = spans[:1], spans[0][1]
+    for span in spans[1:]:
+        if span[0] >= end:
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(span)
+        end = max(end, span[1])
+    if len(group) > 1:
+        yield group
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (say, channels last)."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

@@ -1,0 +1,256 @@
+"""From a manifest and the bytes of its pack back to a state: into tensors that are there, where they fit."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
+from keepstep.checkpointing.state.pack_layout import may_overlap_itself
+from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
+from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, Content, TensorEntry
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES
+
+_ABSENT = object()
+
+Spare = Mapping[int, torch.Tensor]
+"""Memory by region, which an earlier ``Destination`` took."""
+
+
+class Destination:
+    """Memory for the pack of ``content``: that of the tensors of ``into`` that fit, new memory for the rest.
+
+    ``spare`` is used where it fits, as it is: who received into it before may find there what was received.
+
+    Raises ``ManifestError`` when the new memory is more than the machine has, ``TransferError`` when a DTensor has no
+    counterpart in ``into`` that is sharded the same way.
+    """
+
+    def __init__(self, content: Content, into: Any = None, spare: Spare | None = None) -> None:
+        self._content = content
+        self._into = into
+        targets: list[list[Any]] = [[] for _ in content.tensors]
+
+        def note(index: int, target: Any, path: str) -> Any:
+            targets[index].append(_local(content.tensors[index], target, path))
+
+        with torch.no_grad():
+            _build(content.tree, into, "state", note)
+            self._in_place = self._choose(targets)
+        wanted = {region: size for region, size in enumerate(content.regions) if region not in self._in_place}
+        self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
+        needed = sum(size for region, size in wanted.items() if region not in self.fresh)
+        available = _available_bytes()
+        if needed > available:
+            raise ManifestError(f"the state needs {needed} bytes of new memory, {available} are available")
+        for region, size in wanted.items():
+            if region not in self.fresh:
+                self.fresh[region] = torch.empty(size, dtype=torch.uint8)
+        self._parts: list[memoryview] = []
+        self._starts: list[int] = []
+        self.pack_bytes = 0
+        gap = memoryview(bytearray(ALIGNMENT))
+        for region, position in enumerate(content.positions()[:-1]):
+            self._append(gap[: position - self.pack_bytes])
+            self._append(self._memory(region))
+
+    def _append(self, part: memoryview) -> None:
+        if part.nbytes:
+            self._parts.append(part)
+            self._starts.append(self.pack_bytes)
+            self.pack_bytes += part.nbytes
+
+    @property
+    def in_place_bytes(self) -> int:
+        """How much of the state lands directly in ``into``."""
+        return sum(self._content.regions[region] for region in self._in_place)
+
+    def segments(self, chunk: int) -> Iterator[memoryview]:
+        """The memory that the bytes of a chunk belong into, in order."""
+        start = chunk * CHUNK_BYTES
+        end = min(start + CHUNK_BYTES, self.pack_bytes)
+        number = bisect_right(self._starts, start) - 1
+        while start < end:
+            within = start - self._starts[number]
+            piece = self._parts[number][within : within + end - start]
+            yield piece
+            start += piece.nbytes
+            number += 1
+
+    def result(self) -> Any:
+        """The state. To be called once, when every chunk is written and verified."""
+        values: dict[int, Any] = {}
+
+        def deliver(index: int, target: Any, path: str) -> Any:
+            entry = self._content.tensors[index]
+            if index not in values:
+                values[index] = self._value(entry)
+            local = _local(entry, target, path)
+            if local is None:
+                return values[index]
+            if not _same_memory(local, values[index]):
+                if isinstance(local, torch.Tensor):
+                    local.copy_(values[index])
+                else:
+                    local[...] = values[index]
+            return target
+
+        with torch.no_grad():
+            state = _build(self._content.tree, self._into, "state", deliver)
+        for target in self._in_place.values():
+            if isinstance(target, torch.Tensor) and not target.is_inference():
+                torch.autograd.graph.increment_version(target)  # or a backward pass in flight would use the new values
+        return state
+
+    def _choose(self, targets: list[list[Any]]) -> dict[int, Any]:
+        """The tensors and arrays that a region can be received in, by region. No two of them share memory."""
+        owners = Counter(entry.region for entry in self._content.tensors)
+        candidates = []
+        for entry, choices in zip(self._content.tensors, targets, strict=True):
+            length = self._content.regions[entry.region]
+            if owners[entry.region] == 1 and length == math.prod(entry.shape) * entry.itemsize > 0:
+                fitting = next(
+                    (target for target in choices if target is not None and _lies_alike(entry, target)), None
+                )
+                if fitting is not None:
+                    candidates.append((_address(fitting), length, entry.region, fitting))
+        chosen: dict[int, Any] = {}
+        free_from = 0
+        for address, length, region, target in sorted(candidates, key=lambda one: one[:3]):
+            if address >= free_from:
+                chosen[region] = target
+                free_from = address + length
+        return chosen
+
+    def _memory(self, region: int) -> memoryview:
+        target = self._in_place.get(region)
+        if target is None:
+            return self.fresh[region].numpy().data
+        if isinstance(target, np.ndarray):
+            return target.reshape(-1).view(np.uint8).data
+        flat: memoryview = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+        return flat
+
+    def _value(self, entry: TensorEntry) -> Any:
+        if entry.region in self._in_place:
+            return self._in_place[entry.region]
+        fresh = self.fresh[entry.region]
+        size = math.prod(entry.shape) * entry.itemsize
+        if entry.dtype == BYTES:
+            return fresh.numpy()[:size].tobytes()
+        if entry.dtype.startswith(NUMPY):
+            return fresh.numpy()[:size].view(numpy_dtype(entry.dtype.removeprefix(NUMPY))).reshape(entry.shape)
+        extent = len(fresh) - len(fresh) % entry.itemsize
+        tensor = fresh[:extent].view(TORCH_DTYPES[entry.dtype])
+        offset = entry.offset // entry.itemsize
+        if entry.strides is None:
+            return tensor[offset : offset + math.prod(entry.shape)].view(entry.shape)
+        return tensor.as_strided(entry.shape, entry.strides, offset)
+
+
+def _local(entry: TensorEntry, target: Any, path: str) -> Any:
+    """The tensor or array behind ``target`` if ``entry`` can be copied into it, else None."""
+    if entry.sharding is not None:
+        if not is_dtensor(target):
+            raise TransferError(f"{path} is one shard of a DTensor: pass `into` with the DTensor to receive it in")
+        if sharding_of(target) != entry.sharding:
+            raise TransferError(
+                f"{path} is sharded as {sharding_of(target)} here but as {entry.sharding} at the source"
+            )
+        target = target.to_local()
+    elif is_dtensor(target):
+        return None
+    if isinstance(target, torch.Tensor):
+        alike = target.dtype is TORCH_DTYPES.get(entry.dtype) and tuple(target.shape) == entry.shape
+        writable = target.layout is torch.strided and not target.is_meta and not may_overlap_itself(target)
+        return target.detach() if alike and writable else None
+    if type(target) is np.ndarray and entry.dtype == NUMPY + target.dtype.str and target.flags.writeable:
+        return target if target.shape == entry.shape else None
+    return None
+
+
+def _lies_alike(entry: TensorEntry, target: Any) -> bool:
+    """Whether the elements of ``target`` lie in CPU memory just as those of ``entry`` in the pack."""
+    if isinstance(target, np.ndarray):
+        return bool(target.flags.c_contiguous)
+    if target.device.type != "cpu" or target.is_conj() or target.is_neg():
+        return False
+    return bool(target.is_contiguous() if entry.strides is None else target.stride() == entry.strides)
+
+
+def _address(value: Any) -> int:
+    return int(value.ctypes.data) if isinstance(value, np.ndarray) else int(value.data_ptr())
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and _address(one) == _address(other) and _strides(one) == _strides(other)
+
+
+def _strides(value: Any) -> Any:
+    return value.strides if isinstance(value, np.ndarray) else value.stride()
+
+
+def _available_bytes() -> int:
+    """Memory that can be taken without swapping; unlimited where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 1 << 62
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+
+
+def _build(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> Any:
+    """The value of ``node``; ``deliver(index, counterpart in into, path)`` gives that of each tensor."""
+    if type(node) is not list or not node:
+        return decode_leaf(node, path)
+    kind = node[0]
+    if kind == "tensor":
+        return deliver(node[1], into, path)
+    if kind in ("list", "tuple"):
+        known = into if isinstance(into, (list, tuple)) else ()
+        items = [
+            _build(item, known[index] if index < len(known) else _ABSENT, f"{path}[{index}]", deliver)
+            for index, item in enumerate(node[1:])
+        ]
+        return items if kind == "list" else tuple(items)
+    if kind in ("dict", "odict"):
+        return _build_dict(node, into, path, deliver)
+    if kind in ("set", "frozenset"):
+        items = [decode_leaf(item, f"an element of {path}") for item in node[1:]]
+        return set(items) if kind == "set" else frozenset(items)
+    return decode_leaf(node, path)
+
+
+def _build_dict(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> dict[Any, Any]:
+    built: dict[Any, Any] = {}
+    pairs = node[1:]
+    if node[0] == "odict":
+        built = OrderedDict()
+        metadata = _build(node[1] if len(node) > 1 else None, None, f"{path}._metadata", deliver)
+        if metadata is not None:
+            built._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # torch's module versions live there
+        pairs = node[2:]
+    if len(pairs) % 2:
+        raise ManifestError(f"{path} has a key without a value")
+    known = into if isinstance(into, dict) else {}
+    for key_node, item in zip(pairs[::2], pairs[1::2], strict=True):
+        key = _build_key(key_node, path)
+        if key in built:
+            raise ManifestError(f"{path} has the key {key!r} twice")
+        built[key] = _build(item, known.get(key, _ABSENT), f"{path}[{key!r}]", deliver)
+    return built
+
+
+def _build_key(node: Any, path: str) -> Any:
+    if type(node) is list and node and node[0] == "tuple":
+        return tuple([_build_key(item, path) for item in node[1:]])
+    return decode_leaf(node, f"key of {path}")

@@ -1,0 +1,72 @@
+"""A state as (manifest, pack) in memory, and back. The format is described in docs/checkpoint-format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.state.pack_layout import Layout, describe
+from keepstep.checkpointing.state.restoring import Destination
+from keepstep.checkpointing.state.state_manifest import build_manifest, pack_content, read_manifest
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, chunk_digests, root_digest
+
+
+def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:
+    """(manifest, pack) of ``state``. Raises ``UnsupportedValue`` that names the path of what cannot be stored."""
+    layout = describe(state)
+    pack = torch.empty(layout.content.positions()[-1], dtype=torch.uint8)
+    layout.copy_into(pack)
+    view = pack.numpy().data
+    return build_manifest(origin or Origin(), pack_content(layout.content), view), view
+
+
+def state_root(state: Any) -> bytes:
+    """The root digest that the manifest of ``state`` has. Raises as ``save_state``.
+
+    One chunk of what is on a GPU is copied at a time, and each tensor with gaps between its elements; nothing else.
+    """
+    layout = describe(state)
+    return root_digest(pack_content(layout.content), chunk_digests(_pieces(layout)))
+
+
+def _pieces(layout: Layout) -> Iterator[memoryview]:
+    """The bytes of the pack, in their order. Each piece is gone with the next."""
+    staging, end = torch.empty(0), 0
+    for source, position in zip(layout.sources, layout.content.positions()[:-1], strict=True):
+        yield memoryview(bytes(position - end))
+        end = position + source.nbytes
+        if not isinstance(source, torch.Tensor):
+            yield source.data
+            continue
+        flat = source.reshape(-1).contiguous().view(torch.uint8)
+        if not flat.is_cuda:
+            yield flat.numpy().data
+            continue
+        if not len(staging):
+            staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        for part in torch.split(flat, CHUNK_BYTES):
+            yield staging[: len(part)].copy_(part).numpy().data
+
+
+def load_state(manifest: bytes, pack: bytes | memoryview, into: Any = None) -> Any:
+    """The state, every chunk verified. ``into``: see ``CheckpointTransport.recv_checkpoint``.
+
+    Raises ``ManifestError`` for a bad manifest, ``TransferError`` for a pack that does not fit it.
+    """
+    known = read_manifest(manifest)
+    pack = memoryview(pack)
+    if pack.nbytes != known.pack_bytes:
+        raise TransferError(f"pack of {pack.nbytes} bytes where the manifest has {known.pack_bytes}")
+    for chunk, digest in enumerate(known.chunk_digests):
+        if chunk_digest(pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != digest:
+            raise TransferError(f"chunk {chunk} is damaged: its digest is not the one in the manifest")
+    destination = Destination(known.content, into)
+    for chunk in range(len(known.chunk_digests)):
+        start = chunk * CHUNK_BYTES
+        for segment in destination.segments(chunk):
+            segment[:] = pack[start : start + segment.nbytes]
+            start += segment.nbytes
+    return destination.result()

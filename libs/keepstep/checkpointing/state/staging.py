@@ -1,0 +1,110 @@
+"""Snapshots of the live state in reused buffers. A buffer that somebody still reads is never written.
+
+At most two buffers exist: the snapshot that is served, and the one before it while its readers finish. When a third
+would be needed, the readers of the oldest are cut off; its memory goes when the last of them has let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from keepstep.checkpointing.state.pack_layout import describe
+from keepstep.checkpointing.state.state_manifest import pack_content
+
+MAX_BUFFERS = 2
+
+
+class Snapshot:
+    """The bytes of one step. Lives while somebody holds it: hold it with ``hold``, let go with ``release``."""
+
+    def __init__(
+        self, step: int, buffer: torch.Tensor, pack_bytes: int, content_bytes: bytes, area: StagingArea
+    ) -> None:
+        self.step = step
+        self.content_bytes = content_bytes
+        self.pack = buffer.numpy().data[:pack_bytes]
+        self.manifest: Future[bytes] = Future()
+        """Set once the chunks are hashed."""
+        self.buffer = buffer
+        self._area = area
+
+    def hold(self) -> bool:
+        """False when the snapshot is gone."""
+        return self._area.hold(self)
+
+    def release(self) -> None:
+        self._area.release(self)
+
+
+class StagingArea:
+    """``cut_off(snapshot)`` is called, on the staging thread, when the readers of a snapshot must end."""
+
+    def __init__(self, cut_off: Callable[[Snapshot], None]) -> None:
+        self._cut_off = cut_off
+        self._lock = threading.Lock()
+        self._holds: dict[Snapshot, int] = {}
+        self._current: Snapshot | None = None
+        self._free: torch.Tensor | None = None
+
+    def stage(self, step: int, state: Any) -> Snapshot:
+        """Copies ``state``. The snapshot before it is given up, which waits for nobody.
+
+        Raises ``UnsupportedValue`` when the state cannot be stored; then nothing is staged.
+        """
+        self.drop()
+        layout = describe(state)
+        pack_bytes = layout.content.positions()[-1]
+        pinned = any(isinstance(source, torch.Tensor) and source.is_cuda for source in layout.sources)
+        buffer = self._take(pack_bytes, pinned)
+        try:
+            layout.copy_into(buffer[:pack_bytes])
+            snapshot = Snapshot(step, buffer, pack_bytes, pack_content(layout.content), self)
+        except BaseException:
+            with self._lock:
+                self._free = buffer
+            raise
+        with self._lock:
+            self._holds[snapshot] = 1
+            self._current = snapshot
+        return snapshot
+
+    def drop(self) -> None:
+        """Gives up the current snapshot; its buffer is reused once its readers are done."""
+        with self._lock:
+            snapshot, self._current = self._current, None
+        if snapshot is not None:
+            self.release(snapshot)
+
+    def hold(self, snapshot: Snapshot) -> bool:
+        with self._lock:
+            if snapshot not in self._holds:
+                return False
+            self._holds[snapshot] += 1
+            return True
+
+    def release(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            if snapshot not in self._holds:
+                return
+            self._holds[snapshot] -= 1
+            if self._holds[snapshot] == 0:
+                del self._holds[snapshot]
+                self._free = snapshot.buffer
+
+    def _take(self, length: int, pinned: bool) -> torch.Tensor:
+        with self._lock:
+            buffer, self._free = self._free, None
+            oldest = next(iter(self._holds)) if len(self._holds) >= MAX_BUFFERS else None
+            if oldest is not None:
+                del self._holds[oldest]
+        if oldest is not None:
+            self._cut_off(oldest)
+        if buffer is not None and len(buffer) >= length and buffer.is_pinned() == pinned:
+            return buffer
+        del buffer, oldest
+        return torch.empty(length, dtype=torch.uint8, pin_memory=pinned)

@@ -1,0 +1,1 @@
+"""Make gradients and buffers equal over the groups, for the public module ``ddp``."""

@@ -1,0 +1,228 @@
+"""Who this group is, and how its ranks come together: rank 0 serves, the others find it through the launcher's
+store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from torch.distributed import Store, TCPStore
+
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings, RankLink
+from keepstep.runtime import environment
+from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.addresses import address_towards_any
+from keepstep_mesh.net.fork_safety import claim_opened, sockets_at
+from keepstep_mesh.protocol.names import group_name_problem, name_of
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_settings import SessionSettings
+
+log = get_logger("keepstep.group")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Everything that arguments and environment say about this rank's place."""
+
+    session: SessionSettings
+    """With the lighthouse, of rank 0; its replica_id is rank 0's to fill in."""
+    name: str
+    """The group's stable name; empty: rank 0 makes one up."""
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    store_addr: str | None
+    store_port: int | None
+    restart: int
+    quorum_retries: int
+
+    @property
+    def job(self) -> str:
+        return self.session.job
+
+    @property
+    def token(self) -> str | ClientToken | None:
+        return self.session.token
+
+    @classmethod
+    def from_arguments(
+        cls,
+        *,
+        lighthouse_addr: str | None,
+        replica_id: str | None,
+        rank: int,
+        world_size: int,
+        store_addr: str | None,
+        store_port: int | None,
+        port: int | None,
+        hostname: str | None,
+        heartbeat_interval: float,
+        connect_timeout: float,
+        quorum_retries: int,
+    ) -> LinkSettings:
+        """Arguments, completed from the environment. ValueError that says what to set."""
+        addresses = lighthouse_addr or environment.variable("LIGHTHOUSE")
+        if not addresses:
+            raise ValueError(
+                "no lighthouse given: pass lighthouse_addr or set KEEPSTEP_LIGHTHOUSE=http://host:29510 "
+                "(`keepstep run` does; `keepstep up` starts one)"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be in [0, world_size={world_size})")
+        port = port or environment.integer("MANAGER_PORT", 0)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT): there are 1 to 65535")
+        lighthouses = split_addresses(addresses)
+        name = replica_id or _name_of_group()
+        if name and (problem := group_name_problem(name)) is not None:
+            raise ValueError(f"{problem} (replica_id, REPLICA_GROUP_ID)")
+        if world_size > 1:
+            store_port = environment.from_launcher("MASTER_PORT", store_port, 0)
+            store_addr = store_addr or os.environ.get("MASTER_ADDR")
+        if world_size > 1 and not (store_addr and store_port):
+            raise ValueError(
+                f"a group of {world_size} ranks needs a place where they find each other: set MASTER_ADDR and "
+                f"MASTER_PORT (torchrun and `keepstep run` do), or pass store_addr and store_port"
+            )
+        return cls(
+            session=SessionSettings.from_environment(
+                lighthouses, "", connect_timeout=connect_timeout, heartbeat_interval=heartbeat_interval
+            ),
+            name=name,
+            rank=rank,
+            world_size=world_size,
+            host=hostname or address_towards_any(lighthouses),
+            port=port,
+            store_addr=store_addr,
+            store_port=store_port,
+            restart=environment.restart_count(),
+            quorum_retries=quorum_retries,
+        )
+
+
+def _name_of_group() -> str:
+    """REPLICA_GROUP_ID, with an ``r`` before a bare number: the name that `keepstep run` prints before its lines."""
+    number = os.environ.get("REPLICA_GROUP_ID", "")
+    return f"r{number}" if number.isdecimal() else number
+
+
+def connect_group(
+    mesh: MeshThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
+) -> tuple[RankLink, Store | None]:
+    """Rank 0: starts the group server and its lighthouse session. Others: connect to it.
+
+    All of it within connect_timeout, else TimeoutError.
+    """
+    deadline = time.monotonic() + settings.session.connect_timeout
+    store = _MeetingStore(settings, deadline) if settings.world_size > 1 else None
+    if settings.rank == 0:
+        name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        limit = _left(deadline)
+        _tell_launcher(name)
+        server = GroupServer(
+            GroupSettings(
+                world_size=settings.world_size,
+                host=settings.host,
+                port=settings.port,
+                restart=settings.restart,
+                quorum_retries=settings.quorum_retries,
+            ),
+            replace(settings.session, replica_id=f"{name}:{uuid.uuid4()}", connect_timeout=limit),
+            on_failed,
+            on_push,
+        )
+        mesh.call(server.start(), limit + SLACK)
+        if store is not None:
+            store.tell(server)
+        return server, store.served if store is not None else None
+    assert store is not None
+    client = RankClient(
+        store.address_of_rank_0(settings.name, deadline),
+        settings.rank,
+        settings.world_size,
+        settings.restart,
+        settings.token,
+        on_failed,
+        on_push,
+        settings.quorum_retries,
+    )
+    limit = _left(deadline)
+    mesh.call(client.start(limit), limit + SLACK)
+    return client, store.served
+
+
+def _tell_launcher(name: str) -> None:
+    """Leaves the group's name where the launcher looks for it: it asks under this name whether the group is banned."""
+    if file := os.environ.get("KEEPSTEP_NAME_FILE"):
+        try:
+            Path(file).write_text(name)
+        except OSError as error:
+            log.warning("the launcher is not told this group's name", file=file, reason=error.strerror)
+
+
+def _left(deadline: float) -> float:
+    """Seconds; never 0, which torch takes for no limit."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+class _MeetingStore:
+    """The launcher's TCPStore, in which rank 0 says where the group server is. torchrun's agent serves it; without an
+    agent rank 0 does, as ``init_process_group`` would.
+    """
+
+    def __init__(self, settings: LinkSettings, deadline: float) -> None:
+        self._place = f"MASTER_ADDR:MASTER_PORT ({settings.store_addr}:{settings.store_port})"
+        self._rank = settings.rank
+        # without the group's name, which perhaps only rank 0 knows: a store is one group's
+        self._key = f"keepstep/{settings.restart}/group_server"
+        serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        try:
+            with claim_opened(partial(sockets_at, cast("int", settings.store_port))):
+                self.served = TCPStore(
+                    host_name=cast("str", settings.store_addr),
+                    port=cast("int", settings.store_port),
+                    world_size=None,
+                    is_master=serves,
+                    timeout=timedelta(seconds=_left(deadline)),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+        except (RuntimeError, OSError) as error:
+            what = f"rank {settings.rank} could not reach the store of its group at {self._place}: {error}"
+            raise (KeepstepError if serves else TimeoutError)(what) from error
+
+    def tell(self, server: GroupServer) -> None:
+        self.served.set(self._key, f"{server.address} {server.replica_id}")
+
+    def address_of_rank_0(self, name: str, deadline: float) -> str:
+        """Of the group ``name``; empty: whichever group it is."""
+        try:
+            self.served.wait([self._key], timedelta(seconds=_left(deadline)))
+            address, _, replica_id = self.served.get(self._key).decode().partition(" ")
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"rank {self._rank} was not told where rank 0 of its group is, in the store at {self._place}; look at "
+                f"what rank 0 says, it may not have started or not reached the lighthouse: {error}"
+            ) from error
+        if name and name_of(replica_id) != name:
+            raise KeepstepError(
+                f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
+                f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"
+            )
+        return address

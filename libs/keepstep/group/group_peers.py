@@ -1,0 +1,60 @@
+"""What a group asks of another group's server."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from keepstep.group.agreement import first_difference
+from keepstep_mesh.errors import AuthError, KeepstepError
+from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
+from keepstep_mesh.protocol.names import MAX_REPLICA_ID
+from keepstep_mesh.security.tokens import ClientToken
+
+MAX_LAYOUT_BYTES = 16 << 20
+MAX_METADATA_BYTES = 1 << 20
+MAX_LINE_CHARACTERS = 500
+"""Of a line of a layout, in an error."""
+
+
+async def _get_json(url: str, token: str | ClientToken | None, timeout: float, max_bytes: int) -> dict[str, Any]:
+    async with (
+        client_session(timeout=timeout) as client,
+        client.get(url, headers=ClientToken.of(token).peer_headers(), allow_redirects=False) as answer,
+    ):
+        try:
+            await raise_for_problem(answer)
+            return await read_json_answer(answer, max_bytes)
+        except (Problem, AuthError) as error:
+            status = "" if answer.status == HTTPStatus.OK else f"{url} answered {answer.status}: "
+            raise KeepstepError(f"{status}{str(error)[:200]}") from error
+
+
+async def checkpoint_metadata(address: str, group_rank: int, token: str | ClientToken | None, timeout: float) -> str:
+    """What the transport of ``group_rank`` of the group served at ``address`` gave for its peers."""
+    try:
+        url = f"{address}/v1/ranks/{group_rank}/checkpoint"
+        return str((await _get_json(url, token, timeout, MAX_METADATA_BYTES))["metadata"])
+    except KeyError:
+        raise KeepstepError(f"the group server at {address} has no metadata in its answer") from None
+    except TimeoutError:
+        raise TimeoutError(f"the group server at {address} gave no answer within {timeout:g} s") from None
+    except aiohttp.ClientError as error:
+        raise KeepstepError(f"the group server at {address} cannot be asked for its checkpoint: {error}") from error
+
+
+async def first_layout_difference(
+    address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
+) -> str:
+    """Where our parameters, or settings, differ from those of the group served at ``address``, in a sentence."""
+    try:
+        answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
+    except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
+        return f"the difference cannot be named: {address} does not answer ({str(error) or type(error).__name__})"
+    lines = answer.get("lines")
+    theirs = [str(line)[:MAX_LINE_CHARACTERS] for line in lines] if isinstance(lines, list) else []
+    cut = [line[:MAX_LINE_CHARACTERS] for line in ours]
+    their_settings, peer = str(answer.get("settings", "")), str(answer.get("replica_id"))[:MAX_REPLICA_ID]
+    return first_difference(settings, cut, their_settings, theirs, peer)

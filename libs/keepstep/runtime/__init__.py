@@ -1,0 +1,1 @@
+"""Own the event-loop thread and its tasks; read the environment; end the process."""

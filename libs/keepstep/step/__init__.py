@@ -1,0 +1,1 @@
+"""Run one training step: plan, collectives, heal, vote, commit."""

@@ -1,0 +1,93 @@
+"""The state that heals: the user's named parts and the Manager's own. On the training thread only.
+
+A snapshot taken beside a running forward pass is torn, and FSDP's ``state_dict`` is collective; so both giving and
+taking happen where the training thread stands between two passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from keepstep.checkpointing.state.serialization import state_root
+from keepstep.checkpointing.transport import CheckpointTransport, Progress
+from keepstep_mesh.errors import KeepstepError
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    load: Callable[[Any], None]
+    save: Callable[[], Any]
+
+
+class LiveState:
+    """Named parts of a group's state.
+
+    Args:
+        save_manager, load_manager: the Manager's own part.
+    """
+
+    def __init__(
+        self, save_manager: Callable[[], dict[str, Any]], load_manager: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._save_manager = save_manager
+        self._load_manager = load_manager
+        self.readable = True
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any], replace: bool = False) -> None:
+        """ValueError when ``key`` is taken and not to be replaced."""
+        if key in self._parts and not replace:
+            raise ValueError(f"a state is registered as {key!r} already; give each part a key of its own")
+        self._parts[key] = _Part(load, save)
+
+    def stage(
+        self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
+    ) -> None:
+        """Snapshots the state for those who heal from this group; returns when the copy is made."""
+        self._check_readable("another group has to heal from this one")
+        transport.send_checkpoint(destinations, step, self._save(), timeout)
+
+    def root(self) -> bytes:
+        """The root digest of what would be staged now, without a copy of it."""
+        self._check_readable("the lighthouse compares the states of all groups")
+        return state_root(self._save())
+
+    def _check_readable(self, occasion: str) -> None:
+        if not self.readable:
+            raise KeepstepError(f"{occasion}, but disallow_state_dict_read() is in force")
+
+    def _save(self) -> dict[str, Any]:
+        return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}
+
+    def receive(
+        self,
+        transport: CheckpointTransport[dict[str, Any]],
+        source: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        progress: Progress,
+        limit: timedelta | None = None,
+    ) -> None:
+        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
+        extra: dict[str, Any] = {}
+        known = inspect.signature(transport.recv_checkpoint).parameters
+        if "into" in known:
+            extra["into"] = self._save()
+        if "progress" in known:
+            extra["progress"] = progress
+        if "limit" in known:
+            extra["limit"] = limit
+        state = transport.recv_checkpoint(source, metadata, step, timeout, **extra)
+        if state["user"].keys() != self._parts.keys():
+            raise KeepstepError(
+                f"the source has the states {sorted(state['user'])}, this group {sorted(self._parts)}; register the "
+                f"same keys in every group"
+            )
+        for key, value in state["user"].items():
+            self._parts[key].load(value)
+        self._load_manager(state["manager"])

@@ -1,0 +1,227 @@
+"""Keeps the process group in line with the quorum, and ends what is in flight when a member is lost.
+
+A group is built once for each quorum_id, in a thread of its own because building blocks. After an abort it is of no use
+under that quorum_id any more (``broken``): the next request has to bring a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.process_group import ProcessGroup
+from keepstep.rendezvous.key_value_server import MAX_TOTAL_BYTES, VERSION, KeyValueServer, Table
+from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.security.tokens import ClientToken
+
+REMEMBERED = 64
+"""Quorums of which a loss is remembered: the news may come before the quorum's own answer was acted upon."""
+
+
+class Reconfigurer:
+    """Owns one process group over the replica groups.
+
+    Args:
+        pg: reconfigured, aborted and shut down here.
+        job, group_rank, group_world_size, replica_id: who meets whom.
+        token: for the members' rendezvous.
+        host: our own address, which the group's sockets bind to.
+        key_values: the rendezvous table of this process, when it serves one (rank 0).
+        own_address: where that table is served.
+        timeout: of building a group.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        *,
+        job: str,
+        replica_id: str,
+        group_rank: int,
+        group_world_size: int,
+        token: str | ClientToken | None,
+        host: str,
+        key_values: KeyValueServer | None,
+        own_address: str,
+        timeout: timedelta,
+    ) -> None:
+        self.pg = pg
+        self._job = job
+        self._replica_id = replica_id
+        self._group_rank = group_rank
+        self._group_world_size = group_world_size
+        self._token = token
+        self._host = host
+        self._key_values = key_values
+        self._own_address = own_address
+        self._timeout = timeout
+        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        """CUDA device of the training thread, which the building thread takes over; None without one."""
+        self._lock = threading.Lock()
+        self._quorum_id = -1
+        self._generation = 0
+        self._broken = False
+        self._store: RendezvousStore | None = None
+        self._lost: dict[int, str] = {}
+        self._aborts: list[concurrent.futures.Future[None]] = []
+        self._building = threading.Lock()
+        self._closed = False
+
+    @property
+    def broken(self) -> bool:
+        """The group was aborted, or could not be built: only a new quorum_id helps."""
+        return self._broken
+
+    async def follow(self, plan: QuorumPlan) -> bool:
+        """Builds the group of ``plan`` unless it stands; True if it had to. Raises what kept it from being built."""
+        if plan.quorum_id == self._quorum_id and not self._broken:
+            return False
+        await asyncio.wrap_future(_in_thread("keepstep-reconfigure", lambda: self._build(plan)))
+        return True
+
+    def _build(self, plan: QuorumPlan) -> None:
+        with self._building:
+            self._build_alone(plan)
+
+    def _build_alone(self, plan: QuorumPlan) -> None:
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        with self._lock:
+            self._generation += 1
+            self._broken = True  # until it is built: an abort now could only hit what is to come
+            aborts, self._aborts = self._aborts, []
+        concurrent.futures.wait(aborts, self._timeout.total_seconds())
+        version = min(member.info.rendezvous for member in plan.members)
+        self._check_room(plan, version)
+        table = Table(self._job, plan.epoch, plan.quorum_id, self._group_rank)
+        here = self._key_values if plan.store_address == self._own_address else None
+        store = RendezvousStore(
+            plan.store_address, table, timeout=self._timeout, token=self._token, server=here, version=version
+        )
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+            self._store, self._quorum_id, self._broken = store, plan.quorum_id, False
+            self._raise_if_lost(plan.quorum_id)
+        try:
+            self._configure(plan, store)
+        except BaseException:
+            with self._lock:
+                self._broken = True
+            raise
+        with self._lock:
+            self._raise_if_lost(plan.quorum_id)
+
+    def _check_room(self, plan: QuorumPlan, version: int) -> None:
+        """Every member comes to the same result, so that nobody waits for who found the rendezvous full."""
+        if not isinstance(self.pg, ProcessGroup):
+            return
+        groups, ranks = plan.replica_world_size, self._group_world_size
+        need = groups * ranks * self.pg.rendezvous_bytes(groups, version)
+        if need <= MAX_TOTAL_BYTES:
+            return
+        remedy = "use fewer groups or fewer ranks in each"
+        if version < VERSION:
+            old = next(member.replica_id for member in plan.members if member.info.rendezvous == version)
+            remedy = f"{old} runs an older keepstep, which stores more for each group: update it, or {remedy}"
+        raise KeepstepError(
+            f"{groups} groups of {ranks} ranks need {need / 1e6:.1f} MB at the rendezvous of a rebuild, which holds "
+            f"{MAX_TOTAL_BYTES / 1e6:.1f} MB: {remedy}"
+        )
+
+    def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
+        address = f"{plan.store_address}/{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"
+        if isinstance(self.pg, ProcessGroup):
+            self.pg.set_timeout(self._timeout)
+        extra = (
+            {"store": store, "host": self._host} if isinstance(self.pg, ProcessGroup) else {}
+        )  # else torchft's contract
+        configure: Callable[..., None] = self.pg.configure  # type: ignore[attr-defined]
+        configure(
+            address,
+            self._replica_id,
+            plan.replica_rank,
+            plan.replica_world_size,
+            plan.quorum_id,
+            self._group_rank,
+            self._group_world_size,
+            [rank * self._group_world_size + self._group_rank for rank in range(plan.replica_world_size)],
+            **extra,
+        )
+
+    def _raise_if_lost(self, quorum_id: int) -> None:
+        if self._closed:
+            self._broken = True
+            raise KeepstepError("the Manager was shut down")
+        if quorum_id in self._lost:
+            self._broken = True
+            raise KeepstepError(f"quorum {quorum_id} is over already: {self._lost[quorum_id]}")
+
+    def lost(self, quorum_id: int, reason: str) -> None:
+        """A member of this quorum is gone: ends what waits for it. Any thread."""
+        with self._lock:
+            self._lost[quorum_id] = reason
+            while len(self._lost) > REMEMBERED:
+                del self._lost[next(iter(self._lost))]
+            concerned = quorum_id == self._quorum_id
+        if concerned:
+            self.abort(reason)
+
+    def abort(self, reason: str) -> None:
+        """Frees everybody who waits in the group, here and, as its connections end, at its peers. Any thread."""
+        with self._lock:
+            if self._broken or self._quorum_id < 0:
+                return
+            self._broken = True
+            generation = self._generation
+            if self._store is not None:
+                self._store.abort(reason)
+            self._aborts.append(_in_thread("keepstep-abort", lambda: self._abort(generation, reason)))
+
+    def _abort(self, generation: int, reason: str) -> None:
+        if generation != self._generation:
+            return
+        if isinstance(self.pg, ProcessGroup):
+            self.pg.abort(reason)
+        else:
+            self.pg.abort()
+
+    def shutdown(self) -> None:
+        """Ends the group, and whoever builds or aborts it."""
+        with self._lock:
+            self._closed = True
+        self.abort("shutting down")
+        with self._building:
+            concurrent.futures.wait(self._aborts, self._timeout.total_seconds())
+            if self._store is not None:
+                self._store.abort("shutting down")
+                self._store.close()
+            self.pg.shutdown()
+
+
+def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+    """Runs ``work`` in a daemon thread: an executor's would be waited for at the end of a script, before it can
+    abort.
+    """
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -1,0 +1,1 @@
+"""Ask a lighthouse or relay over REST, and show the answer as tables."""

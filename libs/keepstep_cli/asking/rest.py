@@ -1,0 +1,286 @@
+"""The lighthouse's REST surface as the command uses it: fails over, and turns every failure into advice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import click
+
+from keepstep_cli.asking.options import DEFAULT_LIGHTHOUSE
+from keepstep_cli.errors import Refused, Unreachable
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from keepstep_mesh.errors import AuthError
+    from keepstep_mesh.security.tls import TlsFiles
+    from keepstep_mesh.security.tokens import ClientToken
+
+Answer = TypeVar("Answer")
+
+TIMEOUT_SECONDS = 10.0
+READ_SECONDS = 600.0
+"""For a manifest or a chunk, on a slow line."""
+MAX_ANSWER_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+"""Of an event that is followed."""
+SILENCE_SECONDS = 45.0
+"""Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
+PATIENCE_SECONDS = 30.0
+"""How long a follower asks for a lighthouse that goes on where the last one broke off."""
+ASK_AGAIN_SECONDS = 0.5
+NO_LIGHTHOUSE = (
+    "what answers there is no keepstep lighthouse (torchft's speaks another language: trainers of keepstep need "
+    "`keepstep up` or `keepstep lighthouse` in its place)"
+)
+
+
+def run(asking: Coroutine[Any, Any, Answer]) -> Answer:
+    import asyncio
+
+    return asyncio.run(asking)
+
+
+def read_token(token_file: Path | None) -> ClientToken:
+    """The token in the file of the flag, else that of the environment, if there is one."""
+    from keepstep_mesh.errors import AuthError
+    from keepstep_mesh.security.tokens import ClientToken
+
+    environment = os.environ if token_file is None else {"KEEPSTEP_TOKEN_FILE": str(token_file)}
+    try:
+        return ClientToken(environment)
+    except AuthError as error:
+        told = str(error)
+        if token_file is not None:
+            told = told.replace("KEEPSTEP_TOKEN_FILE=", "--token-file ")
+        raise click.UsageError(told) from error
+
+
+def _escaped(name: str) -> str:
+    """As one part of a path: ``.`` and ``..`` too are names there, not folders."""
+    return quote(name, safe="", errors="surrogateescape") if name.strip(".") else name.replace(".", "%2E")
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Of a body that may go on for ever."""
+    rest = bytearray()
+    async for part in answer.content.iter_any():
+        rest += part
+        if b"\n" in part:
+            *whole, last = rest.split(b"\n")
+            rest = last
+            for line in whole:
+                yield bytes(line)
+        if len(rest) > MAX_LINE_BYTES:
+            raise Refused(f"line of {answer.url} too long: at most {MAX_LINE_BYTES} bytes are read", answer.status)
+
+
+class Lighthouse:
+    """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
+
+    what = "lighthouse"
+    default: str | None = DEFAULT_LIGHTHOUSE
+    starts = "`keepstep up`"
+    flags = "--lighthouse or KEEPSTEP_LIGHTHOUSE"
+    impostor = NO_LIGHTHOUSE
+    has_leader = True
+    """It may send us to another of its kind."""
+    forms: tuple[str, ...] = ("application/json", "text/event-stream")
+    """Content types of its answers."""
+
+    def __init__(
+        self,
+        addresses: str | None,
+        token: ClientToken | None,
+        tls: TlsFiles | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        *,
+        told: bool = False,
+    ) -> None:
+        """``told``: a lighthouse told the addresses, so that the token itself is not for them."""
+        from keepstep_mesh.config.settings import split_addresses
+
+        try:
+            self._addresses = split_addresses(addresses or self.default or "")
+        except ValueError as error:
+            raise click.UsageError(f"--{self.what}: {error}") from error
+        self._token = token
+        self._tls = tls
+        self._timeout = timeout
+        self._told = told
+
+    def relay(self, address: str, timeout: float) -> Relay:
+        """One that it knows, asked with the same certificate, and what is derived from the same token."""
+        return Relay(address, self._token, self._tls, timeout, told=True)
+
+    async def get(self, *path: str, **query: int) -> Any:
+        async with self._answer("GET", path, self._timeout, params=query) as answer:
+            return await self._object(answer)
+
+    async def read(self, *path: str, limit: int, **query: int) -> bytes:
+        """The answer as bytes. ``Refused`` when there are more than ``limit``."""
+        from keepstep_mesh.net.http import read_answer
+
+        async with self._answer("GET", path, READ_SECONDS, params=query) as answer:
+            return await read_answer(answer, limit)
+
+    async def delete(self, *path: str, **query: str) -> Any:
+        """The answer; None when it is empty."""
+        async with self._answer("DELETE", path, self._timeout, params=query) as answer:
+            return None if answer.status == HTTPStatus.NO_CONTENT else await self._object(answer)
+
+    async def post(self, *path: str, **body: Any) -> Any:
+        async with self._answer("POST", path, self._timeout, json=body) as answer:
+            return await self._object(answer)
+
+    async def patch(self, *path: str, **body: Any) -> Any:
+        async with self._answer("PATCH", path, self._timeout, json=body) as answer:
+            return await self._object(answer)
+
+    async def _object(self, answer: aiohttp.ClientResponse) -> dict[str, Any]:
+        from keepstep_mesh.net.http import Problem, read_json_answer
+
+        try:
+            return await read_json_answer(answer, MAX_ANSWER_BYTES)
+        except Problem as problem:
+            raise Unreachable(f"{answer.url.origin()}: {self.impostor} ({problem})") from problem
+
+    async def follow(
+        self, *path: str, after: int, told: Callable[[str], None], **query: int
+    ) -> AsyncGenerator[Any, None]:
+        """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
+
+        ``told`` hears of that. ``Unreachable`` when none answers for ``PATIENCE_SECONDS``.
+        """
+        import asyncio
+
+        begun, gone_since, said = False, 0.0, ""
+        while True:
+            try:
+                async with contextlib.aclosing(self._follow_one(path, {**query, "after": after})) as events:
+                    async for event in events:
+                        begun, gone_since, said = True, 0.0, ""
+                        if event is not None:
+                            after = max(after, event["id"])
+                            yield event
+                why = f"the lighthouse ended the events; asking for those after {after}"
+            except Unreachable as error:
+                if not begun or (gone_since and time.monotonic() - gone_since > PATIENCE_SECONDS):
+                    raise
+                why = f"{error.message.splitlines()[0]}; asking for the events after {after}"
+            except Refused as error:
+                if error.status != HTTPStatus.NOT_FOUND and not error.may_pass:
+                    raise
+                begun, gone_since, why = True, 0.0, f"{error.message}; waiting for it"
+            gone_since = gone_since or time.monotonic()
+            if not said:
+                said = why
+                told(why)
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncGenerator[Any, None]:
+        """None as soon as it is there, then the events."""
+        async with self._answer("GET", path, None, params=query) as answer:
+            if answer.content_type != "text/event-stream":
+                raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
+            yield None
+            async for line in _lines(answer):
+                if line.startswith(b"data:"):
+                    try:
+                        yield json.loads(line[5:])
+                    except ValueError as error:
+                        raise Unreachable(f"{answer.url.origin()}: {self.impostor}") from error
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """``timeout``: for all of it; None: none. A long one ends after ``SILENCE_SECONDS`` without a byte, too."""
+        import aiohttp
+        from yarl import URL
+
+        from keepstep_mesh.errors import AuthError
+        from keepstep_mesh.net.http import Identity, Problem, leader_of, raise_for_problem
+        from keepstep_mesh.security.tls import TlsError, explained, is_away
+
+        tried = []
+        away = True
+        left = list(self._addresses)
+        asked = set()
+        try:
+            identity = Identity(self._token, self._tls)
+        except TlsError as error:
+            raise click.UsageError(str(error)) from error
+        if timeout is None or timeout > SILENCE_SECONDS:
+            how["timeout"] = aiohttp.ClientTimeout(timeout, sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
+        async with identity.session(timeout=timeout) as session:
+            while left:
+                address = left.pop(0)
+                asked.add(address)
+                if self._told:
+                    how["headers"] = identity.headers_for(self.what, address)
+                url = URL("/".join((address, "v1", *map(_escaped, path))), encoded=True)
+                try:
+                    answer = await session.request(method, url, allow_redirects=False, **how)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    tried.append(f"{address}: {explained(error, address)}")
+                    away = away and is_away(error)
+                    continue
+                async with answer:
+                    if self.has_leader and (leader := leader_of(answer)) is not None:
+                        tried.append(f"{address}: does not lead; {leader} does")
+                        left = [] if leader in asked else [leader]
+                        continue
+                    if not self._is_ours(answer):
+                        tried.append(f"{address}: {self.impostor}")
+                        away = False
+                        continue
+                    try:
+                        await raise_for_problem(answer)
+                        yield answer
+                    except AuthError as error:
+                        raise Refused(self._advised(error), HTTPStatus.UNAUTHORIZED) from error
+                    except Problem as problem:
+                        raise Refused(f"{address} says no ({problem.status}): {problem}", problem.status) from problem
+                    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                        raise Unreachable(f"{address} broke off: {explained(error, address)}") from error
+                return
+        advice = f"Say where it is with {self.flags}."
+        if away:
+            advice = f"Start one with {self.starts}, or say where it is with {self.flags}."
+        said = "\n  ".join((f"no {self.what} answers; tried", *tried))
+        raise Unreachable(f"{said}\n{advice}", may_pass=away)
+
+    def _advised(self, error: AuthError) -> str:
+        source = "" if self._token is None else self._token.source
+        shown = f"What was shown came from {source}. " if source else ""
+        return f"{error}\n{shown}Give a token that may do this with --token-file or KEEPSTEP_TOKEN."
+
+    def _is_ours(self, answer: aiohttp.ClientResponse) -> bool:
+        """Whether this is what it would answer, by its form."""
+        if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+            return False
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            return answer.content_type == "application/problem+json"
+        return not answer.content_length or answer.content_type in self.forms
+
+
+class Relay(Lighthouse):
+    """A checkpoint relay."""
+
+    what = "relay"
+    default = None
+    starts = "`keepstep up` or `keepstep relay`"
+    flags = "--relay or KEEPSTEP_RELAY"
+    impostor = "what answers there is no keepstep relay"
+    has_leader = False
+    forms = ("application/json", "application/octet-stream")

@@ -1,0 +1,372 @@
+"""Commands that ask or order something of a lighthouse."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from keepstep_cli.asking.options import Named, Seconds, client_options
+from keepstep_cli.asking.rest import Lighthouse, read_token, run
+from keepstep_cli.commands.completion import job_names, refused_names, replica_names
+
+if TYPE_CHECKING:
+    from keepstep_mesh.security.tls import TlsFiles
+
+COMPARED = ("replicas_verified", "replicas_differ")
+"""Kinds of events that answer an order to compare the groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One job at one lighthouse."""
+
+    lighthouse: Lighthouse
+    job: str
+    as_json: bool
+
+    def get(self, *path: str, **query: int) -> Any:
+        return run(self.lighthouse.get(*path, **query))
+
+    def of_job(self, *path: str, **query: int) -> Any:
+        return self.get("jobs", self.job, *path, **query)
+
+    def change(self, **fields: Any) -> Any:
+        return run(self.lighthouse.patch("jobs", self.job, **fields))
+
+    def order(self, replica: str, order: str, **body: Any) -> Any:
+        return run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
+
+
+def _linked(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives ``function`` a Link for the options that all these commands have."""
+
+    @client_options
+    @functools.wraps(function)
+    def with_link(
+        *,
+        addresses: str | None,
+        job: str,
+        token_file: Path | None,
+        tls: TlsFiles,
+        as_json: bool,
+        **others: Any,
+    ) -> None:
+        function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
+
+    return with_link
+
+
+def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
+    return click.argument("replica", type=Named(), shell_complete=complete)
+
+
+def _show_json(answer: Any) -> None:
+    print(json.dumps(answer, indent=2))
+
+
+def _link_to(link: Link, name: str | None) -> Link:
+    """To the job that the argument names, else to that of ``--job``."""
+    if name and _is_flag("job") and name != link.job:
+        raise click.UsageError(f"which job: {name}, or {link.job} (--job)?")
+    return replace(link, job=name or link.job)
+
+
+def _is_flag(name: str) -> bool:
+    """Whether an option was given on the command line, not by a variable."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+@click.command()
+@_linked
+def status(link: Link) -> None:
+    """Show the lighthouse and its jobs; with --job that one only."""
+    cluster = link.get("cluster")
+    jobs = [link.of_job()] if _is_flag("job") else link.get("jobs")["jobs"]
+    if link.as_json:
+        _show_json({**cluster, "jobs": jobs})
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_cluster(cluster)
+    tables.show_jobs(jobs, cluster["leader"])
+
+
+@click.command()
+@_linked
+def replicas(link: Link) -> None:
+    """Show the replica groups of a job, those that just went too."""
+    answer = link.of_job("replicas")
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_replicas(answer["replicas"])
+
+
+@click.command(short_help="Show all about one replica group.")
+@_linked
+@_replica_argument()
+def inspect(link: Link, replica: str) -> None:
+    """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
+    answer = link.of_job("replicas", replica)
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_facts(answer)
+
+
+@click.command()
+@_linked
+@click.option("--explain", is_flag=True, help="Say why the next quorum is not formed yet, or how the last one was.")
+def quorum(link: Link, *, explain: bool) -> None:
+    """Show who takes part in the current step."""
+    answer = link.of_job("quorum")
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_quorum(answer, explain=explain)
+
+
+@click.command()
+@_linked
+@click.option("--follow", "-f", is_flag=True, help="Go on with each event as it happens.")
+@click.option(
+    "--after", type=click.IntRange(0), help="Only events newer than this number, the oldest of them.  [default: newest]"
+)
+@click.option(
+    "--limit", type=click.IntRange(1), default=1000, show_default=True, help="At most so many; not with --follow."
+)
+def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
+    """Show what happened to a job. With --json --follow, one line of JSON for each event.
+
+    Numbers of events grow over restarts of the lighthouse: epoch times 4294967296, plus a count.
+    """
+    from keepstep_cli.asking import tables
+
+    if not follow:
+        after_which = {} if after is None else {"after": after}
+        answer = link.of_job("events", limit=limit, **after_which)
+        if link.as_json:
+            _show_json(answer)
+        else:
+            for event in answer["events"]:
+                tables.show_event(event)
+        return
+
+    async def print_all() -> None:
+        path = ("jobs", link.job, "events")
+        async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
+            if link.as_json:
+                print(json.dumps(event))
+            else:
+                tables.show_event(event)
+            sys.stdout.flush()
+
+    run(print_all())
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"keepstep: {sentence}", file=sys.stderr, flush=True)
+
+
+@click.command(short_help="Show the heals and uploads under way.")
+@_linked
+@click.option("--follow", "-f", is_flag=True, help="Look again every second, until Ctrl-C.")
+def transfers(link: Link, *, follow: bool) -> None:
+    """Show what moves: the heals of a job, and its uploads to the relays that the lighthouse knows.
+
+    With --json --follow, one line of JSON for each look.
+    """
+    from keepstep_cli.asking.transfers import follow_transfers, look, show_transfers
+
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
+        return
+    found = run(look(link.lighthouse, link.job))
+    if link.as_json:
+        _show_json(found)
+    else:
+        show_transfers(found)
+
+
+def _reason_option(verb: str) -> Callable[[Any], Any]:
+    return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
+
+
+def _ordered(link: Link, answer: Any) -> None:
+    if link.as_json:
+        _show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    print(tables.short(answer["sentence"]))
+    tables.show_event(answer)
+
+
+@click.command()
+@_linked
+@_replica_argument()
+@_reason_option("evict")
+@click.option(
+    "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
+)
+def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
+    """End a replica group now. Its launcher may start it again, unless it is banned."""
+    _ordered(link, link.order(replica, "evict", reason=reason, ban_seconds=ban))
+
+
+@click.command(short_help="Ask a group to finish its step, leave, and exit with 0.")
+@_linked
+@_replica_argument()
+@_reason_option("drain")
+def drain(link: Link, replica: str, *, reason: str) -> None:
+    """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
+    _ordered(link, link.order(replica, "drain", reason=reason))
+
+
+@click.command()
+@_linked
+@_replica_argument(refused_names)
+def readmit(link: Link, replica: str) -> None:
+    """Lift the ban or eviction of a replica group."""
+    _ordered(link, link.order(replica, "readmit"))
+
+
+@click.command("verify-replicas", short_help="Compare the weights of all replica groups.")
+@_linked
+@click.option(
+    "--wait",
+    type=Seconds(),
+    default=60.0,
+    show_default=True,
+    metavar="TIME",
+    help="How long to wait for the step in which they are compared.",
+)
+def verify_replicas(link: Link, *, wait: float) -> None:
+    """Compare the weights of all replica groups, by root digests that they take in the middle of their next step.
+
+    Exits with 0 when they are equal, with 1 when they differ or were not compared in time.
+    """
+    order = run(link.lighthouse.post("jobs", link.job, "verify"))
+    event = run(_comparison(link, order, wait))
+    if link.as_json:
+        _show_json(event)
+    else:
+        from keepstep_cli.asking import tables
+
+        tables.show_comparison(event["detail"])
+    if event["kind"] != "replicas_verified":
+        raise SystemExit(1)
+
+
+async def _comparison(link: Link, order: Any, wait: float) -> Any:
+    """The event that answers ``order``. ClickException after ``wait`` seconds."""
+    import asyncio
+
+    follow = link.lighthouse.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
+    try:
+        async with asyncio.timeout(wait), contextlib.aclosing(follow) as events:
+            async for event in events:
+                if event["kind"] in COMPARED and event["detail"]["order"] >= order["detail"]["order"]:
+                    return event
+    except TimeoutError:
+        pass
+    raise click.ClickException(
+        f"the groups of job {link.job!r} were not compared within {wait:g} s: it takes two that train at one step, "
+        f"with a keepstep that can say its root digest. `keepstep quorum --explain` says what the next step waits for. "
+        f"A change of leader forgets the order: give it again"
+    )
+
+
+class SecondsOrNone(Seconds):
+    """Seconds, or ``none``: no time of its own."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "none" else super().convert(value, param, ctx)
+
+
+@click.command()
+@_linked
+@click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
+@click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
+@click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
+@click.option(
+    "--initial-replicas",
+    type=click.IntRange(0),
+    help="Groups that the first step of the job waits for, at most the join timeout.",
+)
+@click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
+@click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
+@click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")
+@click.option("--reconnect-grace", type=Seconds(), help="A group whose connection broke may come back for so long.")
+@click.option(
+    "--takeover-grace",
+    type=SecondsOrNone(),
+    help="After a restart nobody is judged dead for so long; none: the heartbeat timeout.",
+)
+@click.option("--verify-every", type=click.IntRange(0), metavar="STEPS", help="Compare the weights so often; 0: never.")
+@click.option(
+    "--on-divergence",
+    type=click.Choice(["heal", "drain", "report"]),
+    help="What becomes of a group whose weights are not those of most.",
+)
+@click.option(
+    "--drain-straggler-after",
+    type=click.IntRange(0),
+    metavar="STEPS",
+    help="Drain a group that was a straggler for so many steps in a row; 0: never.",
+)
+@click.option("--job-ttl", type=Seconds(), help="Delete the job when it had no sessions for so long; 0: never.")
+def policy(link: Link, name: str | None, **limits: Any) -> None:
+    """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
+    link = _link_to(link, name)
+    changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
+    answer = link.change(**changes) if changes else link.of_job()
+    if link.as_json:
+        _show_json(answer if changes else answer["policy"])
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_policy(answer["policy"])
+    if not changes:
+        return
+    if answer["event"] is None:
+        print("nothing to do: it was so before")
+    else:
+        tables.show_event(answer["event"])
+
+
+@click.group()
+def job() -> None:
+    """Delete a job. `keepstep status` shows all jobs."""
+
+
+@job.command(short_help="Delete a job that is no longer needed.")
+@_linked
+@click.argument("name", metavar="JOB", type=Named(), shell_complete=job_names)
+@click.option("--force", is_flag=True, help="Evict its replica groups first, if there are any.")
+def rm(link: Link, name: str, *, force: bool) -> None:
+    """Delete a job from the lighthouse: its quorum, policy, bans and event list. Checkpoints stay.
+
+    The next group that names it creates it anew, so stop the launchers first. Needs the admin token.
+    """
+    query = {"force": "true"} if force else {}
+    _ordered(link, run(link.lighthouse.delete("jobs", _link_to(link, name).job, **query)))
+
+
+COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit, job)

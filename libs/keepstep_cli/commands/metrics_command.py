@@ -1,0 +1,72 @@
+"""``keepstep metrics``: a metrics service in this process, until a signal ends it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep_cli.asking.options import Seconds
+from keepstep_cli.commands.serve import configure_logs
+from keepstep_cli.errors import Missing
+from keepstep_cli.running.service_options import service_options
+
+if TYPE_CHECKING:
+    from keepstep_mesh.serving.service import Endpoint
+    from keepstep_metrics.settings import MetricsSettings
+
+DEFAULT_PORT = 29530
+
+
+@click.command(short_help="Run a metrics service: history, goodput, failures of all jobs.")
+@service_options(DEFAULT_PORT)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of its data; without one nothing survives a restart.",
+)
+@click.option("--keep-events", type=Seconds(), help="Forget events that are older.  [default: 30d]")
+@click.option("--snapshot-every", type=Seconds(), help="Time between snapshots of the history.  [default: 5m]")
+@click.option(
+    "--lighthouse", metavar="URL[,URL]", help="Where to register, so that senders find it.  [env: KEEPSTEP_LIGHTHOUSE]"
+)
+@click.option("--name", help="Under which it registers.  [default: host and port]")
+@click.option("--advertise", metavar="URL", help="Where senders reach it.  [default: where it listens]")
+def metrics(**flags: Any) -> None:
+    """Run a metrics service: what each group did when, what failures cost, and why.
+
+    Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_METRICS_DATA_DIR.
+    """
+    try:
+        from keepstep_mesh.serving.service import run_several
+        from keepstep_metrics.__main__ import hosted_metrics
+    except ImportError as error:
+        raise Missing(
+            f"a metrics service needs {error.name}: pip install -e '.[services]' in keepstep's folder"
+        ) from error
+    from keepstep_mesh.errors import KeepstepError
+
+    configure_logs(flags)
+    settings = checked_settings(flags, "--bind")
+    try:
+        run_several([hosted_metrics(settings, announce)])
+    except (KeepstepError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def checked_settings(flags: dict[str, Any], bind_flag: str) -> MetricsSettings:
+    """Raises ``click.UsageError`` for what makes no sense."""
+    from keepstep_mesh.errors import KeepstepError
+    from keepstep_metrics.settings import read_settings
+
+    try:
+        return read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(re.sub(r"^bind\b", bind_flag, str(error))) from error
+
+
+def announce(endpoint: Endpoint) -> None:
+    """One line on standard output, for scripts that wait for it."""
+    print(f"metrics {endpoint.url}", flush=True)

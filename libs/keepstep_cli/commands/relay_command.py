@@ -1,0 +1,93 @@
+"""``keepstep relay``: a relay in this process, until a signal ends it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep_cli.asking.options import Seconds, Size, all_of
+from keepstep_cli.commands.serve import configure_logs
+from keepstep_cli.errors import Missing
+from keepstep_cli.running.service_options import service_options
+
+if TYPE_CHECKING:
+    from keepstep_mesh.serving.service import Endpoint
+    from keepstep_relay.settings import RelaySettings
+
+DEFAULT_PORT = 29520
+
+_tier_options = all_of(
+    click.option("--memory", type=Size(), help="Memory tier, at least 64MiB.  [default: 4GiB]"),
+    click.option(
+        "--data-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder of the disk tier; without one nothing survives a restart.",
+    ),
+    click.option(
+        "--durable", metavar="URL", help="Where durable checkpoints are copied to: file:///path, s3://bucket/path ..."
+    ),
+    click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints kept of a job; 0: all.  [default: 2]"),
+    click.option("--keep-durable", type=click.IntRange(0), help="Durable ones; 0: all.  [default: 0]"),
+    click.option("--live-age", type=Seconds(), help="Drop live ones that are older, but the newest.  [default: never]"),
+    click.option(
+        "--live-ttl",
+        type=Seconds(),
+        help="Drop the newest live one when unused for so long; 0: never.  [default: 1d]",
+    ),
+    click.option("--durable-age", type=Seconds(), help="The same for durable ones.  [default: never]"),
+)
+_limit_options = all_of(
+    click.option("--upload-timeout", type=Seconds(), help="Abort an upload whose rank is silent.  [default: 60]"),
+    click.option("--max-wait", type=Seconds(), help="Longest wait for what is still to come.  [default: 60]"),
+    click.option("--body-timeout", type=Seconds(), help="Longest that a chunk takes in or out.  [default: 60]"),
+    click.option("--max-checkpoints", type=click.IntRange(1), help="Checkpoints held at most.  [default: 1000]"),
+    click.option("--max-chunks", type=click.IntRange(1), help="Chunks known at most.  [default: 1000000]"),
+)
+
+
+@click.command(short_help="Run a checkpoint relay, which passes live states on.")
+@service_options(DEFAULT_PORT)
+@_tier_options
+@_limit_options
+@click.option(
+    "--lighthouse", metavar="URL[,URL]", help="Where to register, so that workers find it.  [env: KEEPSTEP_LIGHTHOUSE]"
+)
+@click.option("--name", help="Under which it registers.  [default: host and port]")
+@click.option("--advertise", metavar="URL", help="Where workers reach it.  [default: where it listens]")
+def relay(**flags: Any) -> None:
+    """Run a checkpoint relay: it takes a state once, and passes it on to any number of readers while it still comes.
+
+    Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
+    """
+    try:
+        from keepstep_mesh.serving.service import run_several
+        from keepstep_relay.__main__ import hosted_relay
+    except ImportError as error:
+        raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
+    from keepstep_mesh.errors import KeepstepError
+
+    configure_logs(flags)
+    settings = checked_settings(flags, "--bind")
+    try:
+        run_several([hosted_relay(settings, announce)])
+    except (KeepstepError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def checked_settings(flags: dict[str, Any], bind_flag: str) -> RelaySettings:
+    """Raises ``click.UsageError`` for what makes no sense."""
+    from keepstep_mesh.errors import KeepstepError
+    from keepstep_relay.settings import read_settings
+
+    try:
+        return read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(re.sub(r"^bind\b", bind_flag, str(error))) from error
+
+
+def announce(endpoint: Endpoint) -> None:
+    """One line on standard output, for scripts that wait for it."""
+    print(f"relay {endpoint.url}", flush=True)

@@ -1,0 +1,258 @@
+"""``keepstep up`` and ``keepstep lighthouse``: services in this process, until a signal ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep_cli.asking.options import DEFAULT_PORT, Seconds, all_of, make_folder
+from keepstep_cli.errors import Missing
+from keepstep_cli.running.service_options import FILE, service_options
+
+if TYPE_CHECKING:
+    from keepstep_mesh.serving.service import Endpoint, Hosted, Service
+
+RELAY_PORTS_ABOVE, METRICS_PORTS_ABOVE = 10, 20
+NAMES = (
+    "min_replicas",
+    "max_replicas",
+    "initial_replicas",
+    "join_timeout",
+    "heal_timeout",
+    "heartbeat_timeout",
+    "reconnect_grace",
+    "takeover_grace",
+    "verify_every",
+    "on_divergence",
+    "drain_straggler_after",
+)
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
+"""A setting as the lighthouse calls it in what it says of it."""
+
+_event_log_option = click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON.")
+
+_policy_options = all_of(
+    click.option(
+        "--min-replicas",
+        "--min_replicas",
+        type=click.IntRange(1),
+        help="Groups that a step needs at least.  [default: 1]",
+    ),
+    click.option(
+        "--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.  [default: 0]"
+    ),
+    click.option(
+        "--initial-replicas",
+        type=click.IntRange(0),
+        help="Groups that the first step of a job waits for, up to the join timeout.  [default: 0]",
+    ),
+    click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
+    click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.  [default: 60]"),
+    click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.  [default: 5]"),
+    click.option(
+        "--reconnect-grace",
+        type=Seconds(),
+        help="A group whose connection broke may come back for so long.  [default: 0.2]",
+    ),
+    click.option(
+        "--takeover-grace",
+        type=Seconds(),
+        help="After a restart nobody is judged dead for so long.  [default: the heartbeat timeout]",
+    ),
+    click.option(
+        "--verify-every",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        help="Compare the weights of all groups at each step that this divides; 0: never.  [default: 0]",
+    ),
+    click.option(
+        "--on-divergence",
+        type=click.Choice(["heal", "drain", "report"]),
+        help="What becomes of a group whose weights are not those of most.  [default: heal]",
+    ),
+    click.option(
+        "--drain-straggler-after",
+        type=click.IntRange(0),
+        metavar="STEPS",
+        help="Drain a group that was a straggler for so many steps in a row; 0: never.  [default: 0]",
+    ),
+    click.option(
+        "--job-ttl", type=Seconds(), help="Delete a job that had no sessions for so long; 0: never.  [default: 7d]"
+    ),
+    click.option(
+        "--max-jobs", type=click.IntRange(1), help="Jobs held at most; no new one beyond them.  [default: 1000]"
+    ),
+    # As torchft_lighthouse spells them; a lighthouse that does not poll has no use for the last one.
+    click.option("--join_timeout_ms", type=float, hidden=True),
+    click.option("--heartbeat_timeout_ms", type=float, hidden=True),
+    click.option("--quorum_tick_ms", type=float, hidden=True),
+)
+
+
+@click.command(short_help="Run a lighthouse, which forms the quorum of each step.")
+@service_options(DEFAULT_PORT)
+@_event_log_option
+@click.option(
+    "--store",
+    metavar="URL",
+    help="What must survive: memory://, sqlite:///path, or etcd://host:port[,host:port]/prefix, which several "
+    "lighthouses share: one leads, the others stand by.  [default: memory://]",
+)
+@click.option(
+    "--lease", type=Seconds(), help="With etcd: succeed a leader silent for so long; at least 3.  [default: 10]"
+)
+@click.option(
+    "--advertise", metavar="URL", help="With etcd: where others reach this lighthouse.  [default: where it listens]"
+)
+@_policy_options
+def lighthouse(**flags: Any) -> None:
+    """Run a lighthouse: it agrees with all groups of a job on who takes part in each step.
+
+    Times are seconds, or 500ms, 2m. Every flag is also a variable: --join-timeout is KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT.
+    """
+    _serve(flags)
+
+
+@click.command(short_help="Run the whole mesh, lighthouse, relay and metrics, in this process.")
+@service_options(DEFAULT_PORT)
+@_event_log_option
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(".keepstep"),
+    show_default=True,
+    help="Folder for the state and the event log.",
+)
+@click.option(
+    "--relay-bind",
+    metavar="HOST:PORT",
+    help="Where the relay listens.  [default: ten ports above the lighthouse]",
+)
+@click.option(
+    "--metrics-bind",
+    metavar="HOST:PORT",
+    help="Where the metrics service listens.  [default: twenty ports above the lighthouse]",
+)
+@_policy_options
+def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flags: Any) -> None:
+    """Run a lighthouse, a relay and a metrics service in this process. What must survive a restart is in a folder.
+
+    Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay` and `keepstep
+    metrics`.
+    """
+    from keepstep_mesh.config.settings import from_environment
+
+    flags["store"] = f"sqlite://{state_dir / 'lighthouse.sqlite'}"
+    if flags["event_log"] is None and from_environment("LIGHTHOUSE_EVENT_LOG") is None:
+        flags["event_log"] = state_dir / "events.jsonl"
+    shared = ("token_file", "tls_cert", "tls_key", "tls_ca", "insecure", "allow_host")
+    same = {name: flags[name] for name in shared}
+    of_relay = same | {"bind": relay_bind, "data_dir": state_dir / "relay"}
+    of_metrics = same | {"bind": metrics_bind, "data_dir": state_dir / "metrics"}
+    _serve(flags, state_dir, (of_relay, of_metrics))
+
+
+def _serve(
+    flags: dict[str, Any], state_dir: Path | None = None, beside: tuple[dict[str, Any], dict[str, Any]] | None = None
+) -> None:
+    """``state_dir`` is there while it runs, and is not left behind empty. ``beside``: flags of the relay and of the
+    metrics service beside it.
+    """
+    try:
+        from keepstep_lighthouse.__main__ import hosted_lighthouse
+        from keepstep_lighthouse.settings import read_settings
+        from keepstep_mesh.serving.service import run_several
+    except ImportError as error:
+        raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
+    from keepstep_mesh.errors import KeepstepError
+
+    configure_logs(flags)
+    flags.pop("quorum_tick_ms")
+    for name in ("join_timeout", "heartbeat_timeout"):
+        milliseconds = flags.pop(f"{name}_ms")
+        if milliseconds is not None and flags[name] is None:
+            flags[name] = milliseconds / 1000
+    try:
+        settings = read_settings(flags)
+    except (KeepstepError, ValueError) as error:
+        raise click.UsageError(SETTING.sub(lambda found: f"--{found[0].replace('_', '-')}", str(error))) from error
+    made = make_folder(state_dir) if state_dir is not None and not state_dir.exists() else None
+    listens: list[Endpoint] = []
+
+    def started(endpoint: Endpoint) -> None:
+        listens.append(endpoint)
+        _announce(endpoint)
+
+    try:
+        hosted = [hosted_lighthouse(settings, started)]
+        if beside is not None:
+            hosted.append(_relay_beside(settings.bind, listens, beside[0]))
+            hosted.append(_metrics_beside(settings.bind, listens, beside[1]))
+        run_several(hosted)
+    except (KeepstepError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):  # there is something in it
+                made.rmdir()
+
+
+def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
+    """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
+    from keepstep_cli.commands.relay_command import announce, checked_settings
+    from keepstep_relay.__main__ import hosted_relay
+    from keepstep_relay.app import Relay
+
+    _bind_above(bind, RELAY_PORTS_ABOVE, "RELAY_BIND", flags)
+    settings = checked_settings(flags, "--relay-bind")
+
+    def service() -> Service:
+        return Relay(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
+
+    return replace(hosted_relay(settings, announce), service=service)
+
+
+def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
+    """The same with a metrics service."""
+    from keepstep_cli.commands.metrics_command import announce, checked_settings
+    from keepstep_metrics.__main__ import hosted_metrics
+    from keepstep_metrics.app import Metrics
+
+    _bind_above(bind, METRICS_PORTS_ABOVE, "METRICS_BIND", flags)
+    settings = checked_settings(flags, "--metrics-bind")
+
+    def service() -> Service:
+        return Metrics(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
+
+    return replace(hosted_metrics(settings, announce), service=service)
+
+
+def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> None:
+    """Next to the lighthouse on ``bind``, unless it is said otherwise."""
+    from keepstep_mesh.config.settings import bind_address, from_environment
+    from keepstep_mesh.net.addresses import in_url
+
+    host, port = bind_address(bind)
+    if flags["bind"] is None and from_environment(variable) is None:
+        flags["bind"] = f"{in_url(host)}:{port + above if port else 0}"
+
+
+def configure_logs(flags: dict[str, Any]) -> None:
+    """Takes ``log_format`` and ``log_level`` out of ``flags``."""
+    from keepstep_mesh.config import logging
+
+    as_json = {"json": True, "console": False}.get(flags.pop("log_format"))
+    logging.configure(flags.pop("log_level"), as_json=as_json)
+
+
+def _announce(endpoint: Endpoint) -> None:
+    """One line on standard output, for scripts that wait for it."""
+    print(f"lighthouse {endpoint.url}", flush=True)
+    if sys.stdout.isatty():
+        print(f"train with: keepstep run --lighthouse {endpoint.url} --replicas 2 -- train.py", flush=True)

@@ -1,0 +1,1 @@
+"""Direct and show the demo."""

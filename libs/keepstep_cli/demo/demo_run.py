@@ -1,0 +1,182 @@
+"""Directs the demo: a lighthouse, a relay and replica groups under the supervisor of ``keepstep run``, and a killer.
+
+The trainers say what they do in the step log (``KEEPSTEP_STEP_LOG``) and on standard output; what to do next is the
+story's. They train until the number in the steps file, which is written when the last kill is survived. At the end the
+logs of all are checked as ``keepstep check-history`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+
+from keepstep_cli.commands.check_history import check_files, summary_lines, verdict, violation_lines
+from keepstep_cli.demo.demo_story import LIGHTHOUSE, Story
+from keepstep_cli.demo.demo_view import View, final_table, make_view
+from keepstep_cli.running.embedded import lighthouse_program, relay_program
+from keepstep_cli.running.launcher import Launcher, replica_programs, stop_on_signals
+from keepstep_cli.running.ranks import JobSpec, command_line, free_port
+from keepstep_cli.running.supervisor import Restarts
+from keepstep_mesh.protocol.names import name_of
+
+LOOK_SECONDS = 0.05
+SETTLE_SECONDS = 0.75
+"""How long all train together before the next kill."""
+UNTIL_TOLD = 10**9
+LAST_STEPS = 100
+"""At least so many more once all is over: every group must read the number before it gets there."""
+KEPT_LINES = 80
+
+
+def training_script() -> Path:
+    """examples/train_ddp.py of the repository; an installed package brings the same file along."""
+    in_repository = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
+    return in_repository if in_repository.exists() else Path(__file__).resolve().with_name("train_ddp.py")
+
+
+class StepLogReader:
+    """Hands what the trainers append to the step log to the story."""
+
+    def __init__(self, path: Path, story: Story) -> None:
+        path.touch()
+        self._file = path.open("rb")
+        self._rest = b""
+        self._story = story
+
+    def read(self) -> None:
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            entry = json.loads(line)
+            name = name_of(entry["replica_id"])
+            self._story.heard(name if name in self._story.groups else f"r{name}", entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class DemoAudience:
+    """Takes out of what the trainers print what the story wants to know; keeps the last lines for a failure."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:  # noqa: ARG002 - an Audience is told more
+        if match := re.fullmatch(r"step \d+ loss (\S+)", text):
+            self._story.learnt(group, float(match[1]))
+            return
+        self.lines.append(f"[{group}] {text}")
+        if match := re.fullmatch(r"step \d+ test accuracy (\S+) weights (\w+)", text):
+            self._story.ended(group, float(match[1]), match[2])
+
+    def note(self, group: str, sentence: str) -> None:
+        self.lines.append(f"[{group}] {sentence}")
+        if sentence.startswith("restart "):
+            self._story.restarted(group)
+        elif sentence.startswith("rank "):
+            self._story.died(group, sentence, time.time())
+
+
+async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path) -> None:
+    """Looks, kills, and says when it is time to end. Until cancelled."""
+    told = False
+    while True:
+        log.read()
+        view.show(story)
+        if victim := story.next_kill(time.time()):
+            story.killed(victim, time.time())
+            launcher.kill(victim)
+        if not told and story.over(time.time()):
+            told = True
+            more = max(LAST_STEPS, round(2 * story.steps_per_second()))
+            write_steps(steps_file, story.step + more)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def write_steps(steps_file: Path, steps: int) -> None:
+    part = steps_file.with_suffix(".part")
+    part.write_text(str(steps))
+    part.rename(steps_file)
+
+
+async def _run(
+    launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path, seconds: float
+) -> int:
+    director = asyncio.create_task(direct(launcher, story, log, view, steps_file))
+    try:
+        with stop_on_signals(launcher):
+            job = asyncio.create_task(launcher.run())
+            await asyncio.wait({job, director}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not job.done():
+                launcher.stop()
+            return await job
+    finally:
+        director.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await director
+        log.read()
+
+
+def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> int:
+    """Exit code: 0 when everything that was killed came back and all ended with the same weights."""
+    console = Console()
+    started = time.monotonic()
+    names = [f"r{group}" for group in range(replicas)]
+    victims = list(itertools.islice(itertools.cycle([names[0], LIGHTHOUSE, *names[1:]]), kills))
+    story = Story(names, victims, SETTLE_SECONDS)
+    audience = DemoAudience(story)
+    with tempfile.TemporaryDirectory(prefix="keepstep-demo-") as folder:
+        steps_file, step_log = Path(folder) / "steps", Path(folder) / "steps.jsonl"
+        write_steps(steps_file, UNTIL_TOLD)
+        port = free_port()
+        environment = {**os.environ, "KEEPSTEP_STEP_LOG": str(step_log)}
+        job = JobSpec(
+            command=command_line(str(training_script()), ("--steps", str(steps_file))),
+            replicas=replicas,
+            nproc_per_replica=1,
+            lighthouse=f"http://127.0.0.1:{port}",
+            job="demo",
+            run_id="demo",
+            max_restarts=kills + 3,
+        )
+        programs = [
+            lighthouse_program(port, Path(folder), environment),
+            relay_program(job.lighthouse, environment),
+            *replica_programs(job, environment),
+        ]
+        console.print(
+            f"{replicas} replica groups train on handwritten digits; {', '.join(victims)} will be killed (-9)."
+        )
+        log, view = StepLogReader(step_log, story), make_view(console)
+        launcher = Launcher(programs, Restarts(max_restarts=kills + 3), audience)
+        try:
+            code = asyncio.run(_run(launcher, story, log, view, steps_file, seconds))
+        finally:
+            view.close(story)
+            log.close()
+        history = check_files([Path(folder)])
+    summary = {
+        **story.summary(),
+        "history": {"records": history.records, "violations": dict(history.counts)},
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    summary_file.write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(final_table(summary))
+    said = [f"history checked: {'; '.join(summary_lines(history))}: {verdict(history)}", *violation_lines(history)]
+    console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+    if code == 0 and story.succeeded() and history.fine:
+        return 0
+    console.print(f"the demo failed (exit code of the job: {code}). What was printed last:", style="bold red")
+    sys.stdout.write("\n".join(audience.lines) + "\n")
+    return code if code > 128 else 1

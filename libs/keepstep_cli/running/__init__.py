@@ -1,0 +1,1 @@
+"""Start, watch and restart processes on this machine."""

@@ -1,0 +1,33 @@
+"""Whether the lighthouse keeps a replica group out."""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+from click import ClickException
+
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.errors import Refused
+from keepstep_cli.running.supervisor import BanLearned
+
+LEAST_SECONDS = 0.5
+"""Of a ban that the lighthouse says still holds, though by our clock it is over."""
+
+
+async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> BanLearned:
+    """For how long ``group`` is banned, under the name that it left in the folder ``names``, else its own."""
+    file = names / group
+    name = (file.read_text(errors="replace") if file.exists() else "") or group
+    return BanLearned(group, await _ban_left(lighthouse, job, name), name)
+
+
+async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None:
+    """Seconds for which ``name`` is banned from ``job``; 0: it is not. None: no lighthouse says."""
+    try:
+        bans = (await lighthouse.get("jobs", job))["bans"]
+    except ClickException as error:
+        return 0.0 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND else None
+    left = [max(LEAST_SECONDS, ban["until"] - time.time()) for ban in bans if ban["target"] == name]
+    return max(left, default=0.0)

@@ -1,0 +1,93 @@
+"""Services of the job's own, under its supervisor and on loopback: a lighthouse that survives its SIGKILL, a relay."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import socket
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from keepstep_cli.asking.options import DEFAULT_PORT
+from keepstep_cli.errors import Missing
+from keepstep_cli.running.launcher import Program
+from keepstep_cli.running.ranks import free_port
+from keepstep_cli.running.supervisor import GroupSpec
+
+NAME = "lighthouse"
+MAX_HEALTH_BYTES = 4096
+_claims: list[socket.socket] = []
+"""Held until this process ends."""
+TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
+
+
+def place(usual: int = DEFAULT_PORT) -> tuple[int, str | None]:
+    """``usual`` if it is free, so that ``keepstep status`` needs no flag; else any port, and the address of the
+    lighthouse that is there, if it is one.
+    """
+    try:
+        free_port(usual)
+        _claim(usual)
+    except OSError:
+        address = f"http://127.0.0.1:{usual}"
+        return free_port(), address if _is_lighthouse(address) else None
+    return usual, None
+
+
+def _claim(port: int) -> None:
+    """OSError when another process that still lives has claimed ``port``.
+
+    A lighthouse takes a second to listen. Of two runs that begin together both would find the port free, and the groups
+    of one would come to the lighthouse of the other, as groups of its job.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0keepstep lighthouse on port {port}")
+    except BaseException:
+        claim.close()
+        raise
+    _claims.append(claim)
+
+
+def _is_lighthouse(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=1.0) as answer:  # noqa: S310 - http, on loopback
+            return bool(json.loads(answer.read(MAX_HEALTH_BYTES))["service"] == NAME)
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return False
+
+
+def lighthouse_program(
+    port: int, state_dir: Path, environment: Mapping[str, str], flags: tuple[str, ...] = ()
+) -> Program:
+    """``flags``: of ``keepstep lighthouse``, beyond those that are set here. What it knows is kept in ``state_dir``."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise Missing(
+            "a lighthouse needs prometheus_client: pip install -e '.[services]' in keepstep's folder, or give "
+            "--lighthouse"
+        )
+    settings = {
+        "--bind": f"127.0.0.1:{port}",
+        "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",
+        "--event-log": str(state_dir / "events.jsonl"),
+    }
+    # It is on loopback, and the ranks are told http.
+    own = {name: value for name, value in environment.items() if not name.startswith(TLS_VARIABLES)}
+    return _service(NAME, settings, own, flags)
+
+
+def relay_program(lighthouse: str, environment: Mapping[str, str]) -> Program:
+    """A relay that keeps nothing over a restart; the ranks learn its address from ``lighthouse``."""
+    return _service("relay", {"--bind": "127.0.0.1:0", "--lighthouse": lighthouse}, environment)
+
+
+def _service(
+    name: str, settings: Mapping[str, str], environment: Mapping[str, str], flags: tuple[str, ...] = ()
+) -> Program:
+    quiet = {"--log-format": "console", "--log-level": "error"}
+    words = [word for setting in {**settings, **quiet}.items() for word in setting]
+    command = (sys.executable, "-m", "keepstep_cli", name, *words, *flags)
+    return Program(GroupSpec(name, service=True), command, lambda _restart: [dict(environment)])

@@ -1,0 +1,232 @@
+"""The shell around ``supervisor``: starts processes, hands over what they print, tells the core who died.
+
+In this order: an event arrives, the core decides, the shell does it. A group's processes are known to be gone, and what
+they left in their sessions killed, before the core hears of their end; so a new incarnation never meets an old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from keepstep_cli.running import ranks
+from keepstep_cli.running.output import read_lines
+from keepstep_cli.running.supervisor import (
+    AskBan,
+    BanLearned,
+    Begin,
+    Event,
+    GroupSpec,
+    Note,
+    RankExited,
+    Restarts,
+    SignalGroup,
+    StartGroup,
+    Stop,
+    Supervisor,
+    Tick,
+)
+
+OUTPUT_GRACE_SECONDS = 2.0
+"""How long what a dead rank printed may take to arrive; then somebody else holds its pipe."""
+CANNOT_START = 127
+HOPELESS = frozenset((errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOEXEC))
+"""What starting a program may fail with that no other try will mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A group as the shell knows it: what to start for each of its ranks."""
+
+    spec: GroupSpec
+    command: tuple[str, ...]
+    environments: Callable[[int], list[dict[str, str]]]
+    """One environment for each rank, given how often the group was restarted."""
+
+
+class Audience(Protocol):
+    """Who hears of everything."""
+
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
+        """A rank printed this; to its standard error if ``error``."""
+
+    def note(self, group: str, sentence: str) -> None:
+        """The supervisor did or saw something."""
+
+
+class Launcher:
+    """Runs one job. ``run`` once; ``stop`` and ``kill`` from the same loop at any time.
+
+    ``ask_ban``: answers for how long the name of a group is banned; by default nobody's is.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        restarts: Restarts,
+        audience: Audience,
+        ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
+    ) -> None:
+        self._programs = {one.spec.name: one for one in programs}
+        self.core = Supervisor([one.spec for one in programs], restarts)
+        self._audience = audience
+        self._bans = ask_ban
+        self._questions: set[asyncio.Task[None]] = set()
+        self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._watchers: asyncio.TaskGroup
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """First: ends all cleanly. Second: kills."""
+        self._events.put_nowait(Stop(signum))
+
+    def kill(self, group: str, signum: int = signal.SIGKILL) -> None:
+        """What a failure would do: no warning, and the supervisor is not told."""
+        for process in self._processes[group].values():
+            process.send(signum)
+
+    async def run(self) -> int:
+        """Exit code of the job: see ``Supervisor.exit_code``. However it ends, no process is left."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._look)
+        try:
+            async with asyncio.TaskGroup() as self._watchers:
+                try:
+                    self._handle(Begin())
+                    while (code := self.core.exit_code()) is None:
+                        self._handle(await self._next_event())
+                    return code
+                finally:
+                    for name in self._processes:
+                        self.kill(name)
+                    for question in self._questions:
+                        question.cancel()
+        finally:
+            loop.remove_signal_handler(signal.SIGCHLD)
+
+    async def _next_event(self) -> Event:
+        deadline = self.core.deadline()
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return await self._events.get()
+        except TimeoutError:
+            return Tick()
+
+    def _handle(self, event: Event) -> None:
+        for action in self.core.handle(event, time.monotonic(), random.random()):  # noqa: S311 - jitter
+            match action:
+                case StartGroup():
+                    self._start(self._programs[action.group], action.restart)
+                case SignalGroup():
+                    self.kill(action.group, action.signum)
+                case AskBan():
+                    question = self._watchers.create_task(self._ask_ban(action.group), name=f"ban of {action.group}")
+                    self._questions.add(question)
+                    question.add_done_callback(self._questions.discard)
+                case Note():
+                    self._note(action.group, action.sentence)
+
+    async def _ask_ban(self, name: str) -> None:
+        self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))
+
+    def _start(self, program: Program, restart: int) -> None:
+        name = program.spec.name
+        for rank, environment in enumerate(program.environments(restart)):
+            try:
+                process = ranks.RankProcess(program.command, environment)
+            except OSError as error:
+                self._note(name, f"rank {rank} cannot be started: {error}")
+                self._events.put_nowait(RankExited(name, rank, CANNOT_START, hopeless=error.errno in HOPELESS))
+                continue
+            self._processes[name][rank] = process
+            self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
+
+    async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
+        """One rank from its start to its end."""
+        output, errors = await process.output()
+        readers = [
+            asyncio.create_task(read_lines(output, partial(self._line, name, rank, error=False))),
+            asyncio.create_task(read_lines(errors, partial(self._line, name, rank, error=True))),
+        ]
+        code = await process.wait()
+        _, late = await asyncio.wait(readers, timeout=OUTPUT_GRACE_SECONDS)
+        for reader in late:
+            reader.cancel()
+        await asyncio.wait(readers)
+        process.close()
+        for reader in readers:
+            if not reader.cancelled():
+                reader.result()
+        del self._processes[name][rank]
+        self._events.put_nowait(RankExited(name, rank, code))
+
+    def _look(self) -> None:
+        for processes in self._processes.values():
+            for process in processes.values():
+                process.look()
+
+    def _line(self, name: str, rank: int, text: str, *, error: bool) -> None:
+        try:
+            self._audience.line(name, rank, text, error=error)
+        except BrokenPipeError:
+            self._nobody_listens()
+
+    def _note(self, name: str, sentence: str) -> None:
+        try:
+            self._audience.note(name, sentence)
+        except BrokenPipeError:
+            self._nobody_listens()
+
+    def _nobody_listens(self) -> None:
+        """Who read us has left: end, as any filter does. What is printed from here on goes nowhere."""
+        self._audience = Silence()
+        self.stop(signal.SIGPIPE)
+
+
+class Silence:
+    """An audience that has left."""
+
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
+        pass
+
+    def note(self, group: str, sentence: str) -> None:
+        pass
+
+
+@contextmanager
+def stop_on_signals(launcher: Launcher) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP become stops while inside."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for signum in signals:
+        loop.add_signal_handler(signum, launcher.stop, signum)
+    try:
+        yield
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+
+
+def replica_programs(job: ranks.JobSpec, base: Mapping[str, str]) -> list[Program]:
+    """The replica groups of ``job``: ``r0``, ``r1`` ..."""
+
+    def program(group: int) -> Program:
+        def environments(restart: int) -> list[dict[str, str]]:
+            port = ranks.free_port()
+            return [
+                ranks.rank_environment(job, group, rank, restart=restart, master_port=port, base=base)
+                for rank in range(job.nproc_per_replica)
+            ]
+
+        name = ranks.group_name(job, group)
+        return Program(GroupSpec(name, job.nproc_per_replica), job.command, environments)
+
+    return [program(group) for group in range(job.replicas)]

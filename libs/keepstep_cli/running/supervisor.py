@@ -1,0 +1,358 @@
+"""What to do about the processes of a job: when to restart, when to kill, when all is done. Pure: no I/O, no clock.
+
+A *group* is some ranks that live and die together. The rules:
+
+1.  A rank that exits with 0 is done. A group all of whose ranks are done is finished and is not started again.
+2.  A rank that ends in any other way fails its group: the other ranks get SIGTERM and, after ``grace`` seconds,
+    SIGKILL. The group is started again, as a whole, once its last rank is gone.
+3.  Restarts wait: ``first_backoff`` seconds, twice as long each time, at most ``max_backoff``, drawn from the upper
+    half of that so that groups that died together do not come back together. A group that ran for ``ran_well``
+    seconds starts again at ``first_backoff``.
+4.  After ``max_restarts`` restarts a group is given up, and at once when a rank of it can never be started. The others
+    go on: they may well finish without it.
+5.  A *service* (the embedded lighthouse) is restarted whatever its exit code and however often, is not waited for, and
+    is ended when every group is finished or given up.
+6.  A group one of whose ranks ended with ``EXIT_EVICTED`` is not started again while its name is banned. The core asks
+    when the last rank is gone (``AskBan``), when the ban should be over, and in between every ``ban_check`` seconds,
+    because a ban may be lifted. While nobody can say, it counts as banned.
+7.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and starts nothing any more; services end
+    last, so that groups can still say that they leave. The second sends SIGKILL to everything at once.
+
+``handle`` takes an event, the monotonic time in seconds and a number drawn from [0, 1), and answers with what to do, in
+order. ``deadline`` is when a ``Tick`` is wanted next. All else of this package that has to do with processes obeys.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX_RESTARTS = 100
+EXIT_EVICTED = 77
+"""As ``keepstep.runtime.exits`` has it, which `keepstep --help` has no time to import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """When a group is started again; seconds."""
+
+    max_restarts: int = MAX_RESTARTS
+    first_backoff: float = 0.1
+    max_backoff: float = 30.0
+    ran_well: float = 30.0
+    grace: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    ban_check: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    name: str
+    ranks: int = 1
+    service: bool = False
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """First of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """``code`` as subprocess has it: negative is a signal's number. ``hopeless``: it did not start, and never will."""
+
+    group: str
+    rank: int
+    code: int
+    hopeless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Somebody wants an end. ``signum`` becomes the exit code, 128 + signum."""
+
+    signum: int = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class BanLearned:
+    """Answers ``AskBan``. Seconds that the ban goes on; 0: there is none; None: nobody could say.
+
+    ``name``: that of the group at the lighthouse, where it is another.
+    """
+
+    group: str
+    seconds_left: float | None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline has passed. Harmless at any other time."""
+
+
+Event = Begin | RankExited | BanLearned | Stop | Tick
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class StartGroup:
+    """Start all ranks. ``restart`` is 0 the first time."""
+
+    group: str
+    restart: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalGroup:
+    """To those ranks that still run."""
+
+    group: str
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskBan:
+    """Ask the lighthouse whether the name of this group is banned."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One sentence for people."""
+
+    group: str
+    sentence: str
+
+
+Action = StartGroup | SignalGroup | AskBan | Note
+
+
+class Phase(enum.Enum):
+    RUNNING = "running"
+    ENDING = "ending"
+    """Told to end; some ranks are still there."""
+    BANNED = "banned"
+    """Evicted, and banned as far as is known."""
+    WAITING = "waiting"
+    """For its restart."""
+    FINISHED = "finished"
+    GIVEN_UP = "given up"
+    STOPPED = "stopped"
+
+
+OVER = frozenset({Phase.FINISHED, Phase.GIVEN_UP, Phase.STOPPED})
+
+
+@dataclass(slots=True)
+class _Group:
+    spec: GroupSpec
+    phase: Phase = Phase.WAITING
+    alive: set[int] = field(default_factory=set)
+    failed: bool = False
+    evicted: bool = False
+    hopeless: bool = False
+    ban_noted: str = ""
+    """What was last said about its ban."""
+    restarts: int = 0
+    """How often it was started again."""
+    short_lives: int = 0
+    """How many in a row ended before ``ran_well``."""
+    started_at: float = 0.0
+    deadline: float | None = None
+    """ENDING: of SIGKILL; WAITING: of the restart; BANNED: of the next question."""
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class Supervisor:
+    """The state of one job's processes."""
+
+    def __init__(self, groups: Sequence[GroupSpec], restarts: Restarts) -> None:
+        if len({spec.name for spec in groups}) != len(groups):
+            raise ValueError("two groups have the same name")
+        self._restarts = restarts
+        self._groups = {spec.name: _Group(spec) for spec in groups}
+        self._stops = 0
+        self._stop_signal: int = signal.SIGTERM
+        self._closing = False
+        """All groups are over, the services are being ended."""
+
+    def phase(self, group: str) -> Phase:
+        return self._groups[group].phase
+
+    def restarts(self, group: str) -> int:
+        return self._groups[group].restarts
+
+    def deadline(self) -> float | None:
+        """Monotonic time of the next ``Tick`` wanted."""
+        return min((one.deadline for one in self._groups.values() if one.deadline is not None), default=None)
+
+    def exit_code(self) -> int | None:
+        """None while anything runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n."""
+        phases = [one.phase for one in self._groups.values()]
+        if not all(phase in OVER for phase in phases):
+            return None
+        if self._stops:
+            return 128 + self._stop_signal
+        return 1 if Phase.GIVEN_UP in phases else 0
+
+    def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Action]:
+        actions: list[Action] = []
+        match event:
+            case Begin():
+                for group in self._groups.values():
+                    self._start(group, now, actions)
+            case RankExited():
+                self._exited(self._groups[event.group], event, now, chance, actions)
+            case BanLearned():
+                self._learn_ban(self._groups[event.group], event, now, chance, actions)
+            case Stop():
+                self._stop(event, now, actions)
+            case Tick():
+                for group in self._groups.values():
+                    self._tick(group, now, actions)
+        if not self._closing and all(one.spec.service or one.phase in OVER for one in self._groups.values()):
+            self._closing = True
+            for group in self._groups.values():
+                self._end(group, now, actions)
+        return actions
+
+    def validate(self) -> None:
+        """All invariants; raises AssertionError with a sentence."""
+        for group in self._groups.values():
+            name = group.spec.name
+            assert bool(group.alive) == (group.phase in {Phase.RUNNING, Phase.ENDING}), f"{name}: phase against ranks"
+            timed = group.phase in {Phase.ENDING, Phase.WAITING, Phase.BANNED}
+            assert timed or group.deadline is None, f"{name}: a deadline and nothing to wait for"
+            assert group.spec.service or group.restarts <= self._restarts.max_restarts, f"{name}: too many restarts"
+            waits = group.phase in {Phase.WAITING, Phase.BANNED}
+            assert not (self._stops and waits), f"{name}: would be started after a stop"
+
+    # ---- one group
+
+    def _start(self, group: _Group, now: float, actions: list[Action]) -> None:
+        group.phase, group.failed, group.deadline = Phase.RUNNING, False, None
+        group.evicted, group.ban_noted = False, ""
+        group.alive = set(range(group.spec.ranks))
+        group.started_at = now
+        actions.append(StartGroup(group.spec.name, group.restarts))
+
+    def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
+        group.alive.discard(event.rank)
+        group.evicted |= event.code == EXIT_EVICTED
+        group.hopeless |= event.hopeless
+        failed = event.code != 0 or group.spec.service
+        if failed and group.phase is Phase.RUNNING:
+            group.failed = True
+            others = f", ending the other {len(group.alive)}" if group.alive else ""
+            actions.append(Note(group.spec.name, f"rank {event.rank} {describe_exit(event.code)}{others}"))
+            self._signal_end(group, now, actions)
+        if group.alive:
+            return
+        group.deadline = None
+        if self._stops or self._closing:
+            group.phase = Phase.STOPPED
+        elif not group.failed:
+            group.phase = Phase.FINISHED
+            actions.append(Note(group.spec.name, "finished"))
+        elif group.hopeless and not group.spec.service:
+            group.phase = Phase.GIVEN_UP
+            actions.append(Note(group.spec.name, "given up: another try would end the same"))
+        elif group.evicted and not group.spec.service:
+            group.phase = Phase.BANNED
+            actions.append(AskBan(group.spec.name))
+        else:
+            self._plan_restart(group, now, chance, actions)
+
+    def _learn_ban(self, group: _Group, learned: BanLearned, now: float, chance: float, actions: list[Action]) -> None:
+        if group.phase is not Phase.BANNED:
+            return
+        seconds_left = learned.seconds_left
+        if seconds_left == 0:
+            self._plan_restart(group, now, chance, actions)
+            return
+        name, check = group.spec.name, self._restarts.ban_check
+        group.deadline = now + (check if seconds_left is None else min(seconds_left, check))
+        known = "unknown" if seconds_left is None else "banned"
+        if group.ban_noted != known:
+            group.ban_noted = known
+            until = "no lighthouse says whether it is banned; asking on"
+            if seconds_left is not None:
+                until = f"banned for {seconds_left:.0f} s more; `keepstep readmit {learned.name or name}` ends that"
+            actions.append(Note(name, f"evicted, not started again: {until}"))
+
+    def _plan_restart(self, group: _Group, now: float, chance: float, actions: list[Action]) -> None:
+        limits = self._restarts
+        if not group.spec.service and group.restarts >= limits.max_restarts:
+            group.phase = Phase.GIVEN_UP
+            sentence = (
+                f"given up after {group.restarts} restarts" if group.restarts else "given up, no restarts allowed"
+            )
+            actions.append(Note(group.spec.name, sentence))
+            return
+        if now - group.started_at >= limits.ran_well:
+            group.short_lives = 0
+        backoff = min(limits.first_backoff * 2.0 ** min(group.short_lives, 60), limits.max_backoff)
+        backoff *= 0.5 + chance / 2
+        group.short_lives += 1
+        group.restarts += 1
+        group.phase, group.deadline = Phase.WAITING, now + backoff
+        of = "" if group.spec.service else f" of {limits.max_restarts}"
+        actions.append(Note(group.spec.name, f"restart {group.restarts}{of} in {backoff:.2f} s"))
+
+    def _tick(self, group: _Group, now: float, actions: list[Action]) -> None:
+        if group.deadline is None or now < group.deadline:
+            return
+        if group.phase is Phase.WAITING:
+            self._start(group, now, actions)
+        elif group.phase is Phase.BANNED:
+            group.deadline = None
+            actions.append(AskBan(group.spec.name))
+        else:
+            group.deadline = None
+            actions.append(Note(group.spec.name, f"still there {self._restarts.grace:g} s after SIGTERM: killed"))
+            actions.append(SignalGroup(group.spec.name, signal.SIGKILL))
+
+    # ---- ending
+
+    def _stop(self, event: Stop, now: float, actions: list[Action]) -> None:
+        self._stops += 1
+        if self._stops == 1:
+            self._stop_signal = event.signum
+            if event.signum == signal.SIGINT:
+                actions.append(Note("run", "ending; Ctrl-C again kills at once"))
+            for group in self._groups.values():
+                if not group.spec.service or group.phase is Phase.WAITING:
+                    self._end(group, now, actions)
+            return
+        for group in self._groups.values():
+            if group.alive:
+                group.deadline = None
+                actions.append(SignalGroup(group.spec.name, signal.SIGKILL))
+
+    def _end(self, group: _Group, now: float, actions: list[Action]) -> None:
+        if group.phase in {Phase.WAITING, Phase.BANNED}:
+            group.phase, group.deadline = Phase.STOPPED, None
+        elif group.phase is Phase.RUNNING:
+            self._signal_end(group, now, actions)
+
+    def _signal_end(self, group: _Group, now: float, actions: list[Action]) -> None:
+        if group.alive:
+            group.phase, group.deadline = Phase.ENDING, now + self._restarts.grace
+            actions.append(SignalGroup(group.spec.name, signal.SIGTERM))

@@ -1,0 +1,154 @@
+"""Checks what lighthouses and trainers wrote down of a run against what must hold. Pure: records in, violations out.
+
+    history = History()
+    history.begin_file(log)                              for each file, what was rotated away before its heir
+    history.add(place, record)                           for each line, or
+    history.unreadable(place, why, whole=...)            for one that is no record
+    report = history.report()
+
+Clocks of machines differ, so no time of any record is looked at. What came before what is known from numbers that only
+grow: the lines of one log stand in their order; epochs and quorum_ids grow over all lighthouses; a group asks for a
+quorum with the step that it has reached. ``RULES`` says what is checked: within one log as it is read
+(``history_logs``), between logs at the end (``history_jobs``). Memory grows with changes of quorums and groups, not
+with steps: steps that one process commits one after another under one quorum are one ``Run``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from keepstep_history.jobs import Facts, JobHistory
+from keepstep_history.logs import EventLogCheck
+from keepstep_history.records import EventRecord, Place, Record, StepRecord
+from keepstep_history.rules import RULES, Violation, Violations
+
+
+@dataclass(slots=True)
+class Report:
+    """``violations`` holds the first of each rule; ``counts`` has all of them."""
+
+    violations: list[Violation]
+    counts: Counter[str]
+    records: int
+    event_logs: int
+    step_logs: int
+    """Processes that wrote steps."""
+    epochs: int
+    jobs: dict[str, Facts]
+    not_covered: list[str] = field(default_factory=list)
+    """What could not be checked, and which log would tell; one sentence each."""
+
+    @property
+    def fine(self) -> bool:
+        return not self.violations
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "fine": self.fine,
+            "violations": [one.json() for one in self.violations],
+            "violations_by_rule": dict(self.counts),
+            "records": self.records,
+            "event_logs": self.event_logs,
+            "step_logs": self.step_logs,
+            "epochs": self.epochs,
+            "jobs": {name: asdict(job) for name, job in self.jobs.items()},
+            "not_covered": self.not_covered,
+            "checked": {rule.name: rule.holds for rule in RULES.values()},
+        }
+
+
+class History:
+    """The logs of one run; in any order of files, each with its lines in theirs."""
+
+    def __init__(self) -> None:
+        self._violations = Violations()
+        self._jobs: dict[str, JobHistory] = {}
+        self._event_logs: dict[str, EventLogCheck] = {}
+        self._owners: dict[int, tuple[str, Place]] = {}
+        self._log = ""
+        self._unread: tuple[Place, str] | None = None
+        """A line that was no record, until the next tells whether a kill and a restart explain it."""
+        self._cut_off: list[Place] = []
+        self._records = 0
+
+    def begin_file(self, log: str) -> None:
+        """``log``: the same for the parts of one that was rotated."""
+        self._explain(None)
+        self._log = log
+
+    def add(self, place: Place, record: Record) -> None:
+        self._explain(record)
+        self._records += 1
+        if isinstance(record, StepRecord):
+            self._job(record.job).process(record.replica_id, record.group_rank).add(place, record)
+            return
+        log = self._event_logs.get(self._log)
+        if log is None:
+            log = self._event_logs[self._log] = EventLogCheck(self._log, self._violations)
+        log.add(place, record)
+        self._owned(record.epoch, log.owner, place)
+        if record.job:
+            self._job(record.job).add_event(place, record)
+
+    def unreadable(self, place: Place, why: str, *, whole: bool) -> None:
+        """``whole``: it has its end; else it is the last of its file, and a kill may have cut it off."""
+        self._explain(None)
+        if whole:
+            self._unread = place, why
+        else:
+            self._cut_off.append(place)
+
+    def _explain(self, record: Record | None) -> None:
+        """A lighthouse that starts anew ends the line that the kill of the one before left, and begins a term."""
+        if self._unread is not None:
+            place, why = self._unread
+            self._unread = None
+            if isinstance(record, EventRecord) and record.kind == "term":
+                self._cut_off.append(place)
+            else:
+                self._violations.add("unreadable", "", f"this line is no record: {why}", place)
+
+    def _job(self, name: str) -> JobHistory:
+        job = self._jobs.get(name)
+        if job is None:
+            job = self._jobs[name] = JobHistory(name, self._violations)
+        return job
+
+    def _owned(self, epoch: int, owner: str, place: Place) -> None:
+        known = self._owners.get(epoch)
+        if known is None:
+            self._owners[epoch] = owner, place
+        elif known[0] != owner:
+            self._violations.add(
+                "one_owner", "", f"epoch {epoch} is used by {known[0]} and by {owner}", known[1], place
+            )
+
+    def report(self) -> Report:
+        self._explain(None)
+        for job in self._jobs.values():
+            job.check({epoch: owner for epoch, (owner, _) in self._owners.items()})
+        return Report(
+            violations=self._violations.kept,
+            counts=self._violations.counts,
+            records=self._records,
+            event_logs=len(self._event_logs),
+            step_logs=sum(len(job.processes) for job in self._jobs.values()),
+            epochs=len(self._owners),
+            jobs={name: job.facts() for name, job in sorted(self._jobs.items())},
+            not_covered=self._not_covered(),
+        )
+
+    def _not_covered(self) -> list[str]:
+        event_logs, step_logs = bool(self._event_logs), any(job.processes for job in self._jobs.values())
+        missing = []
+        if not event_logs:
+            missing.append("no event log of a lighthouse: start it with --event-log FILE")
+        if not step_logs:
+            missing.append("no step log of a trainer: start it with KEEPSTEP_STEP_LOG=FILE")
+        missing += [f"{log.name} begins in the middle" for log in self._event_logs.values() if log.headless]
+        missing += [f"{place} is cut off in the middle, as a kill leaves it" for place in self._cut_off]
+        for job in self._jobs.values():
+            missing += job.not_covered(event_logs=event_logs, step_logs=step_logs)
+        return missing

@@ -1,0 +1,85 @@
+"""All that the logs of one job say of each quorum: its members, who made it, under which epochs it was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keepstep_history.records import EventRecord, Place
+from keepstep_history.rules import Violations
+
+NAMED = 8
+"""So many groups are named in a sentence, then they are counted."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """``a, b and 3 more``."""
+    known = sorted(names)
+    more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more
+
+
+@dataclass(slots=True)
+class Quorum:
+    members: frozenset[str] | None = None
+    claimed: Place | None = None
+    """Where its members were first read."""
+    made: tuple[EventRecord, Place] | None = None
+    lowest: tuple[int, Place, str] | None = None
+    """The lowest epoch under which something was done in it, where, and what, as a sentence."""
+
+
+class Quorums:
+    """Of one job, by quorum_id."""
+
+    def __init__(self, job: str, violations: Violations) -> None:
+        self.by_id: dict[int, Quorum] = {}
+        self._job = job
+        self._violations = violations
+        self._member_sets: dict[frozenset[str], frozenset[str]] = {}
+
+    def _quorum(self, quorum_id: int) -> Quorum:
+        return self.by_id.setdefault(quorum_id, Quorum())
+
+    def made(self, place: Place, record: EventRecord) -> None:
+        """A lighthouse formed it."""
+        assert record.quorum_id is not None
+        quorum = self._quorum(record.quorum_id)
+        self.claim(place, record.quorum_id, record.names, "the lighthouse")
+        if quorum.made is None:
+            quorum.made = record, place
+        elif quorum.made[0].id != record.id:
+            what = f"quorum {record.quorum_id} was made twice, under epoch {quorum.made[0].epoch} and {record.epoch}"
+            self._violations.add("one_membership", self._job, what, quorum.made[1], place)
+
+    def claim(self, place: Place, quorum_id: int, members: tuple[str, ...], who: str) -> None:
+        quorum, named = self._quorum(quorum_id), frozenset(members)
+        if quorum.members is None or quorum.claimed is None:
+            quorum.members, quorum.claimed = self._member_sets.setdefault(named, named), place
+        elif quorum.members != named:
+            what = f"quorum {quorum_id} is of {listed(named)} for {who}, and elsewhere of {listed(quorum.members)}"
+            self._violations.add("one_membership", self._job, what, quorum.claimed, place)
+
+    def acted(self, place: Place, quorum_id: int, epoch: int, what: str) -> None:
+        """Something was done under ``epoch`` by somebody who knew of this quorum."""
+        quorum = self._quorum(quorum_id)
+        if quorum.lowest is None or epoch < quorum.lowest[0]:
+            quorum.lowest = epoch, place, what
+
+    def check_epochs(self) -> None:
+        """Whoever knows quorum q acts after it was made, and so never under an epoch before that of its maker."""
+        latest: tuple[EventRecord, Place] | None = None
+        for quorum_id, quorum in sorted(self.by_id.items()):
+            if quorum.made is not None and (latest is None or quorum.made[0].epoch >= latest[0].epoch):
+                latest = quorum.made
+            if latest is None:
+                continue
+            (record, where), acts = latest, []
+            if quorum.made is not None:
+                acts.append((quorum.made[0].epoch, quorum.made[1], f"quorum {quorum_id} was made"))
+            if quorum.lowest is not None:
+                acts.append(quorum.lowest)
+            for epoch, place, what in acts:
+                if epoch < record.epoch:
+                    since = f"though epoch {record.epoch} had made quorum {record.quorum_id}"
+                    self._violations.add("old_epoch", self._job, f"{what} under epoch {epoch}, {since}", where, place)

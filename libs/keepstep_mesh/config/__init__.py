@@ -1,0 +1,1 @@
+"""Read settings from flags, the environment and files; configure logs."""

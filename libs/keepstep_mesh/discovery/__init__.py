@@ -1,0 +1,1 @@
+"""Register a service with the lighthouse, so that workers find it."""

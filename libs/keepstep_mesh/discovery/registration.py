@@ -1,0 +1,164 @@
+"""How a service stays known: it registers with a lighthouse and says again, every third of its time to live, that it
+is there, over restarts and changes of lighthouses. The lighthouse tells workers where it is.
+
+    async with registered(lighthouses, Registration("relay", "relay-1", "http://10.0.0.7:29520"), token=token):
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import aiohttp
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.http import Identity, leader_of, raise_for_problem, read_json_answer
+from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.session_machine import Addresses
+
+REQUEST_SECONDS = 5.0
+"""For one request to one lighthouse, at most a third of the time to live."""
+GOODBYE_SECONDS = 2.0
+LOG_AGAIN_SECONDS = 10.0
+
+log = get_logger("keepstep.registration")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """``kind``: ``relay`` or ``metrics``. ``name``: unique among them, the same after a restart.
+
+    ``address``: ``http://host:port`` as workers reach it. ``ttl``: seconds after which a service that says nothing is
+    forgotten. ``details``: a few facts for people, no more than 4 KiB.
+    """
+
+    kind: str
+    name: str
+    address: str
+    ttl: float = 15.0
+    details: Mapping[str, str | float | bool | None] = field(default_factory=dict)
+
+
+class Registrar:
+    """Made by ``registered``."""
+
+    def __init__(
+        self, lighthouses: Iterable[str], registration: Registration, identity: Identity, looks_for: str | None
+    ) -> None:
+        self.lighthouse: str | None = None
+        """The one that took the registration last; None while none does."""
+        self.trouble: str | None = "not registered yet"
+        """Why there is none, for ``/readyz`` and people."""
+        self.known = asyncio.Event()
+        """Set while a lighthouse has the registration."""
+        self.found: str | None = None
+        """Address of a service of the kind that is looked for, as the lighthouse said at the last renewal."""
+        self._registration = registration
+        self._looks_for = looks_for
+        self._identity = identity
+        self._addresses = Addresses(lighthouses)
+        self._interval = registration.ttl / 3
+        self._logged = float("-inf")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            delay, lighthouse = self._addresses.next(random.random())  # noqa: S311 - spreads clients
+            await asyncio.sleep(delay)
+            began = loop.time()
+            try:
+                async with self._identity.session(timeout=min(REQUEST_SECONDS, self._interval)) as http:
+                    while True:
+                        await self._put(http, lighthouse)
+                        self._taken_by(lighthouse)
+                        await self._look(http, lighthouse)
+                        await asyncio.sleep(self._interval)
+            except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
+                self._failed(f"{lighthouse}: {explained(error, lighthouse)}")
+                self._addresses.lost(lighthouse, loop.time() - began, silent=isinstance(error, TimeoutError))
+
+    async def _put(self, http: aiohttp.ClientSession, lighthouse: str) -> None:
+        what = self._registration
+        body = {"address": what.address, "ttl_seconds": what.ttl, "details": dict(what.details)}
+        async with http.put(self._url(lighthouse), json=body, allow_redirects=False) as answer:
+            if (leader := leader_of(answer)) is not None:
+                self._addresses.follow(leader)
+                raise ConnectionRefusedError(f"it does not lead; {leader} does")
+            await raise_for_problem(answer)
+
+    async def _look(self, http: aiohttp.ClientSession, lighthouse: str) -> None:
+        if self._looks_for is None:
+            return
+        try:
+            async with http.get(f"{lighthouse}/v1/cluster") as answer:
+                await raise_for_problem(answer)
+                services = (await read_json_answer(answer))["services"]
+            addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
+            self.found = next((as_safe(one, lighthouse) for one in addresses), None)
+        except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            log.debug("the lighthouse does not say who else is there", reason=explained(error, lighthouse))
+
+    async def say_goodbye(self) -> None:
+        """Tells the lighthouse, if there is one, that the service goes. Never raises: a record ends by itself too."""
+        if self.lighthouse is None:
+            return
+        try:
+            async with (
+                self._identity.session(timeout=GOODBYE_SECONDS) as http,
+                http.delete(self._url(self.lighthouse)) as answer,
+            ):
+                await raise_for_problem(answer)
+        except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
+            log.info("went without goodbye", lighthouse=self.lighthouse, reason=str(error) or type(error).__name__)
+
+    def _url(self, lighthouse: str) -> str:
+        return f"{lighthouse}/v1/services/{quote(self._registration.kind)}/{quote(self._registration.name, safe='')}"
+
+    def _taken_by(self, lighthouse: str) -> None:
+        if self.lighthouse != lighthouse:
+            log.info("registered", lighthouse=lighthouse, service=self._registration.name)
+        self.lighthouse, self.trouble, self._logged = lighthouse, None, float("-inf")
+        self.known.set()
+
+    def _failed(self, reason: str) -> None:
+        self.lighthouse, self.trouble = None, f"no lighthouse takes the registration ({reason})"
+        self.known.clear()
+        now = asyncio.get_running_loop().time()
+        if now - self._logged >= LOG_AGAIN_SECONDS:
+            self._logged = now
+            log.warning("not registered; trying on", service=self._registration.name, reason=reason)
+
+
+@contextlib.asynccontextmanager
+async def registered(
+    lighthouses: Iterable[str],
+    registration: Registration,
+    *,
+    token: str | ClientToken | Callable[[], str | None] | None = None,
+    tls: TlsFiles | None = None,
+    looks_for: str | None = None,
+) -> AsyncIterator[Registrar]:
+    """Registers in the background while the context is open, then says goodbye.
+
+    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role, or what
+    tells the one of the moment. ``tls``: for https; ``TlsError`` when its files cannot be used. ``looks_for``: a kind
+    of service whose address ``Registrar.found`` is to be. It never fails for want of a lighthouse: it tries on, and
+    ``Registrar.trouble`` says why.
+    """
+    registrar = Registrar(lighthouses, registration, Identity(token, tls), looks_for)
+    keeper = asyncio.create_task(registrar.run(), name=f"registration of {registration.name}")
+    try:
+        yield registrar
+    finally:
+        keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeper
+        await registrar.say_goodbye()

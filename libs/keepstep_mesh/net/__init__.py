@@ -1,0 +1,1 @@
+"""Open connections: HTTP client and errors, addresses, WebSocket frames, the event loop."""

@@ -1,0 +1,1 @@
+"""Define what travels between services and workers: messages, their codec, names and digests. Pure."""

@@ -1,0 +1,268 @@
+"""Messages to frames and back. Bad input is a ``ProtocolError`` that says which field of which message is wrong.
+
+A frame is one msgpack array: kind, then the fields in their order. Decoders are built once for each dataclass from its
+type hints; they check type and size and ignore fields that a newer peer appended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from keepstep_mesh.errors import ProtocolError, VersionError
+from keepstep_mesh.protocol import messages
+from keepstep_mesh.protocol.messages import (
+    MAX_DATA_BYTES,
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    QuorumAnswer,
+    RankQuorum,
+)
+
+MAX_FRAME_BYTES = 1024 * 1024
+"""Largest frame from a worker."""
+MAX_SERVER_FRAME_BYTES = 256 * 1024 * 1024
+"""Largest frame from a lighthouse: a full member list with everybody's data."""
+MAX_TEXT = 4096
+MAX_ITEMS = 65536
+
+Decoder = Callable[[Any, str], Any]
+Message = messages.ToLighthouse | messages.ToWorker | messages.WithinGroup
+
+
+def _is(kind: type, name: str) -> Decoder:
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not kind:
+            raise ProtocolError(f"{path} must be {name}, not {type(value).__name__}")
+        return value
+
+    return decode
+
+
+def _text(value: Any, path: str) -> str:
+    if type(value) is not str:
+        raise ProtocolError(f"{path} must be a string, not {type(value).__name__}")
+    if len(value) > MAX_TEXT:
+        raise ProtocolError(f"{path} has {len(value)} characters; at most {MAX_TEXT} are taken")
+    return value
+
+
+def _whole(value: Any, path: str) -> int:
+    if type(value) is not int:
+        raise ProtocolError(f"{path} must be an integer, not {type(value).__name__}")
+    if not 0 <= value < 1 << 63:
+        raise ProtocolError(f"{path} must be in [0, 2^63), not {value}")
+    return value
+
+
+def _real(value: Any, path: str) -> float:
+    if type(value) not in (int, float):
+        raise ProtocolError(f"{path} must be a number, not {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ProtocolError(f"{path} must be finite")
+    return number
+
+
+def _data(value: Any, path: str) -> Any:
+    if value is None:
+        return None
+    try:
+        size = len(pack(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{path} cannot be packed again: {error}") from error
+    if size > MAX_DATA_BYTES:
+        raise ProtocolError(f"{path} has {size} bytes; at most {MAX_DATA_BYTES} are taken: pass a URL instead")
+    return value
+
+
+def _union(choices: list[Any], path_name: str) -> Decoder:
+    optional = type(None) in choices
+    rest = [_decoder(choice, path_name) for choice in choices if choice is not type(None)]
+
+    def decode(value: Any, path: str) -> Any:
+        if value is None and optional:
+            return None
+        for number, decoder in enumerate(rest):
+            try:
+                return decoder(value, path)
+            except ProtocolError:
+                if number == len(rest) - 1:
+                    raise
+        raise ProtocolError(f"{path} must be nothing else than null")
+
+    return decode
+
+
+def _sequence(item: Any, path_name: str) -> Decoder:
+    decode_item = _decoder(item, path_name)
+
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"{path} must be a list, not {type(value).__name__}")
+        if len(value) > MAX_ITEMS:
+            raise ProtocolError(f"{path} has {len(value)} items; at most {MAX_ITEMS} are taken")
+        return tuple([decode_item(one, path) for one in value])
+
+    return decode
+
+
+def _record(cls: type, name: str) -> Decoder:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    decoders = [(_decoder(hints[f.name], f"{name}.{f.name}"), f"{name}.{f.name}") for f in fields]
+    required = sum(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields)
+    most = len(fields)
+
+    def decode(value: Any, path: str) -> Any:
+        if type(value) is not list:
+            raise ProtocolError(f"{path} must be a list of fields, not {type(value).__name__}")
+        if len(value) < required:
+            raise ProtocolError(f"{path} has {len(value)} fields; at least {required} are needed")
+        if len(value) > most:
+            value = value[:most]
+        return cls(*[one(raw, where) for (one, where), raw in zip(decoders, value, strict=False)])
+
+    return _in_line(cls, [hints[f.name] for f in fields], decoders, decode)
+
+
+_WRONG = {
+    int: "type({x}) is not int or not 0 <= {x} < 9223372036854775808",
+    str: f"type({{x}}) is not str or len({{x}}) > {MAX_TEXT}",
+    bool: "type({x}) is not bool",
+    object: "{x} is not None",
+}
+"""When a field of this type has to be looked at by its decoder."""
+
+
+def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], decode: Decoder) -> Decoder:
+    """``decode`` with the checks of simple fields written out, the way ``dataclasses`` writes methods: twice as fast.
+
+    Only what fails a check, and whatever is not simple, is handed to its decoder; a record of another length to
+    ``decode``.
+    """
+    names = [f"f{number}" for number in range(len(hints))]
+    lines = ["def fast(value, path):", f" if type(value) is not list or len(value) != {len(names)}:"]
+    lines += ["  return decode(value, path)", f" [{', '.join(names)}] = value"]
+    known: dict[str, Any] = {"cls": cls, "decode": decode}
+    for name, hint, (decoder, where) in zip(names, hints, decoders, strict=True):
+        choices = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+        wrong = [_WRONG.get(one, "True") for one in choices if one is not type(None)]
+        wrong += ["{x} is not None"] * (type(None) in choices)
+        lines.append(f" if {' and '.join(f'({one})' for one in wrong).format(x=name)}:")
+        lines.append(f"  {name} = d_{name}({name}, {where!r})")
+        known[f"d_{name}"] = decoder
+    lines.append(f" return cls({', '.join(names)})")
+    exec("\n".join(lines), known)  # noqa: S102 - built from our own dataclasses when this module is imported
+    fast: Decoder = known["fast"]
+    return fast
+
+
+def _decoder(hint: Any, name: str) -> Decoder:
+    if hint is bool:
+        return _is(bool, "a boolean")
+    if hint is int:
+        return _whole
+    if hint is float:
+        return _real
+    if hint is str:
+        return _text
+    if hint is object:
+        return _data
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return _union(list(typing.get_args(hint)), name)
+    if typing.get_origin(hint) is tuple:
+        item, ellipsis = typing.get_args(hint)
+        if ellipsis is not Ellipsis:
+            raise TypeError(f"{name}: only tuple[X, ...] travels")
+        return _sequence(item, name)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _record(hint, hint.__name__)
+    raise TypeError(f"{name}: {hint!r} does not travel")
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+_DECODERS: dict[str, Decoder] = {}
+for _kind in (
+    *typing.get_args(messages.ToLighthouse),
+    *typing.get_args(messages.ToWorker),
+    *typing.get_args(messages.WithinGroup),
+):
+    _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
+_INFO = _record(messages.MemberInfo, "info")
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as the list of its fields; what msgpack asks about a type that it does not know."""
+    names = _FIELDS.get(type(value))
+    if names is None:
+        if not dataclasses.is_dataclass(value):
+            raise TypeError(f"{type(value).__name__} does not travel in a message; use plain msgpack values")
+        names = _FIELDS[type(value)] = tuple(f.name for f in dataclasses.fields(value))
+    return [getattr(value, name) for name in names]
+
+
+def pack(value: Any) -> bytes:
+    """Any msgpack value, dataclasses included, as bytes."""
+    packed: bytes = msgpack.packb(value, default=_plain)
+    return packed
+
+
+def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any:
+    """One msgpack value out of ``frame``. Raises ``ProtocolError`` for anything else."""
+    if len(frame) > limit_bytes:
+        raise ProtocolError(f"frame of {len(frame)} bytes; at most {limit_bytes} are taken")
+    try:
+        # A list is allocated as long as its header says, so nested headers would cost far more than their bytes.
+        return msgpack.unpackb(frame, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"frame is not msgpack: {str(error) or type(error).__name__}") from error
+
+
+def encode(message: Message) -> bytes:
+    return pack([message.kind, *_plain(message)])
+
+
+def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Message:
+    """The message in ``frame``. Raises ``ProtocolError`` that names the field for anything that is not one."""
+    value = unpack(frame, limit_bytes)
+    if type(value) is not list or not value or type(value[0]) is not str:
+        raise ProtocolError("a frame must be a list that starts with the kind of the message")
+    decoder = _DECODERS.get(value[0])
+    if decoder is None:
+        raise ProtocolError(f"unknown kind of message {value[0][:40]!r}; this build speaks version {PROTOCOL_VERSION}")
+    return typing.cast("Message", decoder(value[1:], value[0]))
+
+
+def check_info(info: messages.MemberInfo) -> None:
+    """Raises ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+    _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
+
+
+def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
+    """Frames of one answer for many requests: all but the request number is packed once."""
+    fields = _plain(answer)
+    head = msgpack.Packer().pack_array_header(1 + len(fields)) + pack(answer.kind)
+    tail = b"".join(pack(one) for one in fields[1:])
+    return lambda request: head + pack(request) + tail
+
+
+def check_version(hello: Hello) -> None:
+    """Raises ``VersionError`` that says which side has to be updated."""
+    if hello.version < OLDEST_PROTOCOL_VERSION:
+        raise VersionError(
+            f"the worker speaks protocol {hello.version}, this lighthouse needs at least {OLDEST_PROTOCOL_VERSION}: "
+            f"update keepstep in the training environment"
+        )
+    if hello.oldest_version > PROTOCOL_VERSION:
+        raise VersionError(
+            f"the worker needs at least protocol {hello.oldest_version}, this lighthouse speaks {PROTOCOL_VERSION}: "
+            f"update the lighthouse"
+        )

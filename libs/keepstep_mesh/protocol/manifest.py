@@ -1,0 +1,198 @@
+"""The envelope of a manifest: which chunks a state is made of, readable without torch. docs/checkpoint-format.md is its
+page; what the chunks mean (``content``) is read by ``keepstep.checkpointing.state.state_manifest``.
+
+A manifest from the network is hostile until it is read: nothing here takes more memory than a few times its length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from itertools import accumulate
+from typing import Any
+
+import msgpack
+import xxhash
+
+from keepstep_mesh.errors import ManifestError
+
+FORMAT = "keepstep-state"
+VERSION = 1
+ALIGNMENT = 64
+"""Every region starts at a multiple of this many bytes of its pack."""
+CHUNK_BYTES = 8 << 20
+"""A pack is verified, sent and fetched in pieces of this size; the last one is shorter."""
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_PACK_BYTES = 1 << 46
+MAX_REGIONS = MAX_MANIFEST_BYTES // 8
+"""A region belongs to a tensor, and the row of a tensor is longer."""
+DIGEST_BYTES = 16
+_FIXED = {"chunk_bytes": CHUNK_BYTES, "chunk_digest": "xxh3-128", "root_digest": "blake2b-256"}
+_UNREADABLE = (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a state comes from. Not part of the root digest: equal states of two producers have equal roots."""
+
+    checkpoint_id: str = ""
+    job: str = ""
+    step: int = 0
+    quorum_id: int = 0
+    producer: str = ""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    origin: Origin
+    content_bytes: bytes
+    """``content`` as it travels: the root digest is over these bytes."""
+    pack_bytes: int
+    chunk_digests: tuple[bytes, ...]
+    root: bytes
+
+
+def aligned(position: int) -> int:
+    return (position + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def region_positions(regions: Iterable[int]) -> list[int]:
+    """Where each region starts in the pack; one more at the end: the length of the pack."""
+    lengths = list(regions)
+    ends = list(accumulate(lengths, lambda end, length: aligned(end) + length, initial=0))
+    return [*(end - length for end, length in zip(ends[1:], lengths, strict=True)), ends[-1]]
+
+
+def chunk_count(pack_bytes: int) -> int:
+    return -(-pack_bytes // CHUNK_BYTES)
+
+
+def chunk_length(pack_bytes: int, chunk: int) -> int:
+    """Bytes of chunk number ``chunk``."""
+    return min(CHUNK_BYTES, pack_bytes - chunk * CHUNK_BYTES)
+
+
+def chunk_digest(data: Any) -> bytes:
+    """Of anything with a buffer. About 30 GB/s; the GIL is released."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def chunk_digests(pieces: Iterable[memoryview]) -> bytes:
+    """Of all chunks of a pack that comes in ``pieces`` of bytes, one digest after the other."""
+    digests, chunk, room = bytearray(), xxhash.xxh3_128(), CHUNK_BYTES
+    for piece in pieces:
+        rest = piece
+        while len(rest) >= room:
+            chunk.update(rest[:room])
+            digests += chunk.digest()
+            chunk.reset()
+            rest, room = rest[room:], CHUNK_BYTES
+        chunk.update(rest)
+        room -= len(rest)
+    return bytes(digests if room == CHUNK_BYTES else digests + chunk.digest())
+
+
+def root_digest(content_bytes: bytes, chunk_digests: bytes) -> bytes:
+    root = hashlib.blake2b(digest_size=32)
+    root.update(len(content_bytes).to_bytes(8, "little"))
+    root.update(content_bytes)
+    root.update(chunk_digests)
+    return root.digest()
+
+
+def pack_envelope(origin: Origin, content_bytes: bytes, chunk_digests: bytes) -> bytes:
+    """The manifest as it travels. ``chunk_digests``: one after the other."""
+    packed: bytes = msgpack.packb(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "origin": astuple(origin),
+            "content": content_bytes,
+            "chunk_bytes": CHUNK_BYTES,
+            "chunk_digest": _FIXED["chunk_digest"],
+            "chunks": chunk_digests,
+            "root_digest": _FIXED["root_digest"],
+            "root": root_digest(content_bytes, chunk_digests),
+        }
+    )
+    return packed
+
+
+def read_envelope(data: bytes) -> Envelope:
+    """The envelope out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
+    try:
+        # What is nested in it is a few short lists; content and chunks are bytes, and no list is as long as those.
+        top = msgpack.unpackb(data, max_array_len=64, max_map_len=64)
+    except _UNREADABLE as error:
+        raise ManifestError(f"manifest is not msgpack: {str(error) or type(error).__name__}") from error
+    if type(top) is not dict or top.get("format") != FORMAT:
+        raise ManifestError("this is no keepstep manifest")
+    if top.get("version") != VERSION:
+        raise ManifestError(f"manifest of version {glimpse(top.get('version'))}; this build reads version {VERSION}")
+    for name, value in _FIXED.items():
+        if top.get(name) != value:
+            raise ManifestError(f"{name} of the manifest is {glimpse(top.get(name))}; this build reads {value}")
+    content_bytes, chunks, root = (typed(top.get(name), bytes, name) for name in ("content", "chunks", "root"))
+    if root_digest(content_bytes, chunks) != root:
+        raise ManifestError("the root digest does not fit the manifest: it was damaged on its way")
+    pack_bytes = region_positions(_read_regions(content_bytes))[-1]
+    if pack_bytes > MAX_PACK_BYTES:
+        raise ManifestError(f"pack of {pack_bytes} bytes; at most {MAX_PACK_BYTES} are taken")
+    if len(chunks) != chunk_count(pack_bytes) * DIGEST_BYTES:
+        raise ManifestError(f"{len(chunks)} bytes of chunk digests do not fit a pack of {pack_bytes} bytes")
+    digests = tuple(chunks[start : start + DIGEST_BYTES] for start in range(0, len(chunks), DIGEST_BYTES))
+    return Envelope(_read_origin(top.get("origin")), content_bytes, pack_bytes, digests, root)
+
+
+def _read_regions(content_bytes: bytes) -> list[int]:
+    """The lengths of the regions. What stands before them in ``content`` is passed over without being built."""
+    reader = msgpack.Unpacker(max_buffer_size=MAX_MANIFEST_BYTES, max_array_len=MAX_REGIONS)
+    try:
+        reader.feed(content_bytes)
+        if reader.read_array_header() != 3:
+            raise ManifestError("content must be a list of tree, tensors and regions")
+        reader.skip()
+        reader.skip()
+        lengths = reader.unpack()
+        end = reader.tell()
+    except _UNREADABLE as error:
+        raise ManifestError(f"content is not msgpack: {str(error) or type(error).__name__}") from error
+    if end != len(content_bytes):
+        raise ManifestError("content is not msgpack: something follows it")
+    return [size(length, "length of a region") for length in typed(lengths, list, "regions")]
+
+
+def _read_origin(value: Any) -> Origin:
+    if len(typed(value, list, "origin")) < len(astuple(Origin())):
+        raise ManifestError("origin has too few fields")
+    checkpoint_id, job, step, quorum_id, producer = value[:5]
+    return Origin(
+        typed(checkpoint_id, str, "origin.checkpoint_id"),
+        typed(job, str, "origin.job"),
+        typed(step, int, "origin.step"),
+        typed(quorum_id, int, "origin.quorum_id"),
+        typed(producer, str, "origin.producer"),
+    )
+
+
+# ---- checks of hostile values
+
+
+def glimpse(value: Any) -> str:
+    """A hostile value for an error message: short, and without walking through it."""
+    return str(value)[:40] if value is None or type(value) in (bool, int, float, str) else type(value).__name__
+
+
+def typed(value: Any, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise ManifestError(f"{what} must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def size(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_PACK_BYTES:
+        raise ManifestError(f"{what} must be an integer in [0, 2^46], not {glimpse(value)}")
+    return value

@@ -1,0 +1,1 @@
+"""Check tokens, load TLS files, reload both when they change, write the audit log."""

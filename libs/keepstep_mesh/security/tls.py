@@ -1,0 +1,190 @@
+"""TLS of the mesh: which files, the contexts that are made of them, and what a handshake that failed means.
+
+A service with a certificate speaks TLS only; with a CA too it is mutual: who connects must show a certificate of that
+CA. A client trusts its CA file, else the CAs of the system, checks the name, and shows its certificate if it has one.
+TLS 1.2 is the oldest that is spoken.
+"""
+
+from __future__ import annotations
+
+import errno
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from keepstep_mesh.config.settings import Settings
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.security.reloaded_files import FromFiles
+
+PEM_ADVICE = "docs/security.md has the openssl commands that make one"
+
+
+class TlsError(KeepstepError):
+    """A certificate or key cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files. ``cert``: our certificate, then the intermediate ones; ``key``: its key, without a pass phrase.
+
+    ``ca``: the CAs that the other side's certificate must come from.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.all())
+
+    def all(self) -> tuple[Path, ...]:
+        return tuple(one for one in (self.cert, self.key, self.ca) if one is not None)
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a service. ``TlsError`` says which file is missing or wrong."""
+        if self.cert is None:
+            raise TlsError(f"TLS needs a certificate: give --tls-cert and --tls-key; {PEM_ADVICE}")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a client. ``TlsError`` says which file is missing or wrong."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificates and names
+        self._load(context)
+        if self.ca is None:
+            context.load_default_certs()
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.key is not None and self.cert is None:
+            raise TlsError(f"the key {self.key} has no certificate: give --tls-cert too")
+        if self.ca is not None:
+            try:
+                context.load_verify_locations(self.ca)
+            except ssl.SSLError as error:
+                raise TlsError(f"{self.ca} holds no CA certificate in PEM ({_reason(error)}); {PEM_ADVICE}") from error
+            except OSError as error:
+                raise TlsError(f"the CA file {self.ca} cannot be read: {error.strerror}") from error
+        if self.cert is not None:
+            _load_chain(context, self.cert, self.key or self.cert)
+
+
+def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    def no_pass_phrase() -> str:
+        raise TlsError(f"the key {key} wants a pass phrase; take it off with: openssl pkey -in {key} -out NEW")
+
+    for file in (cert, key):
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise TlsError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        context.load_cert_chain(cert, key, no_pass_phrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise TlsError(f"the key {key} is not that of the certificate {cert}") from error
+        raise TlsError(
+            f"{cert} and {key} are no certificate and key in PEM ({_reason(error)}); {PEM_ADVICE}"
+        ) from error
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+def tls_of_service(settings: Settings, service: str) -> TlsFiles:
+    """Flags ``<service>_tls_cert``, ``_key`` and ``_ca``, else ``KEEPSTEP_<SERVICE>_TLS_CERT`` and so on."""
+    return TlsFiles(*(settings.get(f"{service}_tls_{name}", Path, None) for name in ("cert", "key", "ca")))
+
+
+def tls_of_client(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> TlsFiles:
+    """Flags ``tls_cert``, ``tls_key`` and ``tls_ca``, else ``KEEPSTEP_TLS_CERT`` and so on."""
+    settings = Settings(flags or {}) if environ is None else Settings(flags or {}, environ)
+    return TlsFiles(*(settings.get(f"tls_{name}", Path, None) for name in ("cert", "key", "ca")))
+
+
+def watched_client_context(files: TlsFiles) -> FromFiles[ssl.SSLContext] | None:
+    """The context of a client, to be refreshed before a connection; None without files: the system's CAs."""
+    return FromFiles("certificates", files.all(), files.client_context) if files else None
+
+
+def as_safe(address: str, asked: str) -> str:
+    """``address``, to which ``asked`` sends us: what was said over TLS, the token too, is said over TLS elsewhere."""
+    return address.replace("http://", "https://", 1) if asked.startswith("https://") else address
+
+
+# ---- what a handshake that failed means
+
+_VERIFY_ADVICE = {
+    9: "its certificate is not valid yet; compare the clocks",
+    10: "its certificate has expired",
+    18: "its certificate is signed by itself; put that one into KEEPSTEP_TLS_CA (--tls-ca)",
+    62: "its certificate is not for this name; use the name in the certificate, or make one for this name",
+    64: "its certificate is not for this address; use the name in the certificate, or make one for this address",
+}
+_UNKNOWN_CA = "its certificate is not from a CA that is trusted here; give that CA with KEEPSTEP_TLS_CA (--tls-ca)"
+_SHOW_ONE = "give one that its CA signed: KEEPSTEP_TLS_CERT and KEEPSTEP_TLS_KEY (--tls-cert, --tls-key)"
+_BROKEN_OFF = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
+_NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"}
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether nobody was met at all; else somebody is there, and TLS, or what was said, is the trouble."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return _ssl_fault(error) is None
+    return isinstance(error, TimeoutError)
+
+
+def _unconnected(error: aiohttp.ClientConnectorError) -> str:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"there is no host {error.host} ({error.os_error.strerror or error.os_error})"
+    numbers = {one.errno for one in (error.os_error, *getattr(error.os_error, "exceptions", ()))}
+    if errno.ECONNREFUSED in numbers:
+        return "nothing listens there (connection refused)"
+    return f"no connection: {error.os_error.strerror or error.os_error}"
+
+
+def explained(error: BaseException, address: str) -> str:
+    """What went wrong when ``address`` was asked, with what to do where TLS is the reason."""
+    said = str(error) or type(error).__name__
+    fault = _ssl_fault(error)
+    if isinstance(error, aiohttp.ClientConnectorError) and fault is None:
+        return _unconnected(error)
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        advice = _VERIFY_ADVICE.get(fault.verify_code, _UNKNOWN_CA)
+        return f"{advice} ({fault.verify_message})"
+    if isinstance(fault, ssl.SSLError):
+        reason = fault.reason or ""
+        if reason in _NO_TLS:
+            return "it does not speak TLS; write http:// if that is meant"
+        if "ALERT" in reason:
+            return f"it does not take our certificate, or wants one; {_SHOW_ONE} ({_reason(fault)})"
+        return f"TLS failed: {_reason(fault)}"
+    if isinstance(error, _BROKEN_OFF) and not isinstance(error, aiohttp.ClientConnectorError):
+        if address.startswith("https:"):
+            return f"{said}; if it wants certificates of its clients, {_SHOW_ONE}"
+        return f"{said}; if it speaks TLS, write https://"
+    return said
+
+
+def _ssl_fault(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS error in, or behind, what aiohttp raises."""
+    for _ in range(10):
+        if error is None:
+            return None
+        # aiohttp's own errors are SSLErrors too, but without what the handshake said.
+        inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+        if isinstance(error, ssl.SSLError) and inner is None:
+            return error
+        error = inner or error.__cause__
+    return None

@@ -1,0 +1,307 @@
+"""Bearer tokens by role, and who may do what.
+
+A service has any number of tokens for each role; a client presents one. Without any token a service listens on loopback
+only and everybody there may do everything. Tokens are compared in constant time and hidden from logs. Those of a file
+are read again when it changes.
+
+The token itself is shown to lighthouses, and by people to services whose address they give. A service whose address a
+lighthouse told is shown what is derived from the token for that kind of service at that address: anybody with a service
+token can register one. Processes of a job show each other what is derived for peers. Neither is taken anywhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from keepstep_mesh.config.logging import hide
+from keepstep_mesh.errors import AuthError
+from keepstep_mesh.security.reloaded_files import FromFiles
+
+MIN_TOKEN_CHARACTERS = 16
+LOOK_SECONDS = 1.0
+"""How often, at most, a client looks whether its token file has changed."""
+
+
+class Role(enum.Enum):
+    """Who a token speaks for."""
+
+    WORKER = "worker"
+    SERVICE = "service"
+    ADMIN = "admin"
+
+
+class Access(enum.Enum):
+    """What a route asks for: the roles that may use it. ``OPEN`` needs no token."""
+
+    OPEN = None
+    READ = frozenset(Role)
+    WORKER = frozenset((Role.WORKER, Role.ADMIN))
+    SERVICE = frozenset((Role.SERVICE, Role.ADMIN))
+    ADMIN = frozenset((Role.ADMIN,))
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """``name``: whose it is, for the audit log; may be empty."""
+
+    role: Role
+    value: str = field(repr=False)
+    name: str = ""
+
+
+class ForbiddenError(AuthError):
+    """The token is known, but its role may not do this. ``token``: that one."""
+
+    def __init__(self, reason: str, token: Token | None = None) -> None:
+        super().__init__(reason)
+        self.token = token
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Tokens:
+    """The tokens that a service takes: one for each role, or ``named`` ones; a role without any is not given out."""
+
+    worker: str | None = None
+    service: str | None = None
+    admin: str | None = None
+    named: tuple[Token, ...] = ()
+
+    def __post_init__(self) -> None:
+        roles: dict[str, Role] = {}
+        for token in self.all:
+            text = token.value
+            hide(text)
+            if len(text) < MIN_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+                raise AuthError(
+                    f"the {token.role.value} token must have at least {MIN_TOKEN_CHARACTERS} printable characters, no "
+                    'blank; make one with: python -c "import secrets; print(secrets.token_urlsafe())"'
+                )
+            if roles.setdefault(text, token.role) is not token.role:
+                raise AuthError("two roles have the same token; then a worker could do what only an admin may")
+
+    @cached_property
+    def all(self) -> tuple[Token, ...]:
+        given = [Token(role, value) for role in Role if (value := getattr(self, role.value)) is not None]
+        order = list(Role)
+        return tuple(sorted((*given, *self.named), key=lambda one: order.index(one.role)))
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and self.all == other.all
+
+    def __hash__(self) -> int:
+        return hash(self.all)
+
+    def __repr__(self) -> str:
+        roles = dict.fromkeys(one.role.value for one in self.all)
+        return f"Tokens({', '.join(roles) or 'none'})"
+
+    def holder(self, authorization: str | None, places: Collection[str] = ()) -> Token:
+        """The token that the ``Authorization`` header holds, or from which what it holds was derived for one of
+        ``places`` (``place_of``). ``AuthError`` says what is wrong with it.
+
+        Where no token is set everybody is an admin.
+        """
+        if not self:
+            return Token(Role.ADMIN, "")
+        scheme, _, given = (authorization or "").partition(" ")
+        if not given or scheme.lower() != "bearer":
+            raise AuthError("a token is needed: send Authorization: Bearer <token> (set KEEPSTEP_TOKEN)")
+        found = None
+        for token in self.all:  # all of them, so that the time tells nothing
+            for known in (token.value, *(derived(token.value, place) for place in places)):
+                if _equal(known, given):
+                    found = token
+        if found is None:
+            also = f"; of derived ones it takes those for {', '.join(sorted(places))}" if places else ""
+            raise AuthError(
+                "the token is wrong; compare KEEPSTEP_TOKEN, or the file it is in, with the tokens of this service"
+                + also
+            )
+        return found
+
+    def for_services(self) -> str | None:
+        """What a service shows to another of the same tokens: the first service token, else the first admin one."""
+        found = {token.role: token.value for token in reversed(self.all)}
+        return found.get(Role.SERVICE) or found.get(Role.ADMIN)
+
+    def check(self, authorization: str | None, access: Access, places: Collection[str] = ()) -> Token | None:
+        """Who asks; None for an open route. ``AuthError``, or ``ForbiddenError`` for a role that may not.
+
+        ``places``: see ``holder``.
+        """
+        roles = access.value
+        if roles is None:
+            return None
+        token = self.holder(authorization, places)
+        if token.role not in roles:
+            wanted = " or ".join(sorted(one.value for one in roles))
+            has_admin = any(one.role is Role.ADMIN for one in self.all)
+            missing = "" if has_admin else "; this service has no admin token (KEEPSTEP_ADMIN_TOKEN)"
+            raise ForbiddenError(f"a {token.role.value} token may not do this; it takes {wanted}{missing}", token)
+        return token
+
+
+def place_of(kind: str, address: str) -> str:
+    """Where a derived token is taken: by a service of this kind at ``address``; http or https does not matter."""
+    return f"{kind} {urlsplit(address).netloc.lower()}"
+
+
+@lru_cache(maxsize=1024)
+def derived(token: str, place: str) -> str:
+    """What a holder of ``token`` shows at ``place`` (``place_of``) instead."""
+    return hmac.digest(token.encode(), f"keepstep service {place}".encode(), "sha256").hex()
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+
+
+def tokens_of_service(environ: Mapping[str, str] = os.environ, token_file: Path | None = None) -> Tokens:
+    """From ``KEEPSTEP_{WORKER,SERVICE,ADMIN}_TOKEN``; what is not there, from ``token_file``.
+
+    The file has lines ``role = token`` or ``role name = token``, any number for each role; empty lines and those that
+    start with ``#`` are skipped. ``AuthError`` when it cannot be read or understood, or holds no token.
+    """
+    found: dict[Role, list[Token]] = {}
+    if token_file is not None:
+        for number, line in enumerate(map(str.strip, _read(token_file, "token file ").splitlines()), 1):
+            if line and not line.startswith("#"):
+                token = _token_of_line(line, f"token file {token_file}, line {number}")
+                found.setdefault(token.role, []).append(token)
+        if not found:
+            raise AuthError(f"token file {token_file} holds no token; write worker = <token>, admin = <token>")
+    for role in Role:
+        if from_variable := environ.get(f"KEEPSTEP_{role.name}_TOKEN"):
+            found[role] = [Token(role, from_variable)]
+    return Tokens(named=tuple(token for tokens in found.values() for token in tokens))
+
+
+def watched_tokens(environ: Mapping[str, str] = os.environ, token_file: Path | None = None) -> FromFiles[Tokens]:
+    """The same, read again when the file changes."""
+    files = () if token_file is None else (token_file,)
+    return FromFiles("tokens", files, partial(tokens_of_service, environ, token_file))
+
+
+def _token_of_line(line: str, where: str) -> Token:
+    left, _, value = (part.strip() for part in line.partition("="))
+    word, _, name = (part.strip() for part in left.partition(" "))
+    if word not in {role.value for role in Role} or not value or not name.isprintable():
+        raise AuthError(
+            f"{where}: write worker = <token>, service = <token> or admin = <token>; a name may stand behind the role"
+        )
+    return Token(Role(word), value, name)
+
+
+def _read(file: Path, what: str) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AuthError(f"{what}{file}: {error}") from error
+
+
+class ClientToken:
+    """What a client shows to services, and what the processes of its job show to each other.
+
+    ``KEEPSTEP_TOKEN``, else the file ``KEEPSTEP_TOKEN_FILE``, which is read again when it changes: its first line is
+    shown, each of its lines is taken from peers, so that those that have a new token and those that have the old one
+    still meet. Peers talk in plain HTTP; so that nobody learns the token from that, they show what is derived from it.
+    ``AuthError`` when the file cannot be read. Any thread may use it.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        fixed, path = environ.get("KEEPSTEP_TOKEN"), environ.get("KEEPSTEP_TOKEN_FILE")
+        file = Path(path) if path and not fixed else None
+        self.source = f"the file {file}" if file else "KEEPSTEP_TOKEN" if fixed else ""
+        """For people; empty: there is none."""
+        files = () if file is None else (file,)
+        self._tokens = FromFiles("token", files, lambda: _client_tokens(fixed, file))
+        self._looked = time.monotonic()
+
+    @classmethod
+    def of(cls, token: str | ClientToken | None) -> ClientToken:
+        """``token`` itself, or one that never changes."""
+        return token if isinstance(token, ClientToken) else cls({"KEEPSTEP_TOKEN": token} if token else {})
+
+    @property
+    def shown(self) -> str | None:
+        """To services."""
+        return next(iter(self._current()), None)
+
+    def peer_headers(self) -> dict[str, str]:
+        """What goes with a request to a peer."""
+        shown = self.shown
+        return {"Authorization": f"Bearer {_for_peers(shown)}"} if shown else {}
+
+    def accepts_peer(self, authorization: str) -> bool:
+        """Whether a peer that sends this header is one of us; everybody is where there is no token."""
+        tokens = self._current()
+        return not tokens or any(_equal(f"Bearer {_for_peers(token)}", authorization) for token in tokens)
+
+    def latest(self) -> str | None:
+        """What is shown to services, once it was looked whether the file has changed."""
+        self.refresh()
+        return self.shown
+
+    def refresh(self) -> None:
+        """Looks now whether the file has changed."""
+        self._looked = time.monotonic()
+        self._tokens.refresh()
+
+    def _current(self) -> tuple[str, ...]:
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self.refresh()
+        return self._tokens.value
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens.value)
+
+
+def _client_tokens(fixed: str | None, file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        found = [fixed] if fixed else []
+    else:
+        found = [line for line in map(str.strip, _read(file, "KEEPSTEP_TOKEN_FILE=").splitlines()) if line]
+        if not found:
+            raise AuthError(f"KEEPSTEP_TOKEN_FILE={file} is empty; it must hold the token")
+    for token in found:
+        if not token.isprintable():
+            source = "KEEPSTEP_TOKEN" if file is None else f"KEEPSTEP_TOKEN_FILE={file}"
+            raise AuthError(f"{source} holds more than one line, or another control character; it must be a word")
+        hide(token)
+        hide(_for_peers(token))
+    return tuple(found)
+
+
+def _for_peers(token: str) -> str:
+    return hmac.digest(token.encode(), b"keepstep peers", "sha256").hex()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, tokens: Tokens, *, insecure: bool) -> None:
+    """Raises ``AuthError`` for a service that would let everybody in from beyond this machine."""
+    if not tokens and not insecure and not is_loopback(host):
+        raise AuthError(
+            f"refusing to listen on {host} without a token: whoever reaches the port could end the job. Set "
+            "KEEPSTEP_WORKER_TOKEN and KEEPSTEP_ADMIN_TOKEN (or --token-file), listen on 127.0.0.1, or say --insecure"
+        )

@@ -1,0 +1,1 @@
+"""Run a service: listen, route, parse bodies, describe itself, end."""

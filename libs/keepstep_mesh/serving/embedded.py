@@ -1,0 +1,91 @@
+"""A service within a loop that is there: started and stopped, rather than run until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from keepstep_mesh.config.settings import bind_address
+from keepstep_mesh.net.addresses import in_url, reachable
+from keepstep_mesh.security.tokens import is_loopback, place_of
+from keepstep_mesh.serving.listen_settings import ListenSettings
+from keepstep_mesh.serving.service import Endpoint, Service, serving
+
+
+class Embedded(ABC):
+    """``name``: for people."""
+
+    def __init__(self, name: str, settings: ListenSettings) -> None:
+        self._name = name
+        self._listen_settings = settings
+        self._life: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+        self._listening = asyncio.Event()
+        self._endpoint: Endpoint | None = None
+        self.known_address = ""
+        """Under which others are told of it, once it listens."""
+        self._places: tuple[str, ...] = ()
+
+    @abstractmethod
+    def service(self) -> Service:
+        """What is served; its ``listening`` is ``self._listens``."""
+
+    async def start(self) -> None:
+        """Listens when it returns. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
+        listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(listens), name=f"keepstep {self._name}")
+        try:
+            self._endpoint = await listens
+        except BaseException:
+            self._life.cancel()
+            await asyncio.wait([self._life])
+            raise
+
+    async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
+        """A task of its own: who starts and who stops may be different tasks."""
+        settings = self._listen_settings
+        try:
+            host, port = bind_address(settings.bind)
+            async with serving(
+                self.service(),
+                host,
+                port,
+                tokens=settings.tokens,
+                tls=settings.tls,
+                insecure=settings.insecure,
+                allow_hosts=settings.hosts,
+            ) as endpoint:
+                listens.set_result(endpoint)
+                await self._stopped.wait()
+        except Exception as error:
+            if listens.done():
+                raise
+            listens.set_exception(error)
+
+    async def stop(self) -> None:
+        """Harmless when it was not started, or stopped before."""
+        self._stopped.set()
+        if self._life is not None:
+            await self._life
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``, with the real port; ``https`` with TLS."""
+        if self._endpoint is None:
+            raise RuntimeError(f"the {self._name} is not started; await start() first")
+        return self._endpoint.url
+
+    def _listens(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        settings = self._listen_settings
+        self.known_address = settings.advertise or reachable(endpoint.url)
+        hosts = [*settings.allow_host, *(("localhost",) if is_loopback(endpoint.host) else ())]
+        if endpoint.near_url == endpoint.url:  # not every interface
+            hosts.append(endpoint.host)
+        addresses = (self.known_address, *(f"//{in_url(host)}:{endpoint.port}" for host in hosts))
+        self._places = tuple(dict.fromkeys(place_of(self._name, address) for address in addresses))
+        self._listening.set()
+
+    def places(self) -> tuple[str, ...]:
+        """For a service that registers: where it is."""
+        return self._places

@@ -1,0 +1,78 @@
+"""What REST handlers of services share: bodies checked against dataclasses, and answers made of them."""
+
+from __future__ import annotations
+
+import typing
+from http import HTTPStatus
+from types import NoneType
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from keepstep_mesh.net.http import Problem, read_json
+from keepstep_mesh.protocol.messages import Detail
+from keepstep_mesh.serving import openapi
+
+T = TypeVar("T")
+
+MAX_NAMED = 20
+"""Of those that there are, in an error."""
+MAX_DIGITS = 20
+"""Of a number in a request."""
+
+
+def those(known: list[str]) -> str:
+    if not known:
+        return "there is none"
+    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    return f"there are {', '.join(known[:MAX_NAMED])}{more}"
+
+
+def bad(detail: str) -> Problem:
+    return Problem(HTTPStatus.BAD_REQUEST, detail)
+
+
+def number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise bad(f"{name} must be a whole number, not {text[:40]!r}")
+    return int(text)
+
+
+TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    float | None: ((int, float, NoneType), "a number or null"),
+    dict[str, Detail]: ((dict,), "an object"),
+    bool: ((bool,), "true or false"),
+    str | None: ((str, NoneType), "text or null"),
+}
+"""What of JSON is taken for a field of this type, and how that is called."""
+
+
+async def read_body(request: web.Request, cls: type[T]) -> T:
+    """The body as ``cls``; a field too many, too few or of the wrong type is a 400 that names it."""
+    plain = checked(await read_json(request), cls)
+    try:
+        return cls(**plain)
+    except TypeError:
+        raise bad(f"a field is missing; {those(sorted(typing.get_type_hints(cls)))}") from None
+
+
+def checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
+    """``plain``, all of whose fields ``cls`` has, each of its type."""
+    hints = typing.get_type_hints(cls)
+    if unknown := sorted(set(plain) - set(hints)):
+        raise bad(f"unknown field {unknown[0]!r}; {those(sorted(hints))}")
+    for name, value in plain.items():
+        types, called = TAKEN[hints[name]]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise bad(f"{name} must be {called}, not {value!r:.40}")
+    return plain
+
+
+def json_answer(view: object, status: int = HTTPStatus.OK) -> web.Response:
+    return web.json_response(openapi.plain(view), status=status)

@@ -1,0 +1,1 @@
+"""Keep the worker's session with the lighthouse."""

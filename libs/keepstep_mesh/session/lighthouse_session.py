@@ -1,0 +1,517 @@
+"""The worker's half of a lighthouse session: connect, fail over, resend, stay alive, hand on what the lighthouse says.
+
+The shell of ``session_core``. Its duties, in order: a frame is decoded, the core judges it, whoever waits is woken, all
+within the read callback. One task owns the connection and makes the next one when it ends; one timer sends heartbeats,
+watches for a silent lighthouse and ends requests at their deadline. A request that is answered costs neither a task nor
+a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from urllib.parse import quote
+
+import aiohttp
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.settings import base_url
+from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.net.websocket import Link
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
+    CancelRequest,
+    Denied,
+    Drain,
+    Evicted,
+    Failed,
+    Goodbye,
+    Healing,
+    Heartbeat,
+    Leave,
+    Lineage,
+    MemberInfo,
+    MemberLost,
+    Moved,
+    NotLeader,
+    Quorum,
+    QuorumAnswer,
+    Refused,
+    RoundBroken,
+    ServiceAddress,
+    Services,
+    StateRoot,
+    Timing,
+    ToLighthouse,
+    Welcome,
+)
+from keepstep_mesh.security.tls import as_safe, explained
+from keepstep_mesh.session import session_events
+from keepstep_mesh.session.liveness import Liveness
+from keepstep_mesh.session.session_events import Connected, Disconnected, Push
+from keepstep_mesh.session.session_machine import Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.session.session_settings import SessionSettings
+
+log = get_logger("keepstep.session")
+
+WELCOME_SECONDS = 5.0
+"""From hello to welcome."""
+ANSWER_MARGIN = 0.25
+"""Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
+PROBE_SECONDS = 0.01
+"""Between two looks for a sign of life."""
+UNREACHABLE_LOG_SECONDS = 10.0
+UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
+
+
+class LighthouseSession:
+    """One group's session. All methods are called on the loop that it was started on.
+
+    ``on_push`` is called on that loop too and must neither block nor raise.
+    """
+
+    def __init__(self, settings: SessionSettings, on_push: Callable[[Push], None]) -> None:
+        self._settings = replace(settings, addresses=tuple(base_url(one) for one in settings.addresses))
+        self._on_push = on_push
+        self._core = SessionCore(
+            settings.replica_id, settings.library, heartbeat_interval_ms=round(settings.heartbeat_interval * 1000)
+        )
+        self._addresses = Addresses(self._settings.addresses)
+        self._log = log.bind(replica_id=settings.replica_id)
+        self.lighthouse: str | None = None
+        """Address of the lighthouse that welcomed us, None while there is none."""
+        self.liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
+        """The lighthouse says what counts instead."""
+        self.services: tuple[ServiceAddress, ...] = ()
+        """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
+        self.heal_timeout_ms = 0
+        """How long the job's next quorum waits for a group that heals; 0: the lighthouse has not said."""
+
+        self._link: Link | None = None
+        self._trying = ""
+        self._asker: asyncio.Future[Quorum] | None = None
+        self._deadline = 0.0
+        self._farewell: Leave | None = None
+        self._said_goodbye: asyncio.Future[None] | None = None
+        self._ended: KeepstepError | None = None
+        self._last_problem = "no lighthouse was tried yet"
+        self._problem_logged = float("-inf")
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """Loop time of the timer."""
+        self.identity: Identity
+        """What it shows to a lighthouse; from ``start`` on."""
+        self._loop: asyncio.AbstractEventLoop
+        self._welcomed: asyncio.Future[None]
+        self._started: asyncio.Future[None]
+        self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def job_path(self) -> str:
+        """Path of the job below a lighthouse's address."""
+        return f"/v1/jobs/{quote(self._settings.job, safe='')}"
+
+    @property
+    def epoch(self) -> int:
+        """Highest epoch seen; 0 before the first welcome."""
+        return self._core.epoch
+
+    @property
+    def quorum_id(self) -> int:
+        """Highest one seen."""
+        return self._core.quorum_id
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
+
+        Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
+        ``ProtocolError`` for the name of a job that is none, ``TlsError`` for files that cannot be used,
+        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self.identity = Identity(self._settings.token, self._settings.tls)
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
+        self._runner.add_done_callback(self._runner_done)
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout):
+                await self._started
+        except TimeoutError:
+            problem = self._last_problem
+            await self.close()
+            limit = self._settings.connect_timeout
+            raise TimeoutError(
+                f"no lighthouse welcomed {self._settings.replica_id} within {limit:g} s: {problem}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the session without a word, for when ``leave`` has been said. Harmless when repeated."""
+        self._end(SessionClosed("the lighthouse session was closed"))
+        if self._runner is not None and not self._runner.done():
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+
+    async def leave(self, reason: str, timeout: float) -> None:
+        """Says that the group leaves on purpose and waits until the lighthouse has understood.
+
+        Said again over reconnects. ``TimeoutError`` when no lighthouse answers within ``timeout`` seconds. Does nothing
+        when the session has ended already.
+        """
+        if self._ended is not None:
+            return
+        self._farewell = Leave(reason)
+        self._said_goodbye = self._loop.create_future()
+        self._send(self._farewell)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._said_goodbye
+        except TimeoutError:
+            raise TimeoutError(
+                f"the lighthouse did not confirm within {timeout:g} s that we leave: {self.why()}"
+            ) from None
+        finally:
+            self._farewell = None
+
+    async def failed(self, reason: str, timeout: float) -> None:
+        """Says that the group is lost as a whole and ends the session. Never raises: the process is about to exit."""
+        link = self._link
+        if not self.lighthouse:
+            self._log.warning("could not report that the group failed", reason=self.why())
+        self._send(Failed(reason))
+        self._end(SessionClosed(f"the group failed: {reason}"))
+        if link is not None:
+            await asyncio.wait([link.closed], timeout=timeout)
+
+    async def probe(self, timeout: float) -> None:
+        """Returns once a lighthouse has given a sign of life. TimeoutError with the reason after ``timeout`` s."""
+        began, asked = self._loop.time(), None
+        try:
+            async with asyncio.timeout(timeout):
+                while self._ended is None:
+                    if self.lighthouse and self._link is not None:
+                        if self._link is not asked:
+                            asked = self._link
+                            asked.ping()
+                        elif asked.last_received >= began:
+                            return
+                    await asyncio.sleep(PROBE_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"no sign of life within {timeout:g} s: {self.why()}") from None
+        raise self._ended
+
+    # ---- the step
+
+    async def quorum(
+        self,
+        *,
+        step: int,
+        lineage: Lineage,
+        shrink_only: bool = False,
+        commit_failures: int = 0,
+        info: MemberInfo,
+        timeout: float,
+        root: StateRoot | None = None,
+        batches_committed: int = 0,
+        allow_heal: bool = True,
+        settings: str = "",
+    ) -> Quorum:
+        """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
+
+        One request at a time. Cancelling it withdraws the request. ``TimeoutError`` holds why there is no quorum,
+        ``LayoutMismatch`` says that our parameters or settings are not the job's, ``SessionClosed`` that the session
+        is over.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._asker is not None:
+            raise KeepstepError("a quorum request is open already; one at a time, or cancel it first")
+        now = self._loop.time()
+        timeout_ms = max(1, round(timeout * 1000))
+        request = self._core.ask(
+            step,
+            lineage,
+            info,
+            timeout_ms,
+            shrink_only=shrink_only,
+            commit_failures=commit_failures,
+            root=root,
+            batches_committed=batches_committed,
+            allow_heal=allow_heal,
+            settings=settings,
+        ).request
+        asker: asyncio.Future[Quorum] = self._loop.create_future()
+        self._asker = asker
+        self._deadline = now + timeout
+        if self.lighthouse:
+            self._send_request(timeout_ms)
+        if self._timer is None or self._deadline < self._due:
+            self._set_timer(self._deadline)
+        try:
+            return await asker
+        except asyncio.CancelledError:
+            self._core.finished_step()
+            raise
+        finally:
+            if self._asker is asker:
+                self._asker = None
+                if self._core.withdraw(request):
+                    self._send(CancelRequest(request))
+
+    def finished_step(self) -> None:
+        """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
+        self._core.finished_step()
+
+    def healing(self, progress: Healing) -> None:
+        """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
+        self._send(progress)
+
+    # ---- the connection
+
+    async def _run(self) -> None:
+        while self._ended is None:
+            delay, address = self._addresses.next(random.random())  # noqa: S311
+            if delay:
+                await asyncio.sleep(delay)
+            try:
+                async with self.identity.session(timeout=None) as http:
+                    await self._connect_once(http, address)
+            except (aiohttp.ClientError, OSError, ProtocolError) as error:
+                self._problem(address, error)
+
+    async def _connect_once(self, http: aiohttp.ClientSession, address: str) -> None:
+        """One connection from its beginning to its end; raises why it came to no session."""
+        self._welcomed = self._loop.create_future()
+        link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
+        try:
+            async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
+                await link.connect(http, f"{address}{self.job_path}/session")
+        except TimeoutError:
+            self._addresses.timed_out(address)
+            raise TimeoutError(f"no answer within {limit:g} s") from None
+        self._trying = address
+        self._link = link
+        try:
+            if self._ended is None:
+                await self._hold_session(link, address)
+        finally:
+            link.close()
+            await asyncio.wait([link.closed], timeout=1)
+            link.abort("it does not take what was said last")
+            self._link = None
+
+    async def _hold_session(self, link: Link, address: str) -> None:
+        began = self._loop.time()
+        link.send(codec.encode(self._core.hello()))
+        try:
+            async with asyncio.timeout(WELCOME_SECONDS):
+                await self._welcomed
+        except TimeoutError:
+            raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
+        reason = await link.closed
+        self._addresses.lost(address, self._loop.time() - began, silent=self.liveness.silent)
+        if self._ended is None:
+            self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
+
+    def _on_lost(self, reason: str) -> None:
+        lighthouse, self.lighthouse = self.lighthouse, None
+        self._last_problem = f"{self._trying}: {reason}"
+        if not self._welcomed.done():
+            self._welcomed.set_exception(ConnectionResetError(reason))
+        if lighthouse is not None and self._ended is None:
+            self._on_push(Disconnected(lighthouse, reason))
+
+    def _problem(self, address: str, error: Exception) -> None:
+        reason = explained(error, address)
+        self._last_problem = f"{address}: {reason}"
+        final = None if self._started.done() else session_events.of_connecting(error, self._last_problem)
+        if final is not None:
+            self._end(final)
+        elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
+            self._problem_logged = self._loop.time()
+            self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)
+
+    def _end(self, error: KeepstepError) -> None:
+        """The session is over for good; everybody who waits is told."""
+        if self._ended is None:
+            self._ended = error
+        self._set_timer(None)
+        if self._runner is None:
+            return
+        self._fail_asker(error)
+        if not self._started.done():
+            self._started.set_exception(error)
+        if self._said_goodbye is not None and not self._said_goodbye.done():
+            self._said_goodbye.set_result(None)
+        if self._link is not None:
+            self._link.close(reason=str(error))
+
+    def _runner_done(self, runner: asyncio.Task[None]) -> None:
+        if not runner.cancelled() and (error := runner.exception()) is not None:
+            self._log.error("lighthouse session failed", exc_info=error)
+            self._end(SessionClosed(f"the lighthouse session failed: {error!r}"))
+
+    # ---- out
+
+    def _send(self, message: ToLighthouse) -> None:
+        """Sends within the session; what is said while there is none is lost, or said again by ``_let_in``."""
+        if self.lighthouse and self._link is not None:
+            self.liveness.sent(self._loop.time())
+            self._link.send(codec.encode(message))
+
+    def _send_request(self, timeout_ms: int) -> None:
+        if (request := self._core.to_send(timeout_ms)) is not None:
+            self._send(request)
+
+    def _set_timer(self, when: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if when is not None:
+            self._due = when  # uvloop's handles do not always know it
+            self._timer = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
+        now = self._loop.time()
+        stalled = self._timer is not None and self.liveness.is_late(now, self._due)
+        due = []
+        if self._asker is not None:
+            deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
+            if now >= deadline:
+                self._fail_asker(TimeoutError(f"no quorum in time: {self.why()}"))
+            else:
+                due.append(deadline)
+        if self.lighthouse and self._link is not None:
+            if now >= self.liveness.beat_due:
+                self._send(Heartbeat())
+            due.append(self.liveness.beat_due)
+            self._watch(self._link, now, stalled=stalled)
+        self._set_timer(min(due, default=None))
+
+    def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
+        match self.liveness.judge(now, link.last_received, stalled=stalled):
+            case "ask":
+                link.ping()
+            case "silent":
+                link.abort(f"nothing heard for {now - link.last_received:.1f} s")
+
+    def why(self) -> str:
+        """Why there is no answer, as far as it is known here."""
+        if self.lighthouse:
+            return f"the lighthouse {self.lighthouse} did not answer"
+        return f"no lighthouse is reachable ({self._last_problem})"
+
+    def _fail_asker(self, error: Exception) -> None:
+        asker, self._asker = self._asker, None
+        if asker is not None:
+            if self._core.open is not None:
+                request = self._core.open.request
+                self._core.withdraw(request)
+                self._send(CancelRequest(request))
+            if not asker.done():
+                asker.set_exception(error)
+
+    # ---- in
+
+    def _on_frame(self, frame: bytes) -> None:
+        try:
+            message = codec.decode(frame, codec.MAX_SERVER_FRAME_BYTES)
+            if type(message) is QuorumAnswer:
+                self._answered(message)
+            else:
+                self._told(message)
+        except StaleLighthouseError as error:
+            self._move(str(error))
+        except ProtocolError as error:
+            self._log.error("bad message from the lighthouse", lighthouse=self._trying, reason=str(error))
+            if self._link is not None:
+                self._link.close(reason=f"bad message: {error}")
+
+    def _answered(self, answer: QuorumAnswer) -> None:
+        if self.lighthouse is None:
+            raise ProtocolError("an answer before the welcome")
+        quorum = self._core.answered(answer)
+        if quorum is not None:
+            asker, self._asker = self._asker, None
+            if asker is not None and not asker.done():
+                asker.set_result(quorum)
+
+    def _told(self, message: codec.Message) -> None:
+        match message:
+            case MemberLost() | RoundBroken() | Drain():
+                self._on_push(message)
+            case Welcome():
+                self._let_in(message)
+            case Timing():
+                self._set_timing(message)
+                if self._ended is None:
+                    self._tick()
+            case Services(services):
+                self._set_services(services)
+            case Denied():
+                if self._core.withdraw(message.request):
+                    self._fail_asker(session_events.of_request(message))
+            case Goodbye():
+                self._end(SessionClosed("the group left the job"))
+            case NotLeader(leader=leader):
+                self._addresses.follow(as_safe(base_url(leader), self._trying) if leader else "")
+                self._move(f"it does not lead; {leader or 'nobody'} does")
+            case Evicted(reason=reason):
+                self._on_push(message)
+                self._end(SessionClosed(f"evicted: {reason}"))
+            case Refused(reason=reason):
+                if (final := session_events.of_session(message)) is not None:
+                    self._end(final)
+                else:
+                    self._move(reason)
+            case _:
+                raise ProtocolError(f"{message.kind!r} is not for workers")
+
+    def _let_in(self, welcome: Welcome) -> None:
+        if self._welcomed.done():
+            raise ProtocolError("welcomed twice")
+        self._core.welcomed(welcome)
+        self._set_timing(welcome)
+        self.lighthouse = self._trying
+        self._problem_logged = float("-inf")
+        now = self._loop.time()
+        self.liveness.begins(now)
+        self._welcomed.set_result(None)
+        if self._farewell is not None:
+            self._send(self._farewell)
+        elif self._asker is not None:
+            self._send_request(max(1, round((self._deadline - now) * 1000)))
+        self._tick()
+        self._log.info("in session with a lighthouse", lighthouse=self.lighthouse, epoch=self.epoch)
+        self._on_push(Connected(self.lighthouse, self.epoch))
+        self._set_services(welcome.services)
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _set_timing(self, told: Welcome | Timing) -> None:
+        self.liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.liveness.timeout = told.heartbeat_timeout_ms / 1000 or self.liveness.timeout
+        self.heal_timeout_ms = told.heal_timeout_ms
+
+    def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
+        if services != self.services:
+            self.services = services
+            self._on_push(Services(services))
+
+    def _move(self, reason: str) -> None:
+        """Goes to another lighthouse."""
+        self._send(Moved())
+        if not self._welcomed.done():
+            self._welcomed.set_exception(ConnectionRefusedError(reason))
+        if self._link is not None:
+            self._link.close(reason=reason)

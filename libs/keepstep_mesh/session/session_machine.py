@@ -1,0 +1,247 @@
+"""What a worker knows of its lighthouse, and what follows from it. Pure: no clock, randomness, logging or I/O.
+
+1. epoch and quorum_id only grow. A lighthouse that greets with a lower epoch, or answers with a lower epoch or
+   quorum_id, is refused: the shell goes to another one, and the next hello says what was seen.
+2. One request is open at most. It is sent again, with the same number and all it says, on every new connection, until
+   it is answered, denied or withdrawn.
+3. A member list is the lighthouse's to repeat: it belongs to one connection and is forgotten with it.
+4. An answer is held from when it comes until the step is finished or the next request is made.
+5. The first pass over the addresses is made without waiting, so that a broken connection is back within the reconnect
+   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks. One
+   that fell silent is tried last and for a short time, which grows: meanwhile somebody else may have taken over, and
+   whoever still names it the leader is not believed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    HeldAnswer,
+    Hello,
+    Lineage,
+    Member,
+    MemberInfo,
+    Quorum,
+    QuorumAnswer,
+    QuorumRequest,
+    StateRoot,
+    Welcome,
+)
+
+BACKOFF_FIRST = 0.02
+"""Seconds before the second pass over the addresses; doubles with each pass."""
+BACKOFF_MOST = 1.0
+CONNECT_SECONDS = 5.0
+"""What an address is given for TCP, TLS and the upgrade."""
+SILENT_FIRST = 0.5
+"""The same for one that fell silent; doubles each time that it does not answer, up to the other."""
+SETTLED_SECONDS = 1.0
+"""A connection that lasted this long starts the passes anew when it ends."""
+
+
+class StaleLighthouseError(ProtocolError):
+    """A lighthouse that is behind what this group has already seen."""
+
+
+class Addresses:
+    """Which lighthouse to try next, and after how long."""
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._all = tuple(dict.fromkeys(addresses))
+        if not self._all:
+            raise ValueError("no lighthouse address: set KEEPSTEP_LIGHTHOUSE or pass lighthouse_addr")
+        self._left = deque(self._all)
+        self._passes = 0
+        self._leader = ""
+        self._followed: set[str] = set()
+        self._silent: dict[str, float] = {}
+        """Addresses that gave no answer when they were tried last, and how long the next one is waited for."""
+
+    def next(self, chance: float) -> tuple[float, str]:
+        """(seconds to wait, address to try). ``chance`` in [0, 1) spreads clients that lost the same lighthouse."""
+        if self._leader:
+            leader, self._leader = self._leader, ""
+            return 0.0, leader
+        if self._left:
+            return 0.0, self._left.popleft()
+        self._start_pass()
+        self._passes += 1
+        delay = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(self._passes - 1, 16))
+        return delay * (0.5 + chance / 2), self._left.popleft()
+
+    def connect_seconds(self, address: str) -> float:
+        """How long ``address`` is waited for."""
+        return self._silent.get(address, CONNECT_SECONDS)
+
+    def timed_out(self, address: str) -> None:
+        """It did not answer within ``connect_seconds``."""
+        self._silent[address] = min(CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
+
+    def follow(self, leader: str) -> None:
+        """A lighthouse says that ``leader`` leads: it is next, once in a pass; last when it is silent."""
+        if not leader or leader in self._followed:
+            return
+        self._followed.add(leader)
+        if leader not in self._silent:
+            self._leader = leader
+        elif leader not in (*self._all, *self._left):
+            self._left.append(leader)
+
+    def lost(self, address: str, lasted_seconds: float, *, silent: bool = False) -> None:
+        """The session with ``address`` broke after ``lasted_seconds``; ``silent``: nothing was heard of it any more."""
+        if silent:
+            self._silent[address] = SILENT_FIRST
+        else:
+            self._silent.pop(address, None)
+        if lasted_seconds < SETTLED_SECONDS:
+            return
+        self._start_pass()
+        self._passes = 0
+        if address in self._left:
+            self._left.remove(address)
+        if silent:
+            self._left.append(address)
+        else:
+            self._left.appendleft(address)
+
+    def _start_pass(self) -> None:
+        self._left = deque(sorted(self._all, key=self._silent.__contains__))
+        self._followed.clear()
+
+
+class SessionCore:
+    """The facts that outlive a connection (``epoch``, ``quorum_id``, ``held``, ``open``) and those that do not."""
+
+    def __init__(self, replica_id: str, library: str = "", heartbeat_interval_ms: int = 0) -> None:
+        self.epoch = 0
+        self.quorum_id = 0
+        """Highest seen, as ``epoch``."""
+        self.held: HeldAnswer | None = None
+        self.open: QuorumRequest | None = None
+        """Asked and not answered; with its info."""
+        self._replica_id = replica_id
+        self._library = library
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._requests = 0
+        self._checked_info: MemberInfo | None = None
+        self._known_info: MemberInfo | None = None
+        self._known_settings = ""
+        self._listed: tuple[Member, ...] = ()
+        self._listed_version: int | None = None
+
+    def hello(self) -> Hello:
+        """The first message of a new connection. Forgets what the last connection knew."""
+        self._known_info = None
+        self._listed, self._listed_version = (), None
+        return Hello(
+            version=PROTOCOL_VERSION,
+            oldest_version=OLDEST_PROTOCOL_VERSION,
+            replica_id=self._replica_id,
+            epoch_seen=self.epoch,
+            quorum_id_seen=self.quorum_id,
+            held=self.held,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+            library=self._library,
+        )
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Raises ``StaleLighthouseError`` for a lighthouse that must not be asked anything."""
+        self._refuse_stale(welcome.epoch, self.quorum_id)
+        self.epoch = welcome.epoch
+        self.quorum_id = max(self.quorum_id, welcome.quorum_id)
+
+    def ask(
+        self,
+        step: int,
+        lineage: Lineage,
+        info: MemberInfo,
+        timeout_ms: int,
+        *,
+        shrink_only: bool,
+        commit_failures: int,
+        root: StateRoot | None = None,
+        batches_committed: int = 0,
+        allow_heal: bool = True,
+        settings: str = "",
+    ) -> QuorumRequest:
+        """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+        if info is not self._checked_info:
+            codec.check_info(info)
+            self._checked_info = info
+        self._requests += 1
+        self.held = None
+        facts = (shrink_only, commit_failures, timeout_ms, info, root, batches_committed, allow_heal, settings)
+        self.open = QuorumRequest(self._requests, step, lineage, *facts)
+        return self.open
+
+    def to_send(self, timeout_ms: int) -> QuorumRequest | None:
+        """The open request as this connection needs it: without the info and settings that it already has."""
+        request = self.open
+        if request is None:
+            return None
+        known = request.info is self._known_info or request.info == self._known_info
+        known = known and request.settings == self._known_settings
+        self._known_info, self._known_settings = request.info, request.settings
+        return QuorumRequest(  # `replace` takes twice as long, in every step
+            request=request.request,
+            step=request.step,
+            lineage=request.lineage,
+            shrink_only=request.shrink_only,
+            commit_failures=request.commit_failures,
+            timeout_ms=timeout_ms,
+            info=None if known else request.info,
+            root=request.root,
+            batches_committed=request.batches_committed,
+            allow_heal=request.allow_heal,
+            settings="" if known else request.settings,
+        )
+
+    def withdraw(self, request: int) -> bool:
+        """The asker is gone, or was denied. True when this was the open request."""
+        if self.open is None or self.open.request != request:
+            return False
+        self.open = None
+        return True
+
+    def answered(self, answer: QuorumAnswer) -> Quorum | None:
+        """The quorum for the asker; None when nobody waits for this answer any more.
+
+        Raises ``StaleLighthouseError`` for an answer from the past, ``ProtocolError`` for a list that was never sent.
+        """
+        self._refuse_stale(answer.epoch, answer.quorum_id)
+        uniform = answer.members is None
+        if answer.members is not None:
+            self._listed, self._listed_version = answer.members, answer.version
+        elif answer.version != self._listed_version:
+            raise ProtocolError(f"the answer refers to member list {answer.version}, which was not sent here")
+        self.epoch, self.quorum_id = answer.epoch, answer.quorum_id
+        if not self.withdraw(answer.request):
+            return None
+        self.held = HeldAnswer(answer.epoch, answer.quorum_id, answer.step)
+        return Quorum(
+            epoch=answer.epoch,
+            quorum_id=answer.quorum_id,
+            created_ms=answer.created_ms,
+            joiners=answer.joiners,
+            step=answer.step,
+            lineage=answer.lineage,
+            uniform=uniform,
+            listed=self._listed,
+            verify=answer.verify,
+            allow_heal=answer.allow_heal,
+        )
+
+    def finished_step(self) -> None:
+        self.held = None
+
+    def _refuse_stale(self, epoch: int, quorum_id: int) -> None:
+        if epoch < self.epoch:
+            raise StaleLighthouseError(f"it is at epoch {epoch}; this group has seen epoch {self.epoch}")
+        if quorum_id < self.quorum_id:
+            raise StaleLighthouseError(f"it announces quorum {quorum_id}; this group has seen quorum {self.quorum_id}")

@@ -1,0 +1,1 @@
+"""Send records to the metrics service, measure throughput."""

@@ -1,0 +1,86 @@
+"""What ``GET /v1/cluster`` tells: the lighthouses, which of them leads, the services, and whether the store works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keepstep_lighthouse.leadership.term import EPOCH_KEY, parse_epoch
+from keepstep_lighthouse.registry.service_records import ServiceRecord
+from keepstep_lighthouse.store.contract import Store, StoreError
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.app import Lighthouse
+
+STORE_LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    address: str
+    leads: bool
+    epoch: int
+    trouble: str | None
+    """Why it decides nothing now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    kind: str
+    """``memory``, ``sqlite`` or ``etcd``."""
+    trouble: str | None
+    """Why it could not be read just now; None: it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    leader: str | None
+    epoch: int
+    nodes: tuple[NodeView, ...]
+    services: tuple[ServiceRecord, ...]
+    """Sorted by kind and name."""
+    store: StoreView
+
+
+async def lighthouses(lighthouse: Lighthouse, here: str) -> tuple[NodeView, ...]:
+    """All lighthouses of this cluster. ``here``: the address under which this one was asked."""
+    epoch = lighthouse.term.epoch if lighthouse.term else 0
+    if lighthouse.nodes is None or lighthouse.leadership is None:
+        return (NodeView(here, lighthouse.term is not None, epoch, lighthouse.trouble),)
+    leader = lighthouse.leadership.leader
+    if leader is not None:
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(STORE_LOOK_SECONDS):
+                epoch = parse_epoch(await lighthouse.store.get(EPOCH_KEY))
+    views = []
+    for node, address in lighthouse.nodes.addresses.items():
+        own = node == lighthouse.node
+        leads = lighthouse.term is not None if own else leader is not None and leader.node == node
+        views.append(NodeView(address, leads, epoch if leads else 0, lighthouse.not_ready() if own else None))
+    return tuple(sorted(views, key=lambda one: one.address))
+
+
+async def view(lighthouse: Lighthouse, here: str) -> ClusterView:
+    nodes = await lighthouses(lighthouse, here)
+    leader = next((node for node in nodes if node.leads), None)
+    kind = lighthouse.settings.store.partition("://")[0]
+    return ClusterView(
+        leader=leader.address if leader else None,
+        epoch=leader.epoch if leader else 0,
+        nodes=nodes,
+        services=lighthouse.registry.records,
+        store=StoreView(kind, await _trouble_of(lighthouse.store)),
+    )
+
+
+async def _trouble_of(store: Store) -> str | None:
+    try:
+        async with asyncio.timeout(STORE_LOOK_SECONDS):
+            await store.get(EPOCH_KEY)
+    except StoreError as error:
+        return str(error)
+    except TimeoutError:
+        return f"it does not answer within {STORE_LOOK_SECONDS:g} s"
+    return None

@@ -1,0 +1,139 @@
+"""What Prometheus sees of a lighthouse. Most of it is read from the lighthouse when it is scraped."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.config.logging import get_logger
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.app import Lighthouse
+    from keepstep_lighthouse.jobs.job import Job
+
+LOGGED_BAD_MESSAGES = 10
+"""Within ``LOGGED_SECONDS``; the others are only counted."""
+LOGGED_SECONDS = 10.0
+
+FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
+"""Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
+MAX_IDLE_SHOWN = 20
+"""Jobs without sessions that have lines of their own, the last used."""
+UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
+"""Of no group at work."""
+
+log = get_logger("keepstep.lighthouse")
+
+
+class BadMessages:
+    """Counts the sessions that broke the protocol, and logs some of them."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._window = 0.0
+        self._in_window = 0
+
+    def add(self, job: str, replica_id: str, reason: str) -> None:
+        self.total += 1
+        now = time.monotonic()
+        if now >= self._window + LOGGED_SECONDS:
+            self._window, self._in_window = now, 0
+        self._in_window += 1
+        if self._in_window <= LOGGED_BAD_MESSAGES:
+            log.warning("bad message", job=job, replica_id=replica_id, reason=reason, bad_messages=self.total)
+
+
+class _Lighthouse(Collector):
+    def __init__(self, lighthouse: Lighthouse) -> None:
+        self._lighthouse = lighthouse
+
+    def collect(self) -> Iterator[Metric]:
+        one = self._lighthouse
+        yield GaugeMetricFamily("keepstep_lighthouse_ready", "1 while it may decide", float(one.term is not None))
+        yield GaugeMetricFamily(
+            "keepstep_lighthouse_epoch", "its term; 0 without one", one.term.epoch if one.term else 0
+        )
+        yield GaugeMetricFamily("keepstep_lighthouse_sessions", "open connections of workers", len(one.sessions))
+        yield GaugeMetricFamily(
+            "keepstep_lighthouse_standbys", "lighthouses that stand by for this one", len(one.followers)
+        )
+        yield CounterMetricFamily(
+            "keepstep_lighthouse_bad_messages", "sessions that broke the protocol", one.bad_messages.total
+        )
+        services = GaugeMetricFamily("keepstep_services", "services that are registered", labels=["kind"])
+        for kind, count in Counter(record.kind for record in one.registry.records).items():
+            services.add_metric([kind], count)
+        yield services
+        events = CounterMetricFamily("keepstep_events", "entries of the event log", labels=["job", "kind"])
+        jobs = shown(one.jobs.values())
+        from_zero = dict.fromkeys(FROM_ZERO, 0)
+        for name in ("", *(job.name for job in jobs)):
+            for kind, count in ((from_zero if name else {}) | one.events.counts.get(name, {})).items():
+                events.add_metric([name, kind], count)
+        yield events
+        totals = CounterMetricFamily(
+            "keepstep_lighthouse_events", "the same, of all jobs together, those that are gone too", labels=["kind"]
+        )
+        for kind, count in (from_zero | one.events.totals).items():
+            totals.add_metric([kind], count)
+        yield totals
+        yield from _of_jobs(jobs, time.monotonic())
+
+
+def shown(jobs: Iterable[Job]) -> list[Job]:
+    """The jobs that have lines of their own: those in use, and ``MAX_IDLE_SHOWN`` others."""
+    last_used = sorted(jobs, key=lambda job: job.used_at, reverse=True)
+    idle = [job for job in last_used if not job.sessions]
+    return [job for job in last_used if job.sessions] + idle[:MAX_IDLE_SHOWN]
+
+
+def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
+    quorum_id = GaugeMetricFamily("keepstep_quorum_id", "number of the current quorum", labels=["job"])
+    members = GaugeMetricFamily("keepstep_quorum_members", "groups in the current quorum", labels=["job"])
+    step = GaugeMetricFamily("keepstep_quorum_step", "step of the last announced quorum", labels=["job"])
+    rounds = CounterMetricFamily("keepstep_quorum_rounds", "quorums announced and confirmed", labels=["job"])
+    waits = SummaryMetricFamily(
+        "keepstep_quorum_wait_seconds", "from a group's request for a quorum to the answer", labels=["job"]
+    )
+    steps = CounterMetricFamily("keepstep_steps", "steps by which the job went on", labels=["job"])
+    step_seconds = SummaryMetricFamily(
+        "keepstep_step_seconds", "from a group's quorum to its next request, committed or not", labels=["job"]
+    )
+    of_groups = CounterMetricFamily("keepstep_group_steps", "the same steps, by outcome", labels=["job", "outcome"])
+    healed = CounterMetricFamily("keepstep_healed_bytes", "taken over by groups that healed", labels=["job"])
+    heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "all heals together", labels=["job"])
+    groups = GaugeMetricFamily("keepstep_groups", "replica groups by what they do", labels=["job", "state"])
+    group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
+    for job in jobs:
+        name, quorum, tally, replicas = job.name, job.core.quorum_view(now), job.core.tally, job.core.replicas(now)
+        quorum_id.add_metric([name], quorum.quorum_id)
+        members.add_metric([name], len(quorum.members))
+        step.add_metric([name], quorum.step)
+        rounds.add_metric([name], job.rounds)
+        waits.add_metric([name], tally.waits, tally.wait_seconds)
+        steps.add_metric([name], job.steps)
+        step_seconds.add_metric([name], tally.committed + tally.discarded, tally.step_seconds)
+        of_groups.add_metric([name, "committed"], tally.committed)
+        of_groups.add_metric([name, "discarded"], tally.discarded)
+        healed.add_metric([name], job.healed_bytes)
+        heal_seconds.add_metric([name], job.heal_seconds)
+        states = Counter(replica.state for replica in replicas)
+        for state in ReplicaState:
+            groups.add_metric([name, state.value], states[state])
+        for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
+            group_step.add_metric([name, replica.name], replica.step)
+    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds)
+    yield from (groups, group_step)
+
+
+def registry(lighthouse: Lighthouse) -> CollectorRegistry:
+    found = CollectorRegistry()
+    found.register(_Lighthouse(lighthouse))
+    return found

@@ -1,0 +1,1 @@
+"""Run the shell around each job's state machine."""

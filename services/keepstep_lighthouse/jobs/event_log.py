@@ -1,0 +1,268 @@
+"""What happened to each job, numbered. The last events of each job are in memory; a file, if given, holds all.
+
+Numbers grow for ever, over restarts and leaders too: the epoch times 2**32 plus a count. So a reader that says "after
+N" gets what is new, whichever lighthouse it asks.
+
+In a file each term begins with an event ``term``, of no job, that names the process. So ``keepstep check-history`` can
+tell from the files of all lighthouses that no epoch had two owners, and that no line is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+import uuid
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from keepstep_lighthouse.store.contract import StoreError
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.messages import Data
+
+KEPT_PER_JOB = 10_000
+KEPT_IN_ALL = 100_000
+"""Beyond, the longest lists give way."""
+MAX_ENDINGS = 100
+"""Deleted jobs whose last event is still known."""
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Then the file becomes ``name.1``, in place of the one before."""
+MAX_UNWRITTEN = 10_000
+"""Events that wait for the disk; beyond, they are dropped from the file and counted."""
+
+log = get_logger("keepstep.lighthouse.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One entry. ``time``: Unix seconds. ``replica_id``: a stable name or an incarnation, empty for the job itself."""
+
+    id: int
+    time: float
+    job: str
+    epoch: int
+    kind: str
+    replica_id: str
+    detail: dict[str, Data]
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), default=repr)
+
+
+class EventLog:
+    def __init__(self) -> None:
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By job and kind, since this process started; those of a job go with it."""
+        self.totals: Counter[str] = Counter()
+        """By kind, of all jobs, since this process started."""
+        self.endings: OrderedDict[str, Happened] = OrderedDict()
+        """The last event of each job that was deleted lately."""
+        self._kept: dict[str, list[Happened]] = {}
+        self._kept_in_all = 0
+        self._forgotten: dict[str, int] = {}
+        """Number of the last event that left the memory, by job."""
+        self._news: dict[str, asyncio.Event] = {}
+        self._epoch = 0
+        self._last_id = 0
+        self.on_event: Callable[[Happened], None] = lambda _: None
+        """Told of each as it is added."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._last_id = max(self._last_id, epoch << 32)
+
+    def add(self, job: str, kind: str, replica_id: str, detail: dict[str, Data], now_unix: float) -> Happened:
+        self._last_id += 1
+        self.counts[job][kind] += 1
+        self.totals[kind] += 1
+        happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
+        self._keep(happened)
+        self.on_event(happened)
+        if (news := self._news.pop(job, None)) is not None:
+            news.set()
+        return happened
+
+    def _keep(self, happened: Happened) -> None:
+        kept = self._kept.setdefault(happened.job, [])
+        kept.append(happened)
+        self._kept_in_all += 1
+        if len(kept) > KEPT_PER_JOB + KEPT_PER_JOB // 10:
+            self._trim(happened.job, KEPT_PER_JOB)
+        while self._kept_in_all > KEPT_IN_ALL:
+            longest = max(self._kept, key=lambda job: len(self._kept[job]))
+            self._trim(longest, len(self._kept[longest]) * 3 // 4)
+
+    def _trim(self, job: str, count: int) -> None:
+        """Keep the newest ``count`` events of ``job``."""
+        kept = self._kept[job]
+        gone = len(kept) - count
+        self._forgotten[job] = kept[gone - 1].id
+        self._kept_in_all -= gone
+        del kept[:gone]
+
+    @property
+    def jobs(self) -> set[str]:
+        """Those of which something is in memory, but for ``endings``."""
+        return {*self._kept, *self.counts} - {""}
+
+    def forget(self, job: str) -> None:
+        """The job was deleted: only its last event stays, for those who follow it."""
+        kept = self._kept.pop(job, [])
+        self._kept_in_all -= len(kept)
+        self._forgotten.pop(job, None)
+        self.counts.pop(job, None)
+        if kept and kept[-1].kind == "job_deleted":
+            self.endings[job] = kept[-1]
+            self.endings.move_to_end(job)
+            while len(self.endings) > MAX_ENDINGS:
+                self.endings.popitem(last=False)
+        if (news := self._news.pop(job, None)) is not None:
+            news.set()
+
+    def forget_others(self, jobs: Collection[str]) -> None:
+        """Another leader may have deleted those of this process that are not among ``jobs``."""
+        for job in self.counts.keys() - {"", *jobs}:
+            self.forget(job)
+
+    def after(self, job: str, number: int, limit: int) -> list[Happened]:
+        """The first ``limit`` events of ``job`` that are still in memory and newer than ``number``."""
+        kept = self._kept.get(job)
+        if kept is None:
+            kept = [self.endings[job]] if job in self.endings else []
+        start = bisect_right(kept, number, key=lambda one: one.id)
+        return kept[start : start + limit]
+
+    def newest(self, job: str, limit: int) -> list[Happened]:
+        """The last ``limit`` events of ``job``, oldest first."""
+        kept = self._kept.get(job, [])
+        return kept[max(0, len(kept) - limit) :]
+
+    def missed(self, job: str, number: int) -> bool:
+        """Whether events of ``job`` newer than ``number`` have left the memory."""
+        return number < self._forgotten.get(job, 0)
+
+    def latest(self, job: str, kind: str, replica_id: str) -> Happened | None:
+        matching = (h for h in reversed(self._kept.get(job, [])) if h.kind == kind and h.replica_id == replica_id)
+        return next(matching, None)
+
+    def news(self, job: str) -> asyncio.Event:
+        """Set when the next event of ``job`` is there."""
+        return self._news.setdefault(job, asyncio.Event())
+
+    def wake(self) -> None:
+        """Wakes those who wait for news, though there is none."""
+        for news in self._news.values():
+            news.set()
+        self._news.clear()
+
+    async def close(self) -> None:
+        """Returns when all is written."""
+
+
+class FiledEventLog(EventLog):
+    """Also appends each event to a file of JSON lines, in a thread of its own. Made by ``open``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-events")
+        self._unwritten: deque[Happened] = deque()
+        self._dropped = self._dropped_said = 0
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._writing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, path: Path) -> FiledEventLog:
+        """Loads the tail of what is there. Raises ``StoreError`` when the file cannot be used."""
+        loop = asyncio.get_running_loop()
+        events = cls(path)
+        try:
+            for happened in await loop.run_in_executor(events._thread, _tail, path):
+                events._keep(happened)
+                events._last_id = max(events._last_id, happened.id)
+        except OSError as error:
+            events._thread.shutdown()
+            raise StoreError(f"the event log {path} cannot be used: {error}; give another --event-log") from error
+        return events
+
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
+        self.add("", "term", "", {"owner": self._owner}, time.time())
+
+    def add(self, job: str, kind: str, replica_id: str, detail: dict[str, Data], now_unix: float) -> Happened:
+        happened = super().add(job, kind, replica_id, detail, now_unix)
+        if len(self._unwritten) >= MAX_UNWRITTEN:
+            self._dropped += 1
+        else:
+            self._unwritten.append(happened)
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        return happened
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._unwritten:
+            batch, reason = list(self._unwritten), "the disk is too slow"
+            self._unwritten.clear()
+            try:
+                await loop.run_in_executor(self._thread, _append, self._path, batch)
+            except OSError as error:
+                self._dropped += len(batch)
+                reason = str(error)
+            if self._dropped > self._dropped_said:
+                self._dropped_said = self._dropped
+                log.error("events were not written", path=str(self._path), dropped=self._dropped, error=reason)
+        self._writing = None
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+        self._thread.shutdown()
+
+
+def _tail(path: Path) -> list[Happened]:
+    """The last events of the file before and this one, in order. A line that is no event is skipped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                # The next event must not continue what a kill cut off.
+                file.write(b"\n")
+    lines: deque[str] = deque(maxlen=KEPT_PER_JOB)
+    for part in (_before(path), path):
+        if part.exists():
+            with part.open(encoding="utf-8", errors="replace") as file:
+                lines.extend(file)
+    events = []
+    for line in lines:
+        try:
+            events.append(Happened(**json.loads(line)))
+        except (ValueError, TypeError):
+            log.warning("a line of the event log is not an event", path=str(path), line=line[:200].rstrip())
+    return sorted(events, key=lambda one: one.id)
+
+
+def _append(path: Path, events: Iterable[Happened]) -> None:
+    """All of them, or, with an ``OSError``, none."""
+    if path.exists() and path.stat().st_size > MAX_FILE_BYTES:
+        os.replace(path, _before(path))  # noqa: PTH105
+    left = "".join(f"{one.json()}\n" for one in events).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)  # the next event must not continue what a full disk cut off
+            raise
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(path.name + ".1")

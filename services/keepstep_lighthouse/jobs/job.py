@@ -1,0 +1,337 @@
+"""The shell of one job. Its duties, in their order:
+
+1. receive an event (a frame, an order, a timer) and give it to the core, events in the order in which they happened;
+2. carry out the core's decisions in the order in which they stand: write what is to be persisted, and only when that
+   write is known to have succeeded go on to what stands behind it, of this event and of all later ones;
+3. set one timer for the deadline that the core names, once for all events that came together.
+
+A decision with no write before it is carried out at once, in the call that brought the event: a quorum round in steady
+state has no task switch. A write that fails or whose outcome is unknown ends the term: what stands behind it is never
+said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs.event_log import EventLog, Happened
+from keepstep_lighthouse.jobs.expiry import JobUse
+from keepstep_lighthouse.jobs.sessions import Session
+from keepstep_lighthouse.leadership.term import Term, TermOverError
+from keepstep_lighthouse.quorum.events import (
+    Announce,
+    Decision,
+    EndSession,
+    Event,
+    JobRecord,
+    LogEntry,
+    Opened,
+    Persist,
+    Tell,
+    Tick,
+)
+from keepstep_lighthouse.quorum.machine import JobCore
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import QuorumAnswer
+
+MIN_WAIT = 0.001
+"""Clocks of loops are that coarse; a timer that fires too early would fire again and again."""
+
+log = get_logger("keepstep.lighthouse")
+
+LAPSED = "its lease is over by its own clock"
+
+Step = Decision | Callable[[], None]
+"""What is carried out in order: the core's decisions, and what the shell puts between them."""
+
+
+class Job:
+    """``on_term_over`` is called once when a write ended the term; the job then does nothing more."""
+
+    def __init__(
+        self,
+        name: str,
+        stored: bytes | None,
+        record: JobRecord,
+        term: Term,
+        events: EventLog,
+        on_term_over: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.term = term
+        self.sessions: dict[int, Session] = {}
+        self.used_at = time.monotonic()
+        """See ``expiry.JobUse``."""
+        self.closed = False
+        """It is being deleted."""
+        self.rounds = 0
+        """Quorums announced, confirmed ones too."""
+        self.steps = 0
+        """By which the job went on under this lighthouse."""
+        self.healed_bytes = 0
+        self.heal_seconds = 0.0
+        self._step: int | None = None
+        """Of the last quorum that was announced."""
+        self._stored = stored
+        self._written = record
+        """The record as last written."""
+        self._events = events
+        self._on_term_over = on_term_over
+        self._outbox: deque[Step] = deque()
+        self._carrying: asyncio.Task[None] | None = None
+        """Not None while decisions wait for a write."""
+        self._orders: set[asyncio.Future[list[Happened]]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._timer_is_stale = False
+        self._loop = asyncio.get_running_loop()
+        self._over = False
+        self.core = JobCore(
+            name,
+            record,
+            time.monotonic(),
+            time.time(),
+            restarted=bool(record.members),
+            fenced_until=term.fenced_until,
+        )
+        self._deadline_may_differ()
+
+    # ---- 1. receive
+
+    def handle(self, event: Event) -> None:
+        self._process(event, lambda steps: steps)
+
+    def heard(self, session: int) -> None:
+        self.core.heard(session, time.monotonic())
+
+    def open(self, session: Session, event: Opened) -> None:
+        """The hello was accepted: writes what it made necessary, then welcomes, then the rest."""
+
+        def welcomed(steps: list[Step]) -> list[Step]:
+            if EndSession(session.number) not in steps:
+                said = (place for place, one in enumerate(steps) if isinstance(one, Tell | Announce | EndSession))
+                steps.insert(next(said, len(steps)), partial(self._welcome, session))
+            return steps
+
+        if self._over:
+            why = f"job {self.name} is being deleted; try again" if self.closed else "the lighthouse begins a new term"
+            session.refuse("not_ready", why)
+            return
+        self.sessions[session.number] = session
+        self._process(event, welcomed)
+
+    async def order(self, event: Event) -> list[Happened]:
+        """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
+        if self._over:
+            raise TermOverError("the lighthouse begins a new term, or the job is being deleted; ask again")
+        self.used_at = time.monotonic()
+        done: asyncio.Future[list[Happened]] = self._loop.create_future()
+        made: list[Happened] = []
+
+        def awaited(steps: list[Step]) -> list[Step]:
+            logged = [partial(self._log, one, made) if isinstance(one, LogEntry) else one for one in steps]
+            return [*logged, partial(_complete, done, made)]
+
+        self._orders.add(done)
+        done.add_done_callback(self._orders.discard)
+        self._process(event, awaited)
+        return await done
+
+    def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]]) -> None:
+        """``arranged`` puts what the shell has to do between the decisions."""
+        if self._over:
+            return
+        if self.term.lapsed:
+            self._fail(LAPSED)
+            return
+        try:
+            self._carry_out(arranged([*self.core.handle(event, time.monotonic(), time.time())]))
+        except Exception:
+            # A fault of ours. A state that is half changed, or half told, decides no more: the store has the rest.
+            log.exception("fault in a job", job=self.name, occasion=repr(event)[:500])
+            self._fail(f"a fault in job {self.name}; the log has it")
+        self._deadline_may_differ()
+
+    # ---- 2. persist, then reply
+
+    def _carry_out(self, decisions: list[Step]) -> None:
+        if self._carrying is not None:
+            self._outbox.extend(decisions)
+            return
+        for place, decision in enumerate(decisions):
+            if type(decision) is Persist:
+                self._outbox.extend(decisions[place:])
+                self._carrying = asyncio.ensure_future(self._carry_out_outbox())
+                return
+            self._do(decision)
+
+    async def _carry_out_outbox(self) -> None:
+        try:
+            while self._outbox:
+                if self.term.lapsed:
+                    raise TermOverError(LAPSED)
+                decision = self._outbox.popleft()
+                if type(decision) is Persist:
+                    await self._write(decision.record)
+                else:
+                    self._do(decision)
+        except TermOverError as error:
+            self._fail(str(error))
+        except Exception:
+            log.exception("fault in a job", job=self.name, occasion="after a write")
+            self._fail(f"a fault in job {self.name}; the log has it")
+        finally:
+            self._carrying = None
+
+    async def _write(self, record: JobRecord) -> None:
+        value = records.encode(record)
+        await self.term.replace(records.JOB_PREFIX + self.name, self._stored, value)
+        before, self._stored, self._written = self._written, value, record
+        if record.policy != before.policy:
+            for session in self.sessions.values():
+                session.tell_timing(record.policy)
+
+    def _do(self, decision: Step) -> None:
+        match decision:
+            case Announce():
+                self._announce(decision)
+            case Tell(to, message):
+                frame = codec.encode(message)
+                for number in to:
+                    if (session := self.sessions.get(number)) is not None:
+                        session.send(frame)
+            case EndSession(number):
+                if (session := self.sessions.pop(number, None)) is not None:
+                    session.end("ended by the lighthouse")
+            case LogEntry():
+                self._log(decision, [])
+            case Persist():
+                raise TypeError("a Persist is written, not done")
+            case _:
+                decision()
+
+    def _announce(self, announce: Announce) -> None:
+        """Who knows the member list gets the short answer. Each of the two is packed once."""
+        self.rounds += 1
+        if self._step is not None:
+            self.steps += max(0, announce.step - self._step)
+        self._step = announce.step
+        epoch, version = self.term.epoch, announce.version
+        listed = (epoch, version) if announce.uniform else None
+        short = full = None
+        for number, request in announce.to:
+            session = self.sessions.get(number)
+            if session is None:
+                continue
+            if session.listed == listed and listed is not None:
+                if short is None:
+                    short = codec.answer_frames(_answer(announce, epoch, listed=False))
+                session.send(short(request))
+            else:
+                if full is None:
+                    full = codec.answer_frames(_answer(announce, epoch, listed=True))
+                session.listed = (epoch, version)
+                session.send(full(request))
+
+    def _welcome(self, session: Session) -> None:
+        session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy)
+
+    def _log(self, entry: LogEntry, made: list[Happened]) -> None:
+        made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))
+        match entry.kind, entry.detail:
+            case "healed", {"bytes": int(size), "seconds": int() | float() as seconds}:
+                self.healed_bytes += size
+                self.heal_seconds += seconds
+        log.info(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
+
+    # ---- 3. time
+
+    def _deadline_may_differ(self) -> None:
+        if not self._timer_is_stale:
+            self._timer_is_stale = True
+            self._loop.call_soon(self._set_timer)
+
+    def _set_timer(self) -> None:
+        """A timer that fires too early costs less than setting it anew for each event."""
+        self._timer_is_stale = False
+        if self._over:
+            return
+        due = self.core.deadline()
+        if due is None or (self._timer is not None and self._timer_due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_later(max(MIN_WAIT, due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(Tick())
+
+    # ---- the end
+
+    def _fail(self, reason: str) -> None:
+        if not self._over:
+            self.end()
+            self._on_term_over(reason)
+
+    def close(self) -> None:
+        """The job is about to be deleted: nothing is decided or said from now on."""
+        self.closed = True
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is decided or said from now on."""
+        self._over = True
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        for done in list(self._orders):
+            if not done.done():
+                done.set_exception(TermOverError("whether the order was carried out is not known; ask again"))
+
+    def writing(self) -> list[asyncio.Task[None]]:
+        """What has to be awaited before the store is closed."""
+        return [] if self._carrying is None else [self._carrying]
+
+    @property
+    def stored(self) -> bytes | None:
+        """What the store holds of it."""
+        return self._stored
+
+    @property
+    def use(self) -> JobUse:
+        awaited = self.closed or self.core.returning() is not None
+        return JobUse(self.name, self.core.record.policy.job_ttl, len(self.sessions), self.used_at, awaited)
+
+    @property
+    def unused(self) -> bool:
+        """Nobody is connected and nothing was ever stored: there is nothing to remember."""
+        return not self.sessions and self._stored is None and self._carrying is None
+
+
+def _complete(done: asyncio.Future[list[Happened]], made: list[Happened]) -> None:
+    if not done.done():
+        done.set_result(made)
+
+
+def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
+    return QuorumAnswer(
+        request=0,
+        epoch=epoch,
+        quorum_id=announce.quorum_id,
+        created_ms=announce.created_ms,
+        version=announce.version,
+        step=announce.step,
+        lineage=announce.lineage,
+        joiners=announce.joiners,
+        members=announce.members if listed else None,
+        verify=announce.verify,
+        allow_heal=announce.allow_heal,
+    )

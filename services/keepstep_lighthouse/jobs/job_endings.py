@@ -1,0 +1,149 @@
+"""The end of jobs: an operator deletes one, or nobody used it for its ``job_ttl``.
+
+The duties of an end, in their order: let the job decide nothing more; wait for its last write; delete its record from
+the store, under the term, and in the same transaction raise the quorum_id that new jobs begin with above that of this
+job; log it; end the sessions, if there are any; forget what was kept in memory by its name. A deletion that fails, or
+whose outcome is unknown, ends the term, as any write does.
+
+A quorum_id is never given twice, so a group of the deleted job that comes back later holds a lineage below every
+quorum_id of the next job of that name, and its last answer counts as over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs.event_log import Happened
+from keepstep_lighthouse.jobs.expiry import JobUse, expired, next_due
+from keepstep_lighthouse.leadership.term import TermOverError
+from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.store.contract import Compare, Write
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import Data, Evicted
+from keepstep_mesh.protocol.names import name_of
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.jobs.job import Job
+    from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+
+LOOK_SECONDS = 60.0
+"""Between two looks for expired jobs at most."""
+PAUSE_SECONDS = 0.1
+"""Between two looks at least."""
+MAX_EVICTED = 10_000
+"""Incarnations remembered that were evicted with their job; the oldest are forgotten."""
+BY_TTL = "job_ttl"
+
+log = get_logger("keepstep.lighthouse")
+
+
+class JobEndings:
+    def __init__(self, keeper: Keeper) -> None:
+        self.floor = 0
+        """quorum_id that new jobs begin with."""
+        self._stored_floor: bytes | None = None
+        self._keeper = keeper
+        self._evicted: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """(job, replica_id) of those that were connected when their job was deleted by force."""
+        self._one_deletion = asyncio.Lock()
+        self._wake = asyncio.Event()
+
+    def term_begins(self, stored_floor: bytes | None) -> None:
+        """Raises ``StoreError``."""
+        self.floor, self._stored_floor = records.parse_floor(stored_floor), stored_floor
+
+    def refusal(self, job: str, replica_id: str) -> str | None:
+        """Why this incarnation may not begin the job anew; None: it may."""
+        if (job, replica_id) in self._evicted:
+            return f"job {job!r} was deleted, and {replica_id} evicted with it; a new incarnation may come"
+        return None
+
+    # ---- deletion
+
+    async def delete(self, job: Job, by: str, **detail: Data) -> Happened:
+        """Delete ``job``; groups that are connected, or may come back, are evicted. Return the entry of the event log.
+
+        Raises ``TermOverError``: whether it is deleted is not known.
+        """
+        evicted = [one.replica_id for one in job.core.replicas(time.monotonic()) if one.state is not ReplicaState.GONE]
+        job.close()
+        task = asyncio.create_task(self._delete(job, {"by": by, **detail}, sorted(evicted)))
+        return await asyncio.shield(self._keeper.owned(task))
+
+    async def _delete(self, job: Job, detail: dict[str, Data], evicted: list[str]) -> Happened:
+        keeper, key = self._keeper, records.JOB_PREFIX + job.name
+        async with self._one_deletion:
+            if writing := job.writing():
+                await asyncio.wait(writing)
+            quorum_id = job.core.record.quorum_id
+            floor = max(self.floor, quorum_id + 1)
+            value = b"%d" % floor
+            compare = Compare(key, job.stored), Compare(records.FLOOR_KEY, self._stored_floor)
+            try:
+                await job.term.change(compare, (Write(key, None), Write(records.FLOOR_KEY, value)))
+            except TermOverError as error:
+                keeper.term_failed(job.term, str(error))
+                raise
+            self.floor, self._stored_floor = floor, value
+        if keeper.jobs.get(job.name) is job:
+            del keeper.jobs[job.name]
+        detail |= {"quorum_id": quorum_id, "evicted": list[Data](evicted)}
+        happened = keeper.events.add(job.name, "job_deleted", "", detail, time.time())
+        keeper.events.forget(job.name)
+        log.info("job_deleted", job=job.name, **detail)
+        self._evict(job, evicted, str(detail["by"]))
+        return happened
+
+    def _evict(self, job: Job, evicted: list[str], by: str) -> None:
+        for replica_id in evicted:
+            if name_of(replica_id) != replica_id:  # else its next process has the same
+                self._evicted[job.name, replica_id] = None
+        while len(self._evicted) > MAX_EVICTED:
+            self._evicted.popitem(last=False)
+        reason = f"job {job.name} was deleted by {by}"
+        frame = codec.encode(Evicted(reason, 0.0))
+        for session in job.sessions.values():
+            session.send(frame)
+            session.end(reason)
+
+    # ---- expiry
+
+    def wake(self) -> None:
+        """A job may expire sooner than was known."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Delete jobs as they expire, until cancelled."""
+        while True:
+            self._wake.clear()
+            pause = next_due(self._uses()) - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(pause, PAUSE_SECONDS), LOOK_SECONDS)):
+                    await self._wake.wait()
+            try:
+                await self.expire()
+            except TermOverError as error:
+                log.warning("expired jobs are not deleted", reason=str(error))
+            except Exception:
+                log.exception("fault in the expiry of jobs")  # without this task nothing would expire any more
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def expire(self, at_most: int | None = None) -> None:
+        """Delete the jobs that have expired, the longest unused first. Raises ``TermOverError``."""
+        left = at_most
+        while left != 0 and (names := self.expired()):
+            job, now = self._keeper.jobs[names[0]], time.monotonic()
+            await self.delete(job, BY_TTL, job_ttl=job.core.record.policy.job_ttl, idle_seconds=now - job.used_at)
+            left = None if left is None else left - 1
+
+    def expired(self) -> list[str]:
+        return expired(self._uses(), time.monotonic())
+
+    def _uses(self) -> list[JobUse]:
+        return [job.use for job in self._keeper.jobs.values()] if self._keeper.term is not None else []

@@ -1,0 +1,1 @@
+"""Elect the leader, and find it."""

@@ -1,0 +1,166 @@
+"""A follower's link to the leader: an open connection whose end says that the leader is gone.
+
+A link that breaks without a word is tried once more, shortly: a leader that is there takes it. One that neither answers
+nor closes is silent; after ``SILENCE`` seconds without a sign of life it counts as broken too. Over the link the
+follower tells how many sessions of workers it was offered, for a leader that none of them reaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+from aiohttp import web
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.net.websocket import Link
+from keepstep_mesh.security.tls import explained
+
+PATH = "/v1/lighthouses/session"
+CONNECT_SECONDS = 2.0
+SECOND_TRY_SECONDS = 0.2
+AGAIN_SECONDS = 0.5
+BEAT_SECONDS = 1.0
+SILENCE = 5.0
+MAX_FRAME_BYTES = 1024
+UNSENT_BYTES = 64 * 1024
+
+log = get_logger("keepstep.lighthouse")
+
+Told = Callable[[bytes], None]
+
+
+class LeaderLink:
+    """``identity``: with the token that the leader asks of other services."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._problem = ""
+        """Why there is no link, as last reported."""
+        self._target: tuple[str, bytes] | None = None
+        """Address of the leader, and the value of its key."""
+        self._moved = asyncio.Event()
+        self._link: Link | None = None
+        self._offered = 0
+        self._dismissed = False
+        """The leader ended the last link with a word: it leads no more."""
+
+    def follow(self, address: str | None, leader: bytes) -> None:
+        """From now on the link is to this leader; None: to nobody."""
+        target = None if address is None else (address, leader)
+        if target != self._target:
+            self._target = target
+            self._moved.set()
+            if self._link is not None:
+                self._link.close(reason="another leads")
+
+    def offered(self) -> None:
+        """A worker came here because it does not reach the leader, or does not know it."""
+        self._offered += 1
+        if self._link is not None:
+            self._link.send(b"offered %d" % self._offered)
+
+    async def run(self, linked: Told, broke: Told) -> None:
+        """For ever: holds the link and tells when it is there and when it broke."""
+        while True:
+            self._moved.clear()
+            target = self._target
+            if target is None:
+                await self._moved.wait()
+                continue
+            limit, established = CONNECT_SECONDS, False
+            while await self._connected(target, linked, limit):
+                limit, established = SECOND_TRY_SECONDS, True
+                if self._target != target or self._dismissed:
+                    break
+            if established and self._target == target:
+                broke(target[1])
+            try:
+                async with asyncio.timeout(AGAIN_SECONDS):
+                    await self._moved.wait()
+            except TimeoutError:
+                pass
+
+    async def _connected(self, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
+        async with self._identity.session(timeout=None) as http:
+            return await self._hold(http, target, linked, limit)
+
+    async def _hold(self, http: aiohttp.ClientSession, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
+        """One connection from its beginning to its end; False when it never came to be."""
+        self._dismissed = False
+        address, leader = target
+        link = Link(lambda _: None, lambda _: None, limit_bytes=MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
+        try:
+            async with asyncio.timeout(limit):
+                await link.connect(http, f"{address}{PATH}")
+        except (aiohttp.ClientError, OSError, KeepstepError, TimeoutError) as error:
+            self._report(address, error)
+            return False
+        self._problem = ""
+        if self._target != target:
+            link.close()
+            return False
+        self._link = link
+        linked(leader)
+        try:
+            await self._watch(link)
+            self._dismissed = link.closed.done() and link.closed.result().startswith("closed by the peer")
+        finally:
+            self._link = None
+            link.abort("the link is given up")
+        return True
+
+    def _report(self, address: str, error: Exception) -> None:
+        """What an operator has to mend is said once, aloud; that a leader is gone, or leads no more, is no news."""
+        reason = explained(error, address)
+        mend = isinstance(error, aiohttp.ClientSSLError) or getattr(error, "status", 0) in (401, 403)
+        if mend and reason != self._problem:
+            self._problem = reason
+            log.warning("no link to the leader: a takeover would wait for its lease", leader=address, reason=reason)
+        else:
+            log.debug("no link to the leader", leader=address, reason=reason)
+
+    async def _watch(self, link: Link) -> None:
+        """Returns when the link is gone. A beat that comes late means that we slept, and proves nothing."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        while not link.closed.done():
+            link.ping()
+            before = loop.time()
+            await asyncio.wait([link.closed], timeout=BEAT_SECONDS)
+            now = loop.time()
+            if now - before > 2 * BEAT_SECONDS:
+                asked_at = now
+            elif now - max(link.last_received, asked_at) > SILENCE:
+                link.abort("the leader is silent")
+                return
+
+
+class FollowerLinks:
+    """The leader's end: the links that followers hold. ``offered`` is called when one of them was offered sessions."""
+
+    def __init__(self, offered: Callable[[], None]) -> None:
+        self._offered = offered
+        self._links: set[Link] = set()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        link = Link(lambda _: self._offered(), lambda _: None, limit_bytes=MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
+        response = await link.accept(request)
+        self._links.add(link)
+        try:
+            await link.closed
+        finally:
+            self._links.discard(link)
+            link.abort("the handler ended")
+        return response
+
+    def close(self, reason: str) -> None:
+        """Ends them all: who leads no more is not to be followed."""
+        for link in tuple(self._links):
+            link.close(reason=reason)

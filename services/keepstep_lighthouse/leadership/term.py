@@ -1,0 +1,118 @@
+"""A lighthouse's term: its epoch, and writes that happen only while the store still says so.
+
+Beginning a term raises the epoch in the store by compare-and-swap, so that each epoch has one owner. Every write of the
+term compares the epoch, the leader's key where there is one, and what the term itself wrote before. A write that does
+not hold ends the term (``TermOverError``): whoever holds a Term that is over decides nothing any more. So does, in a
+store of one lighthouse, a write that fails, hangs, or has an unknown outcome; a leader among several has time until its
+lease ends: it reads back what became of the write, and tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from keepstep_lighthouse.store.contract import Compare, OutcomeUnknownError, Store, StoreError, Write
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+
+EPOCH_KEY = "epoch"
+STORE_TIMEOUT = 10.0
+"""A store that takes longer has no outcome."""
+PAUSE_FIRST, PAUSE_MOST = 0.05, 1.0
+
+log = get_logger("keepstep.lighthouse")
+
+
+class TermOverError(KeepstepError):
+    """This lighthouse may not decide any more under this term."""
+
+
+class Term:
+    """Made by ``begin``, or by the election. ``epoch`` only grows.
+
+    ``leader``: the key that says who leads, as it stands during this term. ``until``: the loop time by which the lease
+    behind it ends, None: never. ``fenced_until``: before that a leader that was deposed may still confirm the quorum
+    that it wrote, unless one of its members came over.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        leader: Compare | None = None,
+        until: Callable[[], float] | None = None,
+        fenced_until: float = 0.0,
+    ) -> None:
+        self.epoch = epoch
+        self.fenced_until = fenced_until
+        self._store = store
+        self._leader = leader
+        self._until = until
+        self._one_write = asyncio.Lock()
+
+    @property
+    def lapsed(self) -> bool:
+        """The lease is over by our own clock, whether or not the election has come to notice: we may have slept."""
+        return self._until is not None and time.monotonic() >= self._until()
+
+    @classmethod
+    async def begin(cls, store: Store) -> Term:
+        """In a store that only this lighthouse can use. Raises ``StoreError`` when the store does not do it."""
+        while True:
+            stored = await store.get(EPOCH_KEY)
+            epoch = parse_epoch(stored) + 1
+            if await store.transact((Compare(EPOCH_KEY, stored),), (Write(EPOCH_KEY, b"%d" % epoch),)):
+                return cls(store, epoch)
+
+    async def replace(self, key: str, before: bytes | None, after: bytes | None, lease: int = 0) -> None:
+        """Writes ``after`` where ``before`` stood. ``after`` None deletes."""
+        await self.change((Compare(key, before),), (Write(key, after, lease),))
+
+    async def change(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
+        """Do all of ``writes``, where all of ``compare`` holds."""
+        async with self._one_write:
+            await self._write(compare, writes)
+
+    async def raise_epoch(self, seen: int) -> None:
+        """Raises the epoch above ``seen``, which a worker met."""
+        async with self._one_write:
+            if self.epoch <= seen:
+                await self._write((), (Write(EPOCH_KEY, b"%d" % (seen + 1)),))
+                self.epoch = seen + 1
+
+    async def _write(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
+        leader = () if self._leader is None else (self._leader,)
+        mine = (Compare(EPOCH_KEY, b"%d" % self.epoch), *leader)
+        written = {write.key: write.value for write in writes}
+        done = [one for one in mine if one.key not in written]
+        done += [Compare(key, value) for key, value in written.items()]
+        unknown, pause = False, PAUSE_FIRST
+        while True:
+            try:
+                async with asyncio.timeout(STORE_TIMEOUT):
+                    if unknown and await self._store.transact(done, ()):
+                        return
+                    if await self._store.transact((*mine, *compare), writes):
+                        return
+                    # what seemed lost may have come between the two
+                    if unknown and await self._store.transact(done, ()):
+                        return
+                raise TermOverError("the store was changed by somebody else")
+            except (StoreError, TimeoutError) as error:
+                unknown = unknown or isinstance(error, OutcomeUnknownError | TimeoutError)
+                reason = str(error) or f"the store did not answer a write for {STORE_TIMEOUT:g} s"
+                if self._until is None or time.monotonic() + pause >= self._until():
+                    raise TermOverError(reason) from error
+                log.warning("the store does not take a write; trying again", keys=[*written], reason=reason)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSE_MOST)
+
+
+def parse_epoch(stored: bytes | None) -> int:
+    """Raises ``StoreError`` when what is stored is no epoch."""
+    try:
+        return int(stored or b"0")
+    except ValueError as error:
+        raise StoreError(f"{EPOCH_KEY} in the store is {stored!r} and no number; restore it") from error

@@ -1,0 +1,1 @@
+"""Decide the quorum of one job: a pure state machine, events in, decisions out."""

@@ -1,0 +1,79 @@
+"""From chosen groups to the announcement of their quorum: member list, its version, the reference state."""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.quorum.events import Announce, JobRecord
+from keepstep_lighthouse.quorum.groups import Group
+from keepstep_mesh.protocol.lineage import DIVERGED, reference_state
+from keepstep_mesh.protocol.messages import Lineage, Member, QuorumRequest
+
+
+class Announcer:
+    """Numbers member lists, so that a list travels only when it changed.
+
+    A round has one policy for all: it is without healing when one of its members allows none.
+
+    A list is *uniform* when all members stand at one (step, lineage), none after a failed commit, none with
+    shrink_only. From one uniform round to the next with the same members and infos only the common step and lineage
+    change, and the version stays. Every other round makes a new version.
+    """
+
+    def __init__(self) -> None:
+        self.last: Announce | None = None
+        self.chosen: list[Group] = []
+        """Groups of the last announcement, sorted by replica_id."""
+        self.infos_changed = False
+        """Since then, of one of them."""
+
+    def announce(self, chosen: list[Group], record: JobRecord, joiners: int, *, verify: bool) -> Announce:
+        """All ``chosen`` are asking and form the quorum of ``record``. ``verify``: a comparison was ordered."""
+        last, same = self.last, not self.infos_changed and chosen == self.chosen
+        asked = [(group, group.request) for group in chosen if group.request is not None]
+        _, first = asked[0]
+        step, lineage = first.step, first.lineage
+        uniform = not any(
+            request.step != step
+            or request.lineage != lineage
+            or request.commit_failures
+            or request.shrink_only
+            or group.diverged
+            for group, request in asked
+        )
+        if last is not None and last.uniform and uniform and same:
+            listed, version = last.listed, last.version
+        else:
+            listed = tuple(_member(group, request) for group, request in asked)
+            version = 1 if last is None else last.version + 1
+            if not uniform:
+                step, lineage = reference_state(listed)
+        allow_heal = all(request.allow_heal for _, request in asked)
+        every = record.policy.verify_every
+        verify = verify or (every > 0 and step % every == 0)
+        self.chosen, self.infos_changed = chosen, False
+        self.last = Announce(
+            to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
+            quorum_id=record.quorum_id,
+            created_ms=record.created_ms,
+            version=version,
+            step=step,
+            lineage=lineage,
+            joiners=joiners,
+            listed=listed,
+            uniform=uniform,
+            verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
+            allow_heal=allow_heal,
+        )
+        return self.last
+
+
+def _member(group: Group, said: QuorumRequest) -> Member:
+    lineage, batches = _lineage(group, said), said.batches_committed
+    return Member(group.replica_id, said.step, lineage, said.commit_failures, said.shrink_only, group.info, batches)
+
+
+def _lineage(group: Group, request: QuorumRequest) -> Lineage:
+    return f"{DIVERGED}{group.replica_id}" if group.diverged else request.lineage
+
+
+def _holds(member: Member, step: int, lineage: Lineage) -> bool:
+    return (member.step, member.lineage) == (step, lineage)

@@ -1,0 +1,84 @@
+"""Groups that go, and whom that concerns. Pure.
+
+Who is lost is gone. Every live member of its quorum is told ``MemberLost``, and so is a member that reconnects later
+while it holds that quorum's answer. ``leave`` and ``moved`` are no loss: nobody is told, nobody waits.
+"""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.quorum.changes import heals
+from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.views import gone_view
+from keepstep_mesh.protocol.messages import MemberLost, RoundBroken
+
+MAX_LOSSES_TOLD = 16
+"""After so many losses in one quorum its members are not told of more: they gave it up at the first."""
+
+
+def part(state: JobState, group: Group, kind: str, reason: str, now: float) -> None:
+    """The group goes on purpose: it counts nowhere from now on, and that is no loss."""
+    if group.session is not None:
+        state.end(group.session)
+    _forget(state, group, f"{kind}: {reason}", now)
+    state.log(kind, group.replica_id, reason=reason)
+    if group.member and state.round.left is None:
+        state.round.left = now, group
+
+
+def lose(state: JobState, group: Group, reason: str, now: float) -> None:
+    """The group is lost; the live members of its quorum are told. The shell has ended its session or is told to."""
+    _forget(state, group, reason, now)
+    state.log("lost", group.replica_id, reason=reason, member=group.member)
+    if group.member:
+        _tell_lost(state, group.replica_id, reason)
+
+
+def lose_reported(state: JobState, now: float) -> None:
+    """Suspects that most of the other members of their quorum report broken are lost without further grace."""
+    suspects = state.groups.suspects
+    if not suspects:
+        return
+    members = len(state.members)
+    if 2 * len(state.round.reports) < members or state.takeover.until is not None:
+        return
+    for group in list(suspects.values()):
+        if group.member and state.round.is_given_up_by_most(group.replica_id, members):
+            lose(state, group, "its connection ended and most of its quorum report it broken", now)
+
+
+def give_up_absent(state: JobState, replica_id: str, reason: str) -> None:
+    """A member of the quorum that was found in the store is lost without having come back."""
+    state.round.reports.add(replica_id)
+    state.log("lost", replica_id, reason=reason, member=True)
+    _tell_lost(state, replica_id, reason)
+
+
+def break_round(state: JobState, reason: str, without: Group) -> None:
+    """``without`` holds no answer of the last round, so the others cannot complete it."""
+    if state.round.broken:
+        return
+    state.round.broken = True
+    sessions = state.member_sessions(lambda group: group.request is None and group is not without)
+    if sessions:
+        state.tell_all(sessions, RoundBroken(state.record.quorum_id, reason))
+        state.log("round_broken", without.replica_id, reason=reason)
+
+
+def _tell_lost(state: JobState, replica_id: str, reason: str) -> None:
+    state.round.broken = True
+    state.round.lost[replica_id] = reason
+    state.takeover.forget_answers()
+    if len(state.round.lost) > MAX_LOSSES_TOLD:
+        return
+    if sessions := state.member_sessions(lambda _: True):
+        state.tell_all(sessions, MemberLost(state.record.quorum_id, replica_id, reason))
+
+
+def _forget(state: JobState, group: Group, reason: str, now: float) -> None:
+    heals.end(state, group, reason)
+    state.gone.add(gone_view(group, state.groups, state.record, now, reason), now)
+    state.groups.remove(group)
+    state.takeover.is_gone(group)
+    if group.member:
+        state.round.reports.add(group.replica_id)

@@ -1,0 +1,38 @@
+"""What becomes of groups whose weights were found to differ: they heal, they drain, or it is only said. Pure."""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.quorum.changes import orders
+from keepstep_lighthouse.quorum.events import DrainOrdered
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rules.verification import Comparison
+from keepstep_mesh.protocol.lineage import is_torn
+from keepstep_mesh.protocol.messages import Data
+
+
+def mark(state: JobState, comparison: Comparison) -> None:
+    """From the quorum that is announced now they count as groups that have to heal, unless the policy only reports."""
+    if state.record.policy.on_divergence == "report":
+        return
+    for replica_id in comparison.diverged:
+        group = state.groups.by_id[replica_id]
+        group.diverged = not is_torn(group.lineage)
+
+
+def tell(state: JobState, comparison: Comparison) -> None:
+    """Logs what was compared, and drains those that differ where the policy says so."""
+    action = state.record.policy.on_divergence
+    roots, diverged = comparison.roots, comparison.diverged
+    facts: dict[str, Data] = {"step": comparison.step, "groups": sum(map(len, roots.values()))}
+    facts |= {"missing": comparison.missing, "order": comparison.order}
+    if len(roots) == 1:
+        if comparison.order:
+            facts["roots"] = roots  # of every K-th step the names of all groups would fill the log
+        state.log("replicas_verified", "", **facts)
+        return
+    for replica_id in diverged:
+        state.log("replica_diverged", replica_id, step=comparison.step, action=action)
+        if action == "drain":
+            orders.drain(state, DrainOrdered(replica_id, "its weights differ from those of others", by="on_divergence"))
+    what = action if diverged else "nothing: no root is that of more than half, so nobody can tell who is right"
+    state.log("replicas_differ", "", **facts, roots=roots, diverged=diverged, action=what)

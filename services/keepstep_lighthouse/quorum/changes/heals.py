@@ -1,0 +1,35 @@
+"""What is logged of a heal: its beginning, and how it ended. Pure."""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_mesh.protocol.messages import Data, Healing
+
+
+def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:
+    """The group says how far its heal is."""
+    before = group.healing
+    state.groups.progress(group, told, now)
+    if group.healing is not told:
+        return
+    if before is None:
+        state.log("heal_began", group.replica_id, step=told.step, source=told.source)
+    if told.ended:
+        _log_end(state, group, told, told.error)
+
+
+def end(state: JobState, group: Group, error: str) -> None:
+    """The group heals no longer, and may not have said so."""
+    if group.heal is not None:
+        _log_end(state, group, group.heal, error)
+
+
+def _log_end(state: JobState, group: Group, told: Healing, error: str) -> None:
+    facts: dict[str, Data] = {"step": told.step, "source": told.source, "via": told.via, "bytes": told.bytes_done}
+    facts["seconds"] = round(told.seconds, 3)
+    facts["bytes_per_second"] = round(told.bytes_done / told.seconds) if told.seconds > 0 else 0
+    if error:
+        state.log("heal_failed", group.replica_id, **facts, reason=error)
+    else:
+        state.log("healed", group.replica_id, **facts)

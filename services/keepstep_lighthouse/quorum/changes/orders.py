@@ -1,0 +1,85 @@
+"""What an administrator orders: evict, drain, readmit, another policy. Pure.
+
+Written before it is said, and logged with who ordered it. ``target`` is a stable name or one incarnation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.changes import departures
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered
+from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.policies import policy_changes, policy_problem
+from keepstep_mesh.protocol.messages import Drain, Evicted
+from keepstep_mesh.protocol.names import name_of
+
+
+def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> None:
+    """Members that a restarted lighthouse still waits for are evicted too, and incarnations that it does not know."""
+    matching = _matching(state, order.target)
+    absent = [one for one in sorted(state.takeover.absent) if order.target in (one, name_of(one))]
+    incarnations = [group.replica_id for group in matching] + absent
+    if not incarnations and ":" in order.target:
+        incarnations = [order.target]
+    if not incarnations and order.ban_seconds <= 0:
+        return
+    record = bans.evict(state.record, incarnations, order, now_unix)
+    state.persist(record)
+    state.log(
+        "evicted",
+        order.target,
+        reason=order.reason,
+        by=order.by,
+        ban_seconds=order.ban_seconds,
+        incarnations=[*incarnations],
+        quorum_id=record.quorum_id,
+    )
+    for group in matching:
+        if group.session is not None:
+            state.tell(group.session, Evicted(order.reason, order.ban_seconds))
+            state.end(group.session)
+        departures.lose(state, group, f"evicted by {order.by}: {order.reason}", now)
+    for replica_id in absent:
+        departures.give_up_absent(state, replica_id, f"evicted by {order.by}: {order.reason}")
+        state.no_longer_absent(replica_id, now)
+
+
+def drain(state: JobState, order: DrainOrdered) -> None:
+    """A group that is away is told when it comes back."""
+    for group in _matching(state, order.target):
+        group.draining = order.reason
+        if group.session is not None:
+            state.tell(group.session, Drain(order.reason))
+        state.log("drain", group.replica_id, reason=order.reason, by=order.by)
+
+
+def readmit(state: JobState, order: ReadmitOrdered, now_unix: float) -> None:
+    """Nothing happens when nothing stands against the target."""
+    record = bans.readmit(state.record, order.target, now_unix)
+    if record != state.record:
+        # logged first: a lighthouse killed in between must not leave a return that nothing explains
+        state.log("readmitted", order.target, by=order.by, quorum_id=record.quorum_id)
+        state.persist(record)
+
+
+def change_policy(state: JobState, order: PolicyOrdered, now: float) -> None:
+    """A policy that cannot be used is ignored, as is one that changes nothing."""
+    old, policy = state.record.policy, order.policy
+    if policy == old or policy_problem(policy) is not None:
+        return
+    state.persist(replace(state.record, policy=policy))
+    names = policy_changes(old, policy)
+    changed, before = ({name: getattr(one, name) for name in names} for one in (policy, old))
+    state.log("policy", "", by=order.by, changed=changed, before=before, quorum_id=state.record.quorum_id)
+    if policy.heartbeat_timeout < old.heartbeat_timeout:
+        state.beats_counted_from = now
+    if state.takeover.until is not None:
+        state.takeover.change_grace(state.takeover_grace)
+
+
+def _matching(state: JobState, target: str) -> list[Group]:
+    one = state.groups.by_id.get(target)
+    return [one] if one is not None else list(state.groups.by_name.get(target, ()))

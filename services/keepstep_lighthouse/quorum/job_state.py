@@ -1,0 +1,110 @@
+"""What the parts of a job's state machine share: its state, and what the event at hand has decided so far. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.events import Decision, EndSession, JobRecord, LogEntry, Persist, Tell
+from keepstep_lighthouse.quorum.groups import Group, Groups
+from keepstep_lighthouse.quorum.policies import policy_problem
+from keepstep_lighthouse.quorum.rounds import Round
+from keepstep_lighthouse.quorum.takeover import Takeover
+from keepstep_lighthouse.quorum.views import Gone
+from keepstep_mesh.protocol.lineage import is_torn
+from keepstep_mesh.protocol.messages import Data, ToWorker
+
+
+class JobState:
+    def __init__(self, record: JobRecord, now: float) -> None:
+        self.record = record
+        """As it is to be written: ``persist`` changes it."""
+        self.members = frozenset(record.members)
+        self.groups = Groups()
+        self.gone = Gone()
+        self.round = Round()
+        self.takeover = Takeover()
+        self.settings = self.layout = ""
+        """Those that were last found to be the job's."""
+        self.awake_since = now
+        """Nobody is judged before."""
+        self.beats_counted_from = now
+        """Since the heartbeat timeout last became shorter: until then workers were told to beat more rarely."""
+        self.decisions: list[Decision] = []
+        """Of the event at hand, in their order."""
+
+    # ---- decisions
+
+    def tell(self, session: int, message: ToWorker) -> None:
+        self.decisions.append(Tell((session,), message))
+
+    def tell_all(self, sessions: tuple[int, ...], message: ToWorker) -> None:
+        self.decisions.append(Tell(sessions, message))
+
+    def end(self, session: int) -> None:
+        self.decisions.append(EndSession(session))
+
+    def persist(self, record: JobRecord) -> None:
+        self.record = record
+        self.decisions.append(Persist(record))
+
+    def log(self, kind: str, replica_id: str, **detail: Data) -> None:
+        self.decisions.append(LogEntry(kind, replica_id, detail))
+
+    # ---- the members of the quorum
+
+    def set_members(self, members: list[Group]) -> None:
+        self.groups.set_members(self.record.members, members)
+        self.members = frozenset(group.replica_id for group in members)
+
+    def member_sessions(self, which: Callable[[Group], bool]) -> tuple[int, ...]:
+        known = (self.groups.by_id.get(replica_id) for replica_id in self.record.members)
+        return tuple([g.session for g in known if g is not None and g.session is not None and which(g)])
+
+    # ---- the grace of a takeover
+
+    @property
+    def takeover_grace(self) -> float:
+        policy = self.record.policy
+        return policy.heartbeat_timeout if policy.takeover_grace is None else policy.takeover_grace
+
+    def no_longer_absent(self, replica_id: str, now: float) -> None:
+        """The member came back, or is given up."""
+        self.takeover.absent.discard(replica_id)
+        self.end_grace_of_all(now)
+
+    def end_grace_of_all(self, now: float) -> None:
+        """Nobody is waited for any more, unless a member has yet to speak."""
+        if self.takeover.until is not None and not self.takeover.absent and not self.takeover.fenced:
+            self.end_grace(now)
+
+    def end_grace(self, now: float) -> None:
+        """Who was silent or away meanwhile is judged at the next tick; stragglers are late from now on."""
+        self.takeover.end_grace()
+        self.awake_since = now
+        self.groups.clock_starts(now)
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Raises AssertionError with a sentence when something that always holds does not."""
+        record, groups = self.record, self.groups
+        groups.validate()
+        assert list(record.members) == sorted(set(record.members)), "members of the quorum are unsorted or twice"
+        assert self.members == set(record.members), "the members are not those of the record"
+        assert all(g.member == (g.replica_id in self.members) for g in groups), "a group is wrongly marked as member"
+        absent = self.takeover.absent
+        assert not absent & set(groups.by_id), "a group that is there counts as absent"
+        assert not absent or self.takeover.until is not None, "absent groups are waited for without an end"
+        assert not set(groups.by_id) & set(record.evicted), "an evicted group is among the healthy"
+        assert policy_problem(record.policy) is None, "the policy cannot be used"
+        assert len(self.round.lost) <= len(record.members) + 1, "losses pile up"
+        assert self.round.reports <= self.members, "a stranger reports a quorum broken"
+        assert len(record.evicted) <= bans.MAX_EVICTED, "evicted incarnations pile up"
+        assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
+            "a group asks without a session"
+        )
+        asking = groups.all_asking()
+        assert len({g.settings for g in asking} - {""}) <= 1, "groups with different settings ask"
+        assert len({g.info.layout for g in asking} - {""}) <= 1, "groups with different layouts ask"
+        assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"

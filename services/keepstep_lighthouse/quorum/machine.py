@@ -1,0 +1,486 @@
+"""The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
+
+The rules that this file keeps (those that form a quorum stand in ``quorum_rules``, who counts in ``groups``, whom it
+concerns that a group goes in ``departures``):
+
+* A group is healthy while its session is open and its last frame is younger than ``heartbeat_timeout``. A session
+  that ends without goodbye makes it *suspect*: it has ``reconnect_grace`` to come back as if nothing had happened. It
+  is lost at once when more than half of the other members of its quorum have left, are lost, or ask again with
+  ``commit_failures``.
+* quorum_id grows by one when there was no quorum, when the ordered list of members differs, when a member reports
+  ``commit_failures``, when a member of the quorum was lost in between, or when the state that they go on from begins
+  anew (a checkpoint was loaded, say); else the quorum is confirmed under its id.
+  It grows beyond every lineage that a member brings (states from a job whose lighthouse was another).
+* Nothing that must outlive the lighthouse is announced before it is written: ``Persist`` stands before what depends
+  on it (a new quorum_id, an eviction, a ban, a policy, a higher quorum_id that a hello reports). A confirmed quorum
+  is not written.
+* A request that was answered and comes again after a reconnect gets the same answer while that answer is current, and
+  starts no new round. It is no longer current once a member was lost or the round was broken.
+* ``RoundBroken`` goes to the members that hold an answer which can no longer be completed by all, so that nobody waits
+  for a peer that will not come: a member did not commit that step, gave its request up, asks for the same step without
+  having had the answer, did not get it from the lighthouse before (after a takeover), or the job went on without it.
+  When a member left, so are those that have not finished that step ``heartbeat_timeout`` later: it may have left after
+  a step that it did not commit. Not sooner: who was stalled meanwhile can complete what all have contributed to, and
+  at the end of training nobody is left from whom to heal.
+* After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
+  or ``takeover_grace`` is over; from a leader that may be alive, also not before one of them has spoken here, or that
+  leader's lease is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
+  grace.
+* Judging needs a lighthouse that was awake. A tick that comes late means that frames may wait unread, so everybody
+  gets ``LATE_SECONDS`` more.
+
+Duties of the shell: number the sessions; feed events in their order; send ``Tick`` when ``deadline()`` has passed;
+carry out decisions in their order and nothing after a ``Persist`` that is not known to have succeeded. On ``Opened``:
+write what is to be written, send Welcome unless the session is to be ended, then the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.announcing import Announcer
+from keepstep_lighthouse.quorum.changes import agreements, departures, divergence, heals, orders, stragglers
+from keepstep_lighthouse.quorum.events import (
+    Asked,
+    Cancelled,
+    Closed,
+    Decision,
+    DrainOrdered,
+    Event,
+    EvictOrdered,
+    GroupFailed,
+    HealProgress,
+    Heard,
+    JobRecord,
+    LeftOnPurpose,
+    MovedAway,
+    Opened,
+    PolicyOrdered,
+    ReadmitOrdered,
+    Reason,
+    StragglerFound,
+    Tick,
+    VerifyOrdered,
+)
+from keepstep_lighthouse.quorum.groups import NEVER, Group, Tally
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rounds import Round
+from keepstep_lighthouse.quorum.rules import reasons
+from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
+from keepstep_lighthouse.quorum.rules.verification import Verification
+from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
+from keepstep_mesh.protocol.lineage import begins_anew, origin, reference_state
+from keepstep_mesh.protocol.messages import (
+    Denied,
+    Drain,
+    Goodbye,
+    HeldAnswer,
+    MemberLost,
+    QuorumRequest,
+    Refused,
+    RoundBroken,
+)
+
+LATE_SECONDS = 0.25
+"""A tick that comes later than this was slept through, see above."""
+HIGHEST_QUORUM_ID = 2**53
+"""A hello that knows a higher one is broken, not ahead."""
+
+
+class JobCore:
+    """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way.
+
+    ``fenced_until``: until then another lighthouse may confirm that quorum, unless a member of it comes over.
+    """
+
+    def __init__(
+        self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool, fenced_until: float = 0.0
+    ) -> None:
+        self.job = job
+        state = JobState(replace(record, bans=tuple(ban for ban in record.bans if now_unix < ban.until)), now)
+        self._state, self._groups, self._takeover = state, state.groups, state.takeover
+        if restarted and record.members:
+            self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
+        self._announcer = Announcer()
+        self._verification = Verification()
+        self._verdict = Verdict("nobody")
+        self._formed: Reason | None = None
+
+    @property
+    def record(self) -> JobRecord:
+        """As it is once what was decided is written."""
+        return self._state.record
+
+    # ---- events
+
+    def handle(self, event: Event, now: float, now_unix: float) -> list[Decision]:
+        """What follows from ``event``. ``now``: monotonic seconds; ``now_unix``: Unix seconds, for what is stored."""
+        state = self._state
+        decisions = state.decisions = []
+        match event:
+            case Heard(session):
+                self.heard(session, now)
+                return decisions
+            case Asked(session, request):
+                if (group := self._by_session(session, now)) is not None:
+                    self._asked(group, request, now)
+            case Opened():
+                self._opened(event, now, now_unix)
+            case Closed(session):
+                if (group := self._groups.by_session.get(session)) is not None:
+                    self._closed(group, now)
+            case HealProgress(session, told):
+                if (group := self._by_session(session, now)) is not None:
+                    heals.progressed(state, group, told, now)
+            case Cancelled(session, number):
+                if (group := self._by_session(session, now)) is not None:
+                    self._cancelled(group, number)
+            case LeftOnPurpose(session, reason):
+                if (group := self._by_session(session, now)) is not None:
+                    state.tell(session, Goodbye())
+                    departures.part(state, group, "left", reason, now)
+            case MovedAway(session):
+                if (group := self._by_session(session, now)) is not None:
+                    departures.part(state, group, "moved", "goes on with another lighthouse", now)
+            case GroupFailed(session, reason):
+                if (group := self._by_session(session, now)) is not None:
+                    state.end(session)
+                    departures.lose(state, group, f"it failed: {reason}", now)
+            case EvictOrdered():
+                orders.evict(state, event, now, now_unix)
+            case DrainOrdered():
+                orders.drain(state, event)
+            case ReadmitOrdered():
+                orders.readmit(state, event, now_unix)
+            case PolicyOrdered():
+                orders.change_policy(state, event, now)
+            case VerifyOrdered(by):
+                state.log("verify_ordered", "", by=by, order=self._verification.order())
+            case StragglerFound():
+                stragglers.drain(state, event)
+            case Tick():
+                self._tick(now, now_unix)
+        self._settle(now, now_unix)
+        return decisions
+
+    def heard(self, session: int, now: float) -> None:
+        """The session lives."""
+        group = self._groups.by_session.get(session)
+        if group is not None:
+            self._heard(group, now)
+
+    def _by_session(self, session: int, now: float) -> Group | None:
+        group = self._groups.by_session.get(session)
+        if group is not None:
+            self._heard(group, now)
+        return group
+
+    def _heard(self, group: Group, now: float) -> None:
+        self._groups.heard(group, now)
+        if group.member and self._takeover.fenced:  # it speaks after our welcome, so it has the new epoch
+            self._takeover.accepted(now)
+            self._state.end_grace_of_all(now)
+
+    def _opened(self, event: Opened, now: float, now_unix: float) -> None:
+        state = self._state
+        seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
+        refusal, code = bans.refusal(state.record, event.replica_id, now_unix), "banned"
+        if seen > HIGHEST_QUORUM_ID:
+            refusal, code = f"no job ever reached quorum_id {seen}", "bad_message"
+        if refusal is not None:
+            state.tell(event.session, Refused(code, refusal))
+            state.end(event.session)
+            state.log("refused", event.replica_id, reason=refusal)
+            return
+        if seen > state.record.quorum_id:
+            self._raise_quorum_id(seen, now)
+        group = self._groups.by_id.get(event.replica_id)
+        if group is None:
+            member = event.replica_id in state.members
+            group = self._groups.add(event.replica_id, event.session, now, member=member)
+            state.log("joined", event.replica_id, member=member)
+        else:
+            if group.session is not None:
+                state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
+                state.end(group.session)
+            self._groups.connect(group, event.session, now)
+        if group.replica_id in self._takeover.absent:
+            state.no_longer_absent(group.replica_id, now)
+        if group.draining is not None:
+            state.tell(event.session, Drain(group.draining))
+        if event.held is not None:
+            self._check_held(group, event.session, event.held)
+
+    def _raise_quorum_id(self, seen: int, now: float) -> None:
+        """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
+        state = self._state
+        state.set_members([])
+        state.round = Round()
+        state.persist(replace(state.record, quorum_id=seen, members=(), created_ms=0))
+        state.log("quorum_id_raised", "", quorum_id=seen)
+        if self._announcer.last is None:
+            self._takeover.wait((), now, state.takeover_grace)
+
+    def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
+        """The group came back with an answer that it works under. Can that still be completed?"""
+        state, last = self._state, self._announcer.last
+        quorum_id = state.record.quorum_id
+        if held.quorum_id < quorum_id:
+            reason = f"quorum {held.quorum_id} is over, the job is at {quorum_id}"
+            state.tell(session, RoundBroken(held.quorum_id, reason))
+        elif state.round.lost:
+            for replica_id, reason in islice(state.round.lost.items(), departures.MAX_LOSSES_TOLD):
+                state.tell(session, MemberLost(quorum_id, replica_id, reason))
+        elif state.round.broken and (last is None or held.step == last.step):
+            state.tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
+        elif last is None:
+            self._takeover.holds(group, held.step)
+            self._tell_stranded()
+
+    def _tell_stranded(self) -> None:
+        stranded = self._takeover.take_stranded()
+        sessions = tuple(group.session for group in stranded if group.session is not None)
+        if sessions:
+            reason = f"the lighthouse before answered step {self._takeover.held_step} to some members only"
+            self._state.tell_all(sessions, RoundBroken(self.record.quorum_id, reason))
+            self._state.log("round_broken", "", reason=reason)
+
+    def _closed(self, group: Group, now: float) -> None:
+        self._groups.disconnect(group, now)
+        self._state.log("suspect", group.replica_id, member=group.member)
+
+    # ---- requests
+
+    def _asked(self, group: Group, request: QuorumRequest, now: float) -> None:
+        state = self._state
+        if request.info is not None:
+            group.settings = request.settings
+            if request.info != group.info:
+                group.info = request.info
+                self._announcer.infos_changed |= group.member
+        if request.request < group.highest_request:
+            return
+        last, session = self._announcer.last, group.session
+        current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
+        answer = last if current and group.answer is last else None
+        if answer is not None and session is not None and request.request == group.answered_request:
+            state.decisions.append(replace(answer, to=((session, request.request),)))
+            group.answered_session = session
+            return
+        heals.end(state, group, "its step was not committed" if request.commit_failures else "")
+        if not agreements.fits(state, group, request):
+            return
+        where_it_was = group.step, group.lineage
+        self._groups.open(group, request, now)
+        if last is None and (group.member or not state.record.members):
+            self._takeover.asks(group, request.step)
+            self._tell_stranded()
+        if not group.member:
+            return
+        if request.commit_failures:
+            state.round.reports.add(group.replica_id)
+            departures.lose_reported(state, now)
+        if answer is not None and request.commit_failures:
+            departures.break_round(state, f"{group.replica_id} did not commit the step", group)
+        elif answer is not None and where_it_was == (group.step, group.lineage) and session != group.answered_session:
+            departures.break_round(state, f"{group.replica_id} lost its connection before it had the answer", group)
+
+    def _cancelled(self, group: Group, number: int) -> None:
+        if group.request is not None and group.request.request == number:
+            self._groups.withdraw(group)
+        elif group.member and group.answer is self._announcer.last and group.answered_request == number:
+            reason = f"{group.replica_id} gave its request up before it had the answer"
+            departures.break_round(self._state, reason, group)
+
+    # ---- time
+
+    def deadline(self) -> float | None:
+        """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
+        due = min(self._groups.next_request_deadline(), self._judging_due())
+        if self._takeover.until is None and self._verdict.until is not None:
+            due = min(due, self._verdict.until)
+        return None if due == NEVER else due
+
+    def _judging_due(self) -> float:
+        """When the next group will have been away or silent for too long; in a takeover grace, its end."""
+        state = self._state
+        if self._takeover.until is not None:
+            return max(self._takeover.until, state.awake_since)
+        policy, groups, due = state.record.policy, self._groups, NEVER
+        for silent in groups.by_session.values():
+            due = self._heard_at(silent) + policy.heartbeat_timeout
+            break
+        for away in groups.suspects.values():
+            due = min(due, away.closed_at + policy.reconnect_grace)
+            break
+        if state.round.left is not None:
+            due = min(due, state.round.left[0] + policy.heartbeat_timeout)
+        return max(due, state.awake_since)
+
+    def _heard_at(self, group: Group) -> float:
+        return max(group.heard_at, self._state.beats_counted_from)
+
+    def _tick(self, now: float, now_unix: float) -> None:
+        state = self._state
+        if self._verdict.until is not None and now >= self._verdict.until:
+            self._settle(now, now_unix)  # who asked for as long as stragglers are waited for gets a quorum without them
+        self._deny_overdue(now)
+        due = self._judging_due()
+        if now < due:
+            return
+        if now > due + LATE_SECONDS:
+            state.awake_since = now + LATE_SECONDS
+        elif self._takeover.until is not None:
+            for replica_id in sorted(self._takeover.absent):
+                departures.give_up_absent(state, replica_id, "it did not come back after the lighthouse started anew")
+            state.end_grace(now)
+        else:
+            self._judge_groups(now)
+
+    def _deny_overdue(self, now: float) -> None:
+        overdue = [(g, reasons.of_group(g, self._groups, self.record)) for g in self._groups.overdue(now)]
+        why = self.reason(now)
+        for group, own in overdue:
+            if group.session is not None and group.request is not None:
+                reason = own or why
+                self._state.tell(group.session, Denied(group.request.request, "deadline", reason.sentence))
+                self._state.log("denied", group.replica_id, code="deadline", reason=reason.sentence)
+            self._groups.withdraw(group)
+
+    def _judge_groups(self, now: float) -> None:
+        state, policy = self._state, self.record.policy
+        for group in list(self._groups.suspects.values()):
+            if now < group.closed_at + policy.reconnect_grace:
+                break
+            reason = f"its connection ended and it did not come back in {policy.reconnect_grace:g} s"
+            departures.lose(state, group, reason, now)
+        for group in list(self._groups.by_session.values()):
+            if now < self._heard_at(group) + policy.heartbeat_timeout:
+                break
+            if group.session is not None:
+                state.end(group.session)
+            departures.lose(state, group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
+        if state.round.left is not None and now >= state.round.left[0] + policy.heartbeat_timeout:
+            _, group = state.round.left
+            state.round.left = None
+            reason = f"{group.replica_id} left, so what it did not contribute will not come"
+            departures.break_round(state, reason, group)
+
+    # ---- forming a quorum
+
+    def _settle(self, now: float, now_unix: float) -> None:
+        state = self._state
+        departures.lose_reported(state, now)
+        record = state.record
+        until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
+        self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code in ANNOUNCING:
+            self._announce(self._verdict.code, now, now_unix)
+            self._verdict = judge(self._groups, len(state.record.members), state.record.policy, None, now)
+
+    def _announce(self, code: Code, now: float, now_unix: float) -> None:
+        state = self._state
+        groups, policy, before = state.groups, state.record.policy, state.record.quorum_id
+        chosen = choose(groups, len(state.record.members), policy)
+        comparison = self._verification.compare(chosen)
+        if comparison is not None:
+            divergence.mark(state, comparison)
+        left_behind = self._next_quorum(chosen, now_unix)
+        given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
+        left_out = groups.counted - len(chosen)
+        room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
+        joiners, verify = max(0, min(left_out, room)), self._verification.wanted
+        announce = self._announcer.announce(chosen, state.record, joiners, verify=verify)
+        self._verification.announced(announce)
+        forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
+        groups.close_round(announce, chosen, now)
+        state.decisions.append(announce)
+        self._takeover.forget_answers()
+        state.round = Round()
+        if left_behind:
+            reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
+            state.tell_all(left_behind, RoundBroken(before, reason))
+        names = sorted(g.replica_id for g in groups if g.kept_out is None and not g.member) if left_out else []
+        self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
+        if announce.quorum_id != before:
+            members = list(state.record.members)
+            state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
+        for group in given_up:
+            state.log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+        if comparison is not None:
+            divergence.tell(state, comparison)
+
+    def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
+        """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.
+
+        Returns the sessions of members that are not in it and are at work under the quorum before.
+        """
+        state, record = self._state, self.record
+        left_behind: tuple[int, ...] = ()
+        same = len(chosen) == len(record.members) and all(group.member for group in chosen)
+        requests = [group.request for group in chosen if group.request is not None]
+        failed = any(request.commit_failures for request in requests)
+        lineages = {one.lineage for one in requests}
+        known = (origin(lineage).quorum_id for lineage in lineages)
+        # above ours when states come from a job whose lighthouse is another
+        reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
+        anew = any(map(begins_anew, lineages)) and begins_anew(reference_state(requests)[1])
+        if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
+            return ()
+        if not same:
+            left_behind = state.member_sessions(lambda group: group.request is None)
+            state.set_members(chosen)
+        members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
+        quorum_id = max(record.quorum_id, reached) + 1
+        state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
+        return left_behind
+
+    # ---- questions
+
+    def reason(self, now: float) -> Reason:
+        """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+        if not self._groups.asking_count and self._formed is not None:
+            return self._formed
+        return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
+
+    def quorum_view(self, now: float) -> QuorumView:
+        return quorum_view(self._groups, self.record, self._announcer.last, self.reason(now), self._formed)
+
+    def replicas(self, now: float) -> tuple[ReplicaView, ...]:
+        """Every incarnation once: those that are there, sorted by replica_id; behind them those that went within
+        ``GONE_SECONDS``, the last first.
+        """
+        return replica_views(self._groups, self.record, self._takeover.absent, self._state.gone, now)
+
+    def returning(self) -> str | None:
+        """Why a group without a session may come back any moment, as a sentence; None: no group may."""
+        if self._takeover.until is not None:
+            return "members of its quorum may be on their way back after a change of leader"
+        for away in self._groups.suspects.values():
+            return f"{away.replica_id} lost its connection and may come back"
+        return None
+
+    def stays(self, straggler: StragglerFound) -> str | None:
+        """Why this straggler would not be drained, as a sentence; None: it would."""
+        return stragglers.refusal(self._state, straggler)
+
+    @property
+    def tally(self) -> Tally:
+        return self._groups.tally
+
+    def heals(self, now: float) -> tuple[HealView, ...]:
+        """Those under way, sorted by replica_id."""
+        return heal_views(self._groups, now)
+
+    # ---- invariants
+
+    def validate(self) -> None:
+        """Raises AssertionError with a sentence when something that always holds does not."""
+        self._state.validate()
+        assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
+        last = self._announcer.last
+        if last is not None:
+            assert last.listed, "an empty quorum was announced"
+            assert last.quorum_id <= self.record.quorum_id, "a quorum was announced that is not in the record"

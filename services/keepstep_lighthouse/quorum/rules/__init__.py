@@ -1,0 +1,1 @@
+"""Read the state of a job and say what follows. Pure."""

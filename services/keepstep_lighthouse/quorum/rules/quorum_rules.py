@@ -1,0 +1,107 @@
+"""When a quorum is formed, as arithmetic on counts. SEMANTICS of the quorum, rules 1 to 5, in their order:
+
+    0 takeover   after a takeover, members of the found quorum are absent        -> wait for their grace
+    1 fast       every member of the previous quorum is asking                   -> announce
+    2 minimum    fewer candidates than min_replicas, or none                     -> wait (rule 1 too)
+      initial    of the job's first: fewer than initial_replicas are asking, neither join_timeout nor half of the
+                 time that they wait is over                                     -> wait
+    3 majority   no more than half of the healthy groups are asking              -> wait
+    4 stragglers a healthy group is not asking, join_timeout is not over         -> wait
+      healing    only healing groups are not asking, heal_timeout is not over    -> wait
+    5            otherwise                                                       -> announce
+
+Candidates are the asking groups; with a shrink_only among them only those of the previous quorum; never more than
+max_replicas. Groups that heal are busy, not doubtful: they do not count in rule 3 and have a time limit of their own,
+which doubles with every try of that name that took too long.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.groups import Group, Groups
+
+Code = Literal[
+    "fast",
+    "all_asking",
+    "stragglers_dropped",
+    "nobody",
+    "takeover_grace",
+    "min_replicas",
+    "initial_replicas",
+    "majority",
+    "stragglers",
+    "healing",
+]
+ANNOUNCING: frozenset[Code] = frozenset(("fast", "all_asking", "stragglers_dropped"))
+MAX_HEAL_DOUBLINGS = 10
+
+
+class Verdict(NamedTuple):
+    code: Code
+    until: float | None = None
+    """When time alone may change it."""
+
+
+def judge(
+    groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float, *, first: bool = False
+) -> Verdict:
+    """The verdict on the requests that are open now. O(1). ``quorum_size`` is that of the previous quorum, 0: none.
+
+    ``first``: the job never had one.
+    """
+    asking = groups.asking_count
+    if asking == 0:
+        return Verdict("nobody")
+    if grace_until is not None:
+        return Verdict("takeover_grace", grace_until)
+    enough = candidate_count(groups, quorum_size, policy) >= max(1, policy.min_replicas)
+    if enough and quorum_size and groups.members_asking == quorum_size:
+        return Verdict("fast")
+    if not enough:
+        return Verdict("min_replicas")
+    first_asked = groups.first_asked()
+    if first and asking < initial_count(policy) and first_asked is not None:
+        # None of those that ask may have given up by then.
+        latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
+        if now < latest:
+            return Verdict("initial_replicas", latest)
+    healing = len(groups.healing)
+    if asking <= (groups.counted - healing) // 2:
+        return Verdict("majority")
+    if groups.counted > asking + healing:
+        until = None if first_asked is None else first_asked + policy.join_timeout
+        if until is None or now < until:
+            return Verdict("stragglers", until)
+    if groups.heals_waited_for:
+        until = None if first_asked is None else first_asked + heal_limit(policy, max(groups.heals_waited_for))
+        if until is None or now < until:
+            return Verdict("healing", until)
+    return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
+
+
+def initial_count(policy: Policy) -> int:
+    """Groups that the first quorum of a job waits for."""
+    return min(policy.initial_replicas, policy.max_replicas or policy.initial_replicas)
+
+
+def heal_limit(policy: Policy, failed_tries: int) -> float:
+    """Seconds that the next quorum waits for a heal whose name has failed so often in a row."""
+    return policy.heal_timeout * float(2 ** min(failed_tries, MAX_HEAL_DOUBLINGS))
+
+
+def candidate_count(groups: Groups, quorum_size: int, policy: Policy) -> int:
+    count = groups.members_asking if groups.shrinking and quorum_size else groups.asking_count
+    return min(count, policy.max_replicas) if policy.max_replicas else count
+
+
+def choose(groups: Groups, quorum_size: int, policy: Policy) -> list[Group]:
+    """The candidates, sorted by replica_id. Beyond ``max_replicas`` members of the previous quorum come first."""
+    chosen = groups.all_asking()
+    if groups.shrinking and quorum_size:
+        chosen = [group for group in chosen if group.member]
+    if policy.max_replicas and len(chosen) > policy.max_replicas:
+        chosen.sort(key=lambda group: (not group.member, group.replica_id))
+        chosen = sorted(chosen[: policy.max_replicas], key=lambda group: group.replica_id)
+    return chosen

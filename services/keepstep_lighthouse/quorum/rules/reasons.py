@@ -1,0 +1,130 @@
+"""Why a quorum is formed or not: a code, its numbers, one sentence for people. SEMANTICS: the same reason
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep_lighthouse.quorum.events import JobRecord, Reason
+from keepstep_lighthouse.quorum.groups import Group, Groups, KeptOut
+from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count
+
+MAX_NAMED = 5
+MIB = 1024 * 1024
+
+
+def named(replica_ids: Iterable[str]) -> str:
+    """``r0, r1 and 7 more``."""
+    ids = list(replica_ids)
+    if len(ids) <= MAX_NAMED:
+        return ", ".join(ids)
+    return f"{', '.join(ids[:MAX_NAMED])} and {len(ids) - MAX_NAMED} more"
+
+
+def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterable[str], now: float) -> Reason:
+    """Why the next quorum is not formed yet."""
+    policy = record.policy
+    asking, healthy, members = groups.asking_count, groups.counted, len(record.members)
+    left = None if verdict.until is None else max(0.0, verdict.until - now)
+    numbers: dict[str, float] = {"asking": asking, "healthy": healthy, "members": members}
+    if left is not None:
+        numbers["seconds_left"] = left
+    silent = [g for g in groups if g.kept_out is None and g.request is None and g.healing is None]
+    match verdict.code:
+        case "takeover_grace":
+            missing = sorted(absent)
+            numbers["absent"] = len(missing)
+            for_whom = "and does not know who was there before"
+            if missing:
+                for_whom = f"and waits for {len(missing)} of {members} members to come back: {named(missing)}"
+            sentence = f"the lighthouse started anew {for_whom}; {left or 0:.1f} s of takeover_grace left"
+        case "min_replicas":
+            candidates = candidate_count(groups, members, policy)
+            numbers |= {"candidates": candidates, "min_replicas": policy.min_replicas}
+            sentence = f"{candidates} of at least {max(1, policy.min_replicas)} groups ask"
+            if groups.shrinking and members:
+                sentence += ", not counting joiners because shrink_only is asked for"
+        case "initial_replicas":
+            wanted = initial_count(policy)
+            numbers["initial_replicas"] = wanted
+            sentence = f"{asking} of the {wanted} groups ask that the job begins with, {left or 0:.1f} s left"
+        case "majority":
+            numbers["healing"] = len(groups.healing)
+            sentence = f"{asking} of {healthy} healthy groups ask, more than half must; {_not_asking(silent)}"
+        case "stragglers":
+            sentence = f"waiting for {len(silent)} of {healthy}: {_not_asking(silent)}"
+            sentence += "" if left is None else f", {left:.1f} s of join_timeout left"
+        case "healing":
+            healing = sorted(g.replica_id for g in groups.healing.values() if not g.heal_given_up)
+            numbers["healing"] = len(healing)
+            sentence = f"waiting for {len(healing)} of {healthy}: {'; '.join(_progress(groups, healing))}"
+            sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
+        case _:
+            sentence = f"nobody asks for a quorum; {healthy} healthy"
+    return Reason(verdict.code, numbers, sentence)
+
+
+def _not_asking(silent: list[Group]) -> str:
+    away = sorted(g.replica_id for g in silent if g.session is None)
+    there = sorted(g.replica_id for g in silent if g.session is not None)
+    parts = []
+    if there:
+        parts.append(f"{named(there)} {'heartbeats but has' if len(there) == 1 else 'heartbeat but have'} not asked")
+    if away:
+        parts.append(f"{named(away)} lost its connection and may come back")
+    return "; ".join(parts) if parts else "the others are healing"
+
+
+def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
+    for replica_id in healing[:MAX_NAMED]:
+        progress = groups.healing[replica_id].healing
+        if progress is None or not progress.bytes_total:
+            yield f"{replica_id} is healing"
+        else:
+            yield (
+                f"{replica_id} is healing, {progress.bytes_done / MIB:.0f} of {progress.bytes_total / MIB:.0f} MiB "
+                f"at {progress.bytes_per_second / MIB:.0f} MiB/s"
+            )
+    if len(healing) > MAX_NAMED:
+        yield f"{len(healing) - MAX_NAMED} more"
+
+
+def formed(code: str, quorum_id: int, members: int, left_out: list[str], forbid_heal: list[str]) -> Reason:
+    """How the last quorum came about. ``left_out``: healthy groups that are not in it. ``forbid_heal``: members that
+    allow no healing.
+    """
+    how = {
+        "fast": "all members of the quorum before asked",
+        "all_asking": "all healthy groups asked",
+        "stragglers_dropped": f"the time to wait for {named(left_out)} was over",
+    }[code]
+    numbers: dict[str, float] = {"quorum_id": quorum_id, "members": members, "left_out": len(left_out)}
+    if forbid_heal:
+        how += f"; nobody heals, as {named(forbid_heal)} asked for a round without healing"
+    return Reason(code, numbers, f"quorum {quorum_id}, {members} member{'' if members == 1 else 's'}: {how}")
+
+
+def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
+    """Why this group would not be in the next quorum although it is healthy; None if nothing keeps it out."""
+    policy = record.policy
+    if group.kept_out is KeptOut.DUPLICATE_NAME:
+        older = groups.namesake(group).replica_id
+        return Reason(
+            "duplicate_name",
+            {},
+            f"{group.replica_id} waits: {older} has the same name and is healthy; "
+            "a second `keepstep run` of one job needs --first-replica N",
+        )
+    if group.kept_out is KeptOut.LAYOUT:
+        return Reason("layout", {}, group.misfit)
+    if group.member or group.request is None:
+        return None
+    if groups.shrinking and record.members:
+        return Reason("not_in_shrink", {}, f"{group.replica_id} waits: shrink_only is asked for and it is no member")
+    if policy.max_replicas and len(record.members) >= policy.max_replicas:
+        numbers: dict[str, float] = {"max_replicas": policy.max_replicas}
+        return Reason(
+            "max_replicas", numbers, f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
+        )
+    return None

@@ -1,0 +1,201 @@
+"""What people may ask the core for: frozen pictures of the quorum and of each group."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
+from keepstep_lighthouse.quorum.groups import Group, Groups
+from keepstep_lighthouse.quorum.rules import reasons
+from keepstep_mesh.protocol.messages import Healing, Lineage
+from keepstep_mesh.protocol.names import name_of
+
+MAX_GONE = 100
+GONE_SECONDS = 600.0
+"""So many of the groups that went are shown, and so long."""
+
+
+class ReplicaState(Enum):
+    ASKING = "asking"
+    """Waits for the next quorum."""
+    TRAINING = "training"
+    """At work under the current quorum."""
+    HEALING = "healing"
+    IDLE = "idle"
+    """Connected, not in the quorum, has not asked."""
+    KEPT_OUT = "kept_out"
+    """Waits behind an older incarnation of its name, or its layout or settings do not fit."""
+    SUSPECT = "suspect"
+    """Its connection ended; it may come back within reconnect_grace."""
+    ABSENT = "absent"
+    """Of the quorum that a restarted lighthouse found; not back yet."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    replica_id: str
+    name: str
+    state: ReplicaState
+    member: bool
+    """Of the current quorum."""
+    draining: bool = False
+    step: int = 0
+    lineage: Lineage = ""
+    world_size: int = 0
+    """0: not known yet."""
+    address: str = ""
+    heard_seconds_ago: float | None = None
+    """None: never heard by this lighthouse."""
+    step_seconds: float | None = None
+    """From its last answer to its next request; None before there were two."""
+    healed_bytes: int = 0
+    heal_bytes: int = 0
+    """0: unknown, or not healing."""
+    reason: Reason | None = None
+    """Why it waits or is gone, where there is a reason of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealView:
+    """A heal under way."""
+
+    replica_id: str
+    step: int
+    """Whose state is taken over."""
+    source: str
+    """replica_id that it comes from; empty: not known."""
+    via: str
+    """``relay``, ``direct`` ...; empty: not known yet."""
+    bytes_done: int
+    bytes_total: int
+    """0: not known yet."""
+    bytes_per_second: float
+    """Over the last seconds."""
+    seconds_left: float | None
+    """At this rate; None: not known."""
+    began_seconds_ago: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumView:
+    quorum_id: int
+    created_ms: int
+    members: tuple[str, ...]
+    step: int
+    lineage: Lineage
+    """Reference state of the last round that this lighthouse announced; 0 and "" before."""
+    asking: tuple[str, ...]
+    """Sorted."""
+    healthy: int
+    joiners: int
+    reason: Reason
+    """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+    formed: Reason | None
+    """How the last one was formed; None: not by this lighthouse."""
+
+
+def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
+    return ReplicaView(
+        replica_id=group.replica_id,
+        name=group.name,
+        state=_state(group),
+        member=group.member,
+        draining=group.draining is not None,
+        step=group.step,
+        lineage=group.lineage,
+        world_size=group.info.world_size,
+        address=group.info.address,
+        heard_seconds_ago=max(0.0, now - group.heard_at),
+        step_seconds=group.step_seconds,
+        healed_bytes=group.heal.bytes_done if group.heal else 0,
+        heal_bytes=group.heal.bytes_total if group.heal else 0,
+        reason=reasons.of_group(group, groups, record),
+    )
+
+
+def _heal_view(group: Group, told: Healing, now: float) -> HealView:
+    return HealView(
+        replica_id=group.replica_id,
+        step=told.step,
+        source=told.source,
+        via=told.via,
+        bytes_done=told.bytes_done,
+        bytes_total=told.bytes_total,
+        bytes_per_second=told.bytes_per_second,
+        seconds_left=told.seconds_left,
+        began_seconds_ago=max(0.0, now - group.heal_began),
+    )
+
+
+def gone_view(group: Group, groups: Groups, record: JobRecord, now: float, why: str) -> ReplicaView:
+    """The last picture of a group that goes now."""
+    last = _replica_view(group, groups, record, now)
+    return replace(last, state=ReplicaState.GONE, member=False, reason=Reason("gone", {}, why))
+
+
+class Gone:
+    """The last pictures of the groups that went."""
+
+    def __init__(self) -> None:
+        self._views: deque[tuple[float, ReplicaView]] = deque(maxlen=MAX_GONE)
+
+    def add(self, view: ReplicaView, now: float) -> None:
+        self._views.append((now, view))
+
+    def lately(self, now: float) -> Iterator[ReplicaView]:
+        """Of those that went within ``GONE_SECONDS``, the last first: one that came and went again is named again."""
+        for went, view in reversed(self._views):
+            if now - went <= GONE_SECONDS:
+                heard = view.heard_seconds_ago
+                yield view if heard is None else replace(view, heard_seconds_ago=heard + (now - went))
+
+
+def quorum_view(
+    groups: Groups, record: JobRecord, last: Announce | None, reason: Reason, formed: Reason | None
+) -> QuorumView:
+    return QuorumView(
+        quorum_id=record.quorum_id,
+        created_ms=record.created_ms,
+        members=record.members,
+        step=last.step if last else 0,
+        lineage=last.lineage if last else "",
+        asking=tuple(group.replica_id for group in groups.all_asking()),
+        healthy=groups.counted,
+        joiners=sum(group.kept_out is None and not group.member for group in groups),
+        reason=reason,
+        formed=formed,
+    )
+
+
+def replica_views(
+    groups: Groups, record: JobRecord, absent: Iterable[str], gone: Gone, now: float
+) -> tuple[ReplicaView, ...]:
+    here = [_replica_view(group, groups, record, now) for group in groups]
+    here += [ReplicaView(replica_id, name_of(replica_id), ReplicaState.ABSENT, member=True) for replica_id in absent]
+    seen, went = {view.replica_id for view in here}, []
+    for view in gone.lately(now):
+        if view.replica_id not in seen:
+            seen.add(view.replica_id)
+            went.append(view)
+    return (*sorted(here, key=lambda view: view.replica_id), *went)
+
+
+def heal_views(groups: Groups, now: float) -> tuple[HealView, ...]:
+    healing = ((group, group.heal) for _, group in sorted(groups.healing.items()))
+    return tuple(_heal_view(group, told, now) for group, told in healing if told is not None)
+
+
+def _state(group: Group) -> ReplicaState:
+    if group.session is None:
+        return ReplicaState.SUSPECT
+    if group.kept_out is not None:
+        return ReplicaState.KEPT_OUT
+    if group.request is not None:
+        return ReplicaState.ASKING
+    if group.heal is not None:
+        return ReplicaState.HEALING
+    return ReplicaState.TRAINING if group.member else ReplicaState.IDLE

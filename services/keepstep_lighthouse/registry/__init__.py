@@ -1,0 +1,1 @@
+"""Know which relays and metrics services there are."""

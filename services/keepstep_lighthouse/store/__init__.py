@@ -1,0 +1,1 @@
+"""Keep membership in a compare-and-swap key-value store."""

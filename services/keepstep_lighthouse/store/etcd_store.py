@@ -1,0 +1,443 @@
+"""The store in etcd, through the ``etcd3`` package. Nothing else in the project knows etcd.
+
+The package blocks, so calls run in a few threads of their own and each watch in one. What it does not do is done here:
+several endpoints (one is used until it fails, then the next), a deadline for each call, the difference between a write
+that failed and one whose outcome is unknown, and watches that survive a lost connection or a compaction: a watch that
+broke reads its keys again and tells what differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from keepstep_lighthouse.store.contract import (
+    Change,
+    Compare,
+    OutcomeUnknownError,
+    Store,
+    StoreError,
+    Watch,
+    Write,
+    WriteFailedError,
+)
+from keepstep_mesh.config.logging import get_logger, hide
+from keepstep_mesh.net.addresses import in_url
+
+# etcd3 ships code generated for an old protobuf, which the new one only takes in its Python form.
+os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of that old code, at every import
+        import etcd3
+        import grpc
+        from etcd3 import etcdrpc
+except ImportError as error:
+    raise StoreError(
+        f"etcd needs the etcd3 package: pip install -e '.[services]' in keepstep's folder ({error})"
+    ) from error
+except TypeError as error:
+    raise StoreError(
+        "protobuf was imported before etcd3; set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python for this process"
+    ) from error
+
+CALL_SECONDS = 2.0
+"""Of one call to one endpoint."""
+WATCH_PAUSE_FIRST, WATCH_PAUSE_MOST = 0.05, 1.0
+THREADS = 4
+DEFAULT_PORT = 2379
+DEFAULT_PREFIX = "keepstep"
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),  # etcd takes no more than one ping in 5 s
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+)
+_NOT_SENT = "failed to connect to all addresses"
+"""How gRPC begins to say that a call never left this machine."""
+_NOTHING_DONE = frozenset(
+    (
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+)
+"""etcd looked at the call and refused it."""
+
+T = TypeVar("T")
+
+log = get_logger("keepstep.lighthouse.etcd")
+
+
+@dataclass(frozen=True, repr=False)
+class EtcdAddress:
+    """``etcd://host:port[,host:port]/prefix?ca=FILE&cert=FILE&key=FILE&user=NAME``; the password is not part of it."""
+
+    endpoints: tuple[tuple[str, int], ...]
+    prefix: str
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, environ: Mapping[str, str] = os.environ) -> EtcdAddress:
+        """Raises ``StoreError`` that says what to write instead.
+
+        The password of ``user`` is in ``KEEPSTEP_ETCD_PASSWORD``, or in the file ``KEEPSTEP_ETCD_PASSWORD_FILE``.
+        """
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise StoreError(
+                "a password in an address is seen by everybody on this machine: write ?user=NAME behind the prefix and "
+                "put the password into KEEPSTEP_ETCD_PASSWORD or KEEPSTEP_ETCD_PASSWORD_FILE"
+            )
+        endpoints = tuple(_endpoint(url, one) for one in parts.netloc.split(","))
+        given = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        if unknown := sorted(set(given) - {"ca", "cert", "key", "user"}):
+            raise StoreError(f"{url}: unknown {', '.join(unknown)}; an etcd address takes ca, cert, key and user")
+        if bool(given.get("cert")) != bool(given.get("key")) or (given.get("cert") and not given.get("ca")):
+            raise StoreError(f"{url}: TLS takes ca, and for a client certificate ca, cert and key together")
+        password = None
+        if given.get("user"):
+            password = _password(environ)
+            if not password:
+                raise StoreError("an etcd user needs KEEPSTEP_ETCD_PASSWORD or KEEPSTEP_ETCD_PASSWORD_FILE")
+            hide(password)
+        return cls(endpoints, parts.path.strip("/") or DEFAULT_PREFIX, **given, password=password)
+
+
+def _endpoint(url: str, text: str) -> tuple[str, int]:
+    try:
+        one = urlsplit(f"//{text}")
+        host, port = one.hostname, one.port or DEFAULT_PORT
+    except ValueError as error:
+        raise StoreError(f"{url}: {text!r} is no host:port ({error})") from None
+    if not host:
+        raise StoreError(f"{url}: an etcd address is etcd://host:port[,host:port]/prefix")
+    return in_url(host), port
+
+
+def _password(environ: Mapping[str, str]) -> str | None:
+    if file := environ.get("KEEPSTEP_ETCD_PASSWORD_FILE"):
+        try:
+            return Path(file).read_text().strip()
+        except OSError as error:
+            raise StoreError(f"KEEPSTEP_ETCD_PASSWORD_FILE cannot be read: {error}") from error
+    return environ.get("KEEPSTEP_ETCD_PASSWORD")
+
+
+class _Failure(Exception):
+    """A call that did not succeed, in our words."""
+
+    def __init__(self, error: BaseException) -> None:
+        # etcd3 turns some of gRPC's errors into its own and leaves their text behind
+        known = error if isinstance(error, grpc.RpcError) else error.__context__
+        rpc: Any = known if isinstance(known, grpc.RpcError) and hasattr(known, "code") else None
+        self.code = rpc.code() if rpc else None
+        details = (rpc.details() if rpc else str(error)) or type(error).__name__
+        super().__init__(details)
+        self.not_sent = details.startswith(_NOT_SENT)
+        self.nothing_done = self.not_sent or self.code in _NOTHING_DONE
+        self.refused = not self.not_sent and self.nothing_done
+        """Another endpoint would say the same."""
+        self.token_is_over = self.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+class EtcdStore(Store):
+    """``address``: which etcd, and below which prefix. Connects with the first call, and again whenever it must."""
+
+    exclusive = False
+
+    def __init__(self, address: EtcdAddress) -> None:
+        self._address = address
+        self._base = f"{address.prefix}/"
+        self._pool = ThreadPoolExecutor(THREADS, "keepstep-etcd")
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._at = 0
+        """Index of the endpoint in use."""
+        self._closed = threading.Event()
+        self._watchers: set[_Watcher] = set()
+
+    # ---- reads
+
+    async def get(self, key: str) -> bytes | None:
+        return await self._read(lambda client: client.get(self._base + key)[0])
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        return (await self._read(lambda client: self._range(client, prefix)))[0]
+
+    def _range(self, client: Any, prefix: str) -> tuple[dict[str, bytes], int]:
+        """The keys below ``prefix``, and the revision at which they were so."""
+        answer = client.get_prefix_response(self._base + prefix, sort_order="ascend")
+        skip = len(self._base)
+        return {kv.key.decode()[skip:]: kv.value for kv in answer.kvs}, answer.header.revision
+
+    # ---- writes
+
+    async def transact(self, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
+        def act(client: Any) -> bool:
+            make = client.transactions
+            compares = [
+                make.create(self._base + one.key) == 0
+                if one.value is None
+                else make.value(self._base + one.key) == one.value
+                for one in compare
+            ]
+            operations = [
+                make.delete(self._base + one.key)
+                if one.value is None
+                else make.put(self._base + one.key, one.value, one.lease or None)
+                for one in writes
+            ]
+            held, _ = client.transaction(compares, operations, [])
+            return bool(held)
+
+        return await self._write(act)
+
+    async def grant_lease(self, ttl: float) -> int:
+        number = await self._write(lambda client: client.lease(max(1, math.ceil(ttl))).id)
+        return int(number)
+
+    async def keep_alive(self, lease: int) -> None:
+        answer = await self._write(lambda client: next(iter(client.refresh_lease(lease)), None))
+        if answer is None or answer.TTL <= 0:
+            raise WriteFailedError(f"lease {lease} is over")
+
+    async def revoke(self, lease: int) -> None:
+        def act(client: Any) -> None:
+            try:
+                client.revoke_lease(lease)
+            except grpc.RpcError as error:
+                if _Failure(error).code is not grpc.StatusCode.NOT_FOUND:
+                    raise
+
+        await self._write(act)
+
+    # ---- the connection
+
+    async def _read(self, call: Callable[[Any], T]) -> T:
+        return await self._ask(call, changes=False)
+
+    async def _write(self, call: Callable[[Any], T]) -> T:
+        return await self._ask(call, changes=True)
+
+    async def _ask(self, call: Callable[[Any], T], *, changes: bool) -> T:
+        """In a thread, of one endpoint after the other. What ``changes`` something is asked once, if it got there."""
+
+        def anywhere() -> T:
+            for left in range(2 * len(self._address.endpoints), -1, -1):
+                client = None
+                try:
+                    client = self._connected()
+                    return call(client)
+                except (etcd3.Etcd3Exception, grpc.RpcError, ValueError) as error:
+                    failure = self._failed(client, error)
+                    if changes and client is not None and not failure.nothing_done:
+                        raise OutcomeUnknownError(f"etcd did not answer a write: {failure}") from error
+                    if not left or (failure.refused and not failure.token_is_over):
+                        if changes:
+                            raise WriteFailedError(f"etcd did not take a write: {failure}") from error
+                        raise StoreError(f"etcd cannot be read: {failure}") from error
+            raise AssertionError("unreachable")
+
+        self._check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, anywhere)
+
+    def _connected(self) -> Any:
+        """The client in use. In a thread; raises what etcd3, gRPC or a certificate's file say."""
+        with self._lock:
+            self._check_open()
+            if self._client is None:
+                host, port = self._address.endpoints[self._at]
+                one = self._address
+                try:
+                    client = etcd3.client(
+                        host,
+                        port,
+                        ca_cert=one.ca,
+                        cert_cert=one.cert,
+                        cert_key=one.key,
+                        timeout=CALL_SECONDS,
+                        user=one.user,
+                        password=one.password,
+                        grpc_options=CHANNEL_OPTIONS,
+                    )
+                except OSError as error:
+                    raise StoreError(f"a file of the etcd connection cannot be read: {error}") from error
+                except grpc.RpcError:
+                    self._at = (self._at + 1) % len(self._address.endpoints)
+                    raise
+                client.call_credentials = None  # the token is in the metadata too, and without TLS gRPC takes only that
+                self._client = client
+            return self._client
+
+    def _failed(self, client: Any, error: Exception) -> _Failure:
+        """Lets the next call use the next endpoint, unless etcd refused this one for what it says."""
+        self._check_open()
+        failure = _Failure(error)
+        if client is not None and (not failure.refused or failure.token_is_over):
+            with self._lock:
+                if self._client is client:
+                    if not failure.token_is_over:
+                        self._at = (self._at + 1) % len(self._address.endpoints)
+                        if len(self._address.endpoints) > 1:
+                            host, port = self._address.endpoints[self._at]
+                            log.warning("etcd endpoint given up", reason=str(failure), next=f"{host}:{port}")
+                    self._client = None
+                    client.close()  # watches on it break, and go on with the next
+        return failure
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise StoreError("the store is closed")
+
+    # ---- watches and the end
+
+    def watch(self, prefix: str) -> Watch:
+        self._check_open()
+        watcher = _Watcher(self, prefix)
+        self._watchers = {one for one in self._watchers if one.thread.is_alive()} | {watcher}
+        watcher.thread.start()
+        return watcher
+
+    async def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with self._lock:
+            client, self._client = self._client, None
+            if client is not None:
+                client.close()
+        for watcher in self._watchers:
+            watcher.end()
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._join_watchers)
+        self._pool.shutdown()
+
+    def _join_watchers(self) -> None:
+        for watcher in self._watchers:
+            watcher.thread.join(2 * CALL_SECONDS)
+
+
+class _Watcher(Watch):
+    """A thread that reads the keys once, then follows what happens to them, and begins anew when that breaks."""
+
+    def __init__(self, store: EtcdStore, prefix: str) -> None:
+        super().__init__(prefix)
+        self._store = store
+        self._base = store._base  # noqa: SLF001 - one module
+        self._loop = asyncio.get_running_loop()
+        self._known: dict[str, bytes] = {}
+        self._started = asyncio.Event()
+        self._stop = threading.Event()
+        self._call: Any = None
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name="keepstep-etcd-watch", daemon=True)
+
+    async def __aenter__(self) -> Self:
+        await self._started.wait()
+        return self
+
+    def end(self, error: StoreError | None = None) -> None:
+        super().end(error)
+        self._started.set()
+        self._stop.set()
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
+    def _run(self) -> None:
+        pause = WATCH_PAUSE_FIRST
+        while not self._stop.is_set():
+            client = None
+            try:
+                client = self._store._connected()  # noqa: SLF001
+                revision = self._read(client)
+                pause = WATCH_PAUSE_FIRST
+                self._follow(client, revision + 1)
+            except StoreError:
+                if self._store._closed.is_set():  # noqa: SLF001
+                    return
+            except (etcd3.Etcd3Exception, grpc.RpcError, ValueError) as error:
+                if self._stop.is_set() or self._store._closed.is_set():  # noqa: SLF001
+                    return
+                failure = self._store._failed(client, error)  # noqa: SLF001
+                log.debug("etcd watch broke; reading again", prefix=self.prefix, reason=str(failure))
+            self._stop.wait(pause)
+            pause = min(2 * pause, WATCH_PAUSE_MOST)
+
+    def _read(self, client: Any) -> int:
+        now, revision = self._store._range(client, self.prefix)  # noqa: SLF001
+        changes = [Change(key, None) for key in self._known if key not in now]
+        changes += [Change(key, value) for key, value in now.items() if self._known.get(key) != value]
+        self._known = now
+        self._tell(changes)
+        return revision
+
+    def _follow(self, client: Any, revision: int) -> None:
+        """Until the stream ends, in whatever way."""
+        key = (self._base + self.prefix).encode()
+        create = etcdrpc.WatchCreateRequest(key=key, range_end=_end_of_range(key), start_revision=revision)
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        requests.put(etcdrpc.WatchRequest(create_request=create))
+        metadata = (*(client.metadata or ()), ("hasleader", "true"))  # else a node cut off from the others stays silent
+        call = etcdrpc.WatchStub(client.channel).Watch(
+            iter(requests.get, None), credentials=client.call_credentials, metadata=metadata
+        )
+        with self._lock:
+            self._call = call
+        try:
+            if not self._stop.is_set():
+                self._take(call)
+        finally:
+            call.cancel()
+            requests.put(None)
+
+    def _take(self, call: Iterator[Any]) -> None:
+        skip = len(self._base)
+        for response in call:
+            if response.canceled:  # its revision was compacted away, or the node lost its leader
+                return
+            changes = []
+            for event in response.events:
+                key = event.kv.key.decode()[skip:]
+                if event.type == event.DELETE:
+                    self._known.pop(key, None)
+                    changes.append(Change(key, None))
+                else:
+                    self._known[key] = event.kv.value
+                    changes.append(Change(key, event.kv.value))
+            self._tell(changes)
+
+    def _tell(self, changes: list[Change]) -> None:
+        def tell() -> None:
+            self.tell(changes)
+            self._started.set()
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError:  # the loop has ended, and with it who listens
+            self._stop.set()
+
+
+def _end_of_range(prefix: bytes) -> bytes:
+    """The first key behind all that start with ``prefix``."""
+    return prefix[:-1] + bytes((prefix[-1] + 1,))

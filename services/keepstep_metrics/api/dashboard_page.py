@@ -1,0 +1,71 @@
+"""The page for people: static files that anybody may load; what they show comes from the JSON API and needs a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from aiohttp import hdrs, web
+
+from keepstep_mesh.net.http import ROLE, Problem, Route
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_mesh.serving.rest import json_answer
+
+STATIC = Path(__file__).parents[1] / "dashboard"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = {
+    str(path.relative_to(STATIC)): TYPES.get(path.suffix, "text/plain") for path in STATIC.rglob("*") if path.is_file()
+}
+"""All that can be loaded: name below ``/static/`` and content type. What is not in it does not exist."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    hdrs.CACHE_CONTROL: "no-cache",  # asked for each time, sent only when it changed
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WhoAmI:
+    """Whose token this is."""
+
+    role: str
+    """worker, service or admin; the page offers orders to an admin only."""
+
+
+SHAPES = {
+    "GET /": Shape(None, gives_bytes=True),
+    "GET /static/{file}": Shape(None, gives_bytes=True),
+    "GET /static/vendor/{file}": Shape(None, gives_bytes=True),
+    "GET /v1/whoami": Shape(WhoAmI),
+}
+
+
+def routes() -> list[Route]:
+    return [
+        Route("GET", "/", page, Access.OPEN, "the dashboard"),
+        Route("GET", "/static/{file}", static, Access.OPEN, "what the dashboard is made of"),
+        Route("GET", "/static/vendor/{file}", static, Access.OPEN, "libraries of the dashboard"),
+        Route("GET", "/v1/whoami", whoami, Access.READ, "the role of the token that asks"),
+    ]
+
+
+async def page(_request: web.Request) -> web.StreamResponse:
+    return _file("index.html")
+
+
+async def static(request: web.Request) -> web.StreamResponse:
+    return _file(request.path.removeprefix("/static/"))
+
+
+async def whoami(request: web.Request) -> web.Response:
+    return json_answer(WhoAmI(request[ROLE].value))
+
+
+def _file(name: str) -> web.FileResponse:
+    if name not in FILES:
+        raise Problem(HTTPStatus.NOT_FOUND, f"the dashboard has no file {name!r}")
+    return web.FileResponse(STATIC / name, headers={**HEADERS, hdrs.CONTENT_TYPE: f"{FILES[name]}; charset=utf-8"})

@@ -1,0 +1,252 @@
+"""The metrics service over HTTP: batches in, answers as JSON, and a stream of what changes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from keepstep_mesh.net.http import Problem, Route, read_whole
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_mesh.serving.rest import bad, json_answer, number, those
+from keepstep_metrics.api import dashboard_page, views
+from keepstep_metrics.api.stream import stream
+from keepstep_metrics.history.machine import MAX_WHOLE, Event, Job
+from keepstep_metrics.history.records import read_batch
+from keepstep_metrics.storage.event_store import StoreError
+
+if TYPE_CHECKING:
+    from keepstep_metrics.app import Metrics
+
+HOUR = 3600.0
+MAX_POINTS = 5000
+POINTS = 500
+LIMIT, MAX_LIMIT = 200, 2000
+WRITE_SECONDS = 10.0
+AGAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    accepted: int
+    """Records that were new."""
+    last: int
+    """Number of the last one that is kept now, over a restart too."""
+
+
+@dataclass(frozen=True, slots=True)
+class LighthouseView:
+    address: str
+    leader: bool
+    epoch: int
+    trouble: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    kind: str
+    name: str
+    address: str
+    since: float
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    lighthouses: tuple[LighthouseView, ...]
+    services: tuple[ServiceView, ...]
+    store: str
+    store_trouble: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderBody:
+    reason: str
+
+
+SPAN = {
+    "since": "Unix seconds; an hour ago unless said",
+    "until": "Unix seconds; now unless said",
+}
+PIXELS = {"points": f"how many points a picture has, up to {MAX_POINTS}; {POINTS} unless said"}
+JOB, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
+SHAPES = {
+    "POST /v1/ingest": Shape(Taken, takes_bytes=True),
+    "GET /v1/jobs": Shape(views.JobsView),
+    f"GET {JOB}/now": Shape(views.NowView),
+    f"GET {JOB}/timeline": Shape(views.TimelineView, query=SPAN | PIXELS),
+    f"GET {JOB}/steps": Shape(views.StepsView, query=SPAN | PIXELS),
+    f"GET {JOB}/goodput": Shape(views.GoodputView, query=SPAN),
+    f"GET {JOB}/stragglers": Shape(views.StragglersView),
+    f"GET {JOB}/transfers": Shape(views.TransfersView),
+    f"GET {JOB}/failures": Shape(views.FailuresView, query={"limit": f"how many at most; {LIMIT} unless said"}),
+    f"GET {JOB}/events": Shape(
+        views.EventsView,
+        query={
+            "since_id": "number of the last event that is known; the first newer ones are answered. Not given: the "
+            "newest",
+            "limit": f"how many at most, up to {MAX_LIMIT}; {LIMIT} unless said",
+        },
+    ),
+    "GET /v1/cluster": Shape(ClusterView),
+    f"POST {ONE}/evict": Shape(None, status=202, body=OrderBody),
+    f"POST {ONE}/drain": Shape(None, status=202, body=OrderBody),
+    **dashboard_page.SHAPES,
+}
+
+
+def routes(metrics: Metrics) -> list[Route]:
+    here = _Api(metrics)
+    return [
+        Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
+        Route("POST", "/v1/ingest", here.ingest, Access.READ, "a batch of records, as msgpack"),
+        Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs of the last day"),
+        Route("GET", f"{JOB}/now", here.now, Access.READ, "the quorum, and what each group does"),
+        Route("GET", f"{JOB}/timeline", here.timeline, Access.READ, "what each group did when"),
+        Route("GET", f"{JOB}/steps", here.steps, Access.READ, "steps, their times, and what scripts record"),
+        Route(
+            "GET", f"{JOB}/goodput", here.goodput, Access.READ, "the share of time that led to commits, and the rest"
+        ),
+        Route("GET", f"{JOB}/stragglers", here.stragglers, Access.READ, "how far each group is from the median"),
+        Route("GET", f"{JOB}/transfers", here.transfers, Access.READ, "heals and uploads, the newest first"),
+        Route("GET", f"{JOB}/failures", here.failures, Access.READ, "what was lost, why, and when it was made good"),
+        Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, as sentences"),
+        Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "passed on to the lighthouse: end a group"),
+        Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "passed on to the lighthouse: ask a group to leave"),
+        Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services, store"),
+        Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
+        *dashboard_page.routes(),
+    ]
+
+
+class _Api:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        return web.json_response(openapi.describe("keepstep metrics", self._metrics.routes(), SHAPES))
+
+    # ---- in
+
+    async def ingest(self, request: web.Request) -> web.Response:
+        metrics = self._metrics
+        if metrics.store.is_full:
+            metrics.traffic.refused += 1
+            reason = metrics.store.trouble or "the disk is too slow for what comes"
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=AGAIN_SECONDS)
+        body = await read_whole(request)
+        try:
+            batch = read_batch(body)
+        except ValueError as error:
+            raise bad(str(error)) from error
+        taken = metrics.take(batch, body)
+        try:
+            await metrics.store.written(WRITE_SECONDS)
+        except StoreError as error:
+            metrics.traffic.refused += 1
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
+        return json_answer(Taken(taken, batch.first + len(batch.records) - 1))
+
+    # ---- out
+
+    async def jobs(self, _request: web.Request) -> web.Response:
+        found = sorted(self._metrics.core.jobs.items())
+        return json_answer(views.JobsView(tuple(views.summary(job, time.time()) for _, job in found)))
+
+    async def now(self, request: web.Request) -> web.Response:
+        return json_answer(self._metrics.now_view(self._job(request)))
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        return json_answer(views.timeline(self._job(request), *_span(request), _points(request)))
+
+    async def steps(self, request: web.Request) -> web.Response:
+        return json_answer(views.steps(self._job(request), *_span(request), _points(request), time.time()))
+
+    async def goodput(self, request: web.Request) -> web.Response:
+        return json_answer(views.goodput(self._job(request), *_span(request)))
+
+    async def stragglers(self, request: web.Request) -> web.Response:
+        return json_answer(views.stragglers_view(self._job(request)))
+
+    async def transfers(self, request: web.Request) -> web.Response:
+        job = self._job(request)
+        return json_answer(views.transfers(job, self._metrics.live(job.name)))
+
+    async def failures(self, request: web.Request) -> web.Response:
+        return json_answer(views.failures(self._job(request), number(request, "limit", LIMIT)))
+
+    async def events(self, request: web.Request) -> web.Response:
+        job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_LIMIT)
+        if "since_id" in request.query:
+            found = await self._metrics.store.events(job, min(number(request, "since_id", 0), MAX_WHOLE), limit)
+        else:
+            found = await self._metrics.store.newest_events(job, limit)
+        if not found:
+            self._job(request)  # events are kept for longer than the rest of a job
+        return json_answer(views.EventsView(job, tuple(map(event_view, found))))
+
+    async def cluster(self, _request: web.Request) -> web.Response:
+        found = await self._metrics.asker.cluster()
+        return json_answer(
+            ClusterView(
+                tuple(
+                    LighthouseView(one["address"], one["leads"], one["epoch"], one["trouble"]) for one in found["nodes"]
+                ),
+                tuple(
+                    ServiceView(one["kind"], one["name"], one["address"], one["since"], one["details"])
+                    for one in found["services"]
+                ),
+                found["store"]["kind"],
+                found["store"]["trouble"],
+            )
+        )
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        return await self._metrics.asker.pass_on(request)
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        job = request.query.get("job")
+        return await stream(self._metrics, request, job)
+
+    def _job(self, request: web.Request) -> Job:
+        name, jobs = request.match_info["job"], self._metrics.core.jobs
+        if (job := jobs.get(name)) is None:
+            detail = f"nothing was told of a job {name[:80]!r} in the last day; {those(sorted(jobs))}"
+            raise Problem(HTTPStatus.NOT_FOUND, detail)
+        return job
+
+
+def event_view(one: Event) -> views.EventView:
+    return views.EventView(one.id, one.t, one.event, one.name, one.sentence, one.detail)
+
+
+def _span(request: web.Request) -> tuple[float, float]:
+    """Of what is asked for, what is not in the future: of that nothing is known."""
+    now = time.time()
+    until = _real(request, "until", now)
+    since = _real(request, "since", until - HOUR)
+    if not 0 <= since < until:
+        raise bad("since must be before until")
+    return since, max(since, min(until, now))
+
+
+def _points(request: web.Request) -> int:
+    return min(max(number(request, "points", POINTS), 1), MAX_POINTS)
+
+
+def _real(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1e11:
+        raise bad(f"{name} must be Unix seconds, not {text[:40]!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Keep the recent history of each job. Pure."""

@@ -1,0 +1,1 @@
+"""Ask the lighthouse what only it knows, and order drains."""

@@ -1,0 +1,71 @@
+"""Has the lighthouse drain stragglers, where the policy of their job says so.
+
+Which group is a straggler, and since how many steps, the core knows; after how many it goes, the policy says. Whether
+it can be spared now the lighthouse decides: it is told, and may say no.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import quote
+
+import aiohttp
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.http import Identity, raise_for_problem, read_json_answer
+from keepstep_mesh.security.tls import explained
+from keepstep_metrics.api import views
+from keepstep_metrics.history.machine import Job
+
+LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+AGAIN_SECONDS = 30.0
+"""After a no, or no answer."""
+
+log = get_logger("keepstep.metrics.draining")
+
+
+class Drainer:
+    """``jobs``: those of the core. ``address``: of a lighthouse, as it is known now."""
+
+    def __init__(self, jobs: Mapping[str, Job], address: Callable[[], str | None], identity: Identity) -> None:
+        self._jobs = jobs
+        self._address = address
+        self._identity = identity
+        self._again_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            self._again_at = {job: t for job, t in self._again_at.items() if now < t}
+            for job in [*self._jobs.values()]:
+                address = self._address()
+                if address is None or job.name in self._again_at or job.straggler(0) is None:
+                    continue
+                try:
+                    await self._look(f"{address}/v1/jobs/{job.name}", job)
+                except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, ValueError) as error:
+                    self._again_at[job.name] = now + AGAIN_SECONDS
+                    log.warning("a straggler is not drained", job=job.name, reason=explained(error, address))
+
+    async def _look(self, url: str, job: Job) -> None:
+        async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+            async with http.get(url) as answer:
+                await raise_for_problem(answer)
+                after = (await read_json_answer(answer))["policy"]["drain_straggler_after"]
+            group = job.straggler(after) if after else None
+            if group is None:
+                return
+            found = views.stragglers_view(job)
+            said = next(one for one in found.groups if one.name == group.name)
+            async with http.post(
+                f"{url}/replicas/{quote(group.replica_id, safe='')}/straggler",
+                json={"steps": said.steps, "seconds": said.seconds, "median_seconds": found.median_seconds},
+                allow_redirects=False,
+            ) as answer:
+                await raise_for_problem(answer)

@@ -1,0 +1,236 @@
+"""What only the lighthouse and the relays know at this moment: what the next quorum waits for, how far heals and
+uploads are, the cluster.
+
+They are asked while somebody looks: a sentence that changes a hundred times a second is of no use in a history. Orders
+of people are passed on to the lighthouse with their own token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.http import (
+    Identity,
+    Problem,
+    leader_of,
+    raise_for_problem,
+    read_answer,
+    read_json_answer,
+    read_whole,
+)
+from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+
+ASK_SECONDS = 0.5
+"""Between two questions."""
+ANSWER_SECONDS = 5.0
+LOOKED_AT_SECONDS = 10.0
+"""A job that nobody has asked about for so long is not asked about."""
+RELAY_SECONDS = 1.0
+UNDER_WAY = ("begun", "planned", "uploading")
+"""States of a checkpoint at a relay."""
+LOG_AGAIN_SECONDS = 60.0
+
+log = get_logger("keepstep.metrics.lighthouse")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHeal:
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+    seconds_left: float | None
+    via: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiveUpload:
+    name: str
+    """Of the checkpoint."""
+    step: int
+    began: float
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+    relay: str
+    """Name."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        left = self.bytes_total - self.bytes_done
+        return left / self.bytes_per_second if self.bytes_per_second > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Of one job, by the last answers."""
+
+    waiting_for: str | None = None
+    joining: tuple[str, ...] = ()
+    heals: dict[str, LiveHeal] = field(default_factory=dict)
+    """By stable name."""
+    uploads: tuple[LiveUpload, ...] = ()
+
+
+class Asker:
+    """``address``: of a lighthouse, as it is known now. ``on_news`` is told the name of a job."""
+
+    def __init__(
+        self,
+        address: Callable[[], str | None],
+        identity: Identity,
+        tls: TlsFiles,
+        on_news: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._identity = identity
+        self._for_others = Identity(None, tls)
+        self._on_news = on_news
+        self._live: dict[str, Live] = {}
+        self._looked: dict[str, float] = {}
+        self._logged = float("-inf")
+
+    def live(self, job: str) -> Live:
+        """What is known; from now on it is asked for."""
+        self._looked[job] = time.monotonic()
+        return self._live.get(job, NOTHING)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            now = time.monotonic()
+            self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
+            self._live = {job: live for job, live in self._live.items() if job in self._looked}
+            address = self._address()
+            if address is None or not self._looked:
+                continue
+            try:
+                async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+                    services = (await _get(http, f"{address}/v1/cluster"))["services"]
+                    relays = {
+                        one["name"]: as_safe(one["address"], address) for one in services if one["kind"] == "relay"
+                    }
+                    for job in [*self._looked]:
+                        await self._ask(http, address, job, relays)
+            except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, AttributeError) as error:
+                self._live.clear()
+                if now - self._logged >= LOG_AGAIN_SECONDS:
+                    self._logged = now
+                    log.warning("the lighthouse does not say what it does", reason=explained(error, address))
+
+    async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:
+        asked = await asyncio.gather(
+            *(_uploads(http, name, url, job, self._identity.headers_for("relay", url)) for name, url in relays.items())
+        )
+        uploads = tuple(one for of_relay in asked for one in of_relay)
+        try:
+            quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
+            heals = (await _get(http, f"{address}/v1/jobs/{job}/transfers"))["heals"]
+        except Problem as problem:
+            if problem.status != 404:
+                raise
+            live = Live(uploads=uploads)  # the job has ended
+        else:
+            members, asking = {*quorum["members"]}, quorum["asking"]
+            live = Live(
+                quorum["reason"]["sentence"] if asking else None,
+                tuple(sorted(name_of(one) for one in asking if one not in members)),
+                {
+                    name_of(one["replica_id"]): LiveHeal(
+                        one["bytes_done"],
+                        one["bytes_total"],
+                        one["bytes_per_second"],
+                        one["seconds_left"],
+                        one["via"],
+                        name_of(one["source"]),
+                    )
+                    for one in heals
+                },
+                uploads,
+            )
+        if live != self._live.get(job, NOTHING):
+            self._live[job] = live
+            self._on_news(job)
+
+    async def cluster(self) -> dict[str, Any]:
+        """Its ``GET /v1/cluster``. ``Problem`` when there is none that answers."""
+        address = self._known()
+        try:
+            async with self._identity.session(timeout=ANSWER_SECONDS) as http:
+                return await _get(http, f"{address}/v1/cluster")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        """An order, to whoever leads, in the name of who asks; its answer as it is."""
+        body, address = await read_whole(request), self._known()
+        headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
+        headers[hdrs.CONTENT_TYPE] = "application/json"
+        try:
+            async with self._for_others.session(timeout=ANSWER_SECONDS) as http:
+                for _ in range(2):
+                    async with http.request(
+                        request.method,
+                        f"{address}{request.rel_url.raw_path}",
+                        data=body,
+                        headers=headers,
+                        allow_redirects=False,
+                    ) as answer:
+                        if (leader := leader_of(answer)) is not None:
+                            address = leader
+                            continue
+                        text = await read_answer(answer)
+                        return web.Response(body=text, status=answer.status, content_type=answer.content_type)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
+        raise Problem(503, "the lighthouses do not agree yet who leads; try again", retry_after=1.0)
+
+    def _known(self) -> str:
+        if (address := self._address()) is None:
+            raise Problem(503, "this service knows no lighthouse; start it with --lighthouse", retry_after=5.0)
+        return address
+
+
+NOTHING = Live()
+
+
+async def _uploads(
+    http: aiohttp.ClientSession, relay: str, url: str, job: str, headers: Mapping[str, str]
+) -> list[LiveUpload]:
+    """Those under way at one relay; none of one that does not answer, or with nonsense."""
+    try:
+        async with asyncio.timeout(RELAY_SECONDS):
+            found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints", headers))["checkpoints"]
+        return [
+            LiveUpload(
+                one["id"],
+                one["step"],
+                one["begun"],
+                one["bytes"] - one["lacking_bytes"],
+                one["bytes"],
+                one["bytes_per_second"],
+                relay,
+            )
+            for one in found
+            if one["state"] in UNDER_WAY
+        ]
+    except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError) as error:
+        log.debug("a relay does not say what it does", relay=relay, reason=explained(error, url))
+        return []
+
+
+async def _get(http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async with http.get(url, headers=headers, allow_redirects=False) as answer:
+        await raise_for_problem(answer)
+        return await read_json_answer(answer)

@@ -1,0 +1,1 @@
+"""Write what outlives the process."""

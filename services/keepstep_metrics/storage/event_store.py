@@ -1,0 +1,276 @@
+"""What outlives the process: one SQLite file. What was acknowledged survives SIGKILL.
+
+Batches are written down as they came, in a journal, before they are answered, many in one transaction; from time to
+time a snapshot of the core takes the place of the journal before it. A start loads the snapshot and applies the rest.
+Events stand in a table of their own, for longer than the memory holds them. SQLite runs in a thread of its own.
+
+The file is synced at each snapshot, not at each batch: a power cut may cost what came since (SQLite's WAL in mode
+NORMAL: https://sqlite.org/pragma.html#pragma_synchronous).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_metrics.history.machine import DELETED, Event
+
+T = TypeVar("T")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS journal (n INTEGER PRIMARY KEY, t REAL, body BLOB);
+CREATE TABLE IF NOT EXISTS snapshot (one INTEGER PRIMARY KEY CHECK (one = 1), form INTEGER, upto INTEGER, body BLOB);
+CREATE TABLE IF NOT EXISTS events (
+  id INTEGER PRIMARY KEY, job TEXT, t REAL, event TEXT, name TEXT, sentence TEXT, detail TEXT
+);
+CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
+CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
+"""
+FORM = 1
+"""Of a snapshot; one of another form is of another build, and only the events are kept."""
+MAX_PENDING_BYTES = 64 << 20
+"""Of batches that wait for the disk."""
+AGAIN_SECONDS = 1.0
+"""After a write that failed."""
+BUSY_SECONDS = 2.0
+
+log = get_logger("keepstep.metrics.store")
+
+
+class StoreError(KeepstepError):
+    """The file cannot be used, or does not take what it is given."""
+
+
+class Store:
+    """Made by ``open``; ``path`` None: in memory, and gone with the process."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-metrics")
+        self._connection: sqlite3.Connection
+        self._pending: list[tuple[int, float, bytes]] = []
+        self._events: list[tuple[str, Event]] = []
+        self._pending_bytes = 0
+        self._last = 0
+        self._written = asyncio.Condition()
+        self._written_upto = 0
+        self._snapshot: tuple[int, bytes] | None = None
+        self._forget_before: float | None = None
+        self._wake = asyncio.Event()
+        self.trouble: str | None = None
+        """Why nothing can be written now."""
+        self.last_event = 0
+        """Number of the last event that was there at the start."""
+
+    @classmethod
+    async def open(cls, path: Path | None) -> Store:
+        """Raises ``StoreError``."""
+        store = cls(path)
+        try:
+            await store._in_thread(store._connect)
+        except (sqlite3.Error, OSError) as error:
+            store._thread.shutdown()
+            raise store._unusable(error) from error
+        return store
+
+    def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(f"the data of metrics in {self._path} cannot be used: {error}; give another --data-dir")
+
+    async def close(self) -> None:
+        await self._in_thread(self._connection.close)
+        self._thread.shutdown()
+
+    # ---- at the start
+
+    async def load(self) -> tuple[dict[str, Any] | None, list[tuple[float, bytes]]]:
+        """The snapshot, and the batches since with the times at which they came. Raises ``StoreError``."""
+        try:
+            return await self._in_thread(self._load)
+        except (sqlite3.Error, OSError, ValueError, msgpack.UnpackException) as error:
+            raise self._unusable(error) from error
+
+    # ---- what comes
+
+    @property
+    def is_full(self) -> bool:
+        return self._pending_bytes > MAX_PENDING_BYTES
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._pending_bytes
+
+    def add(self, t: float, body: bytes, events: list[tuple[str, Event]]) -> None:
+        """To be written soon; see ``written``."""
+        self._last += 1
+        self._pending.append((self._last, t, body))
+        self._pending_bytes += len(body)
+        self._events += events
+        self._wake.set()
+
+    async def written(self, seconds: float) -> None:
+        """Returns when everything that was added until now is written. Raises ``StoreError`` if it is not within
+        ``seconds``, or the disk does not take it; it is kept, and tried again, all the same.
+        """
+        upto = self._last
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._written:
+                await self._written.wait_for(lambda: self._written_upto >= upto or self.trouble is not None)
+        if self._written_upto < upto:
+            raise StoreError(self.trouble or f"the disk takes nothing for {seconds:g} s")
+
+    def snapshot(self, plain: dict[str, Any]) -> None:
+        """A picture of the core after everything that was added until now."""
+        self._snapshot = self._last, msgpack.packb(plain)
+        self._wake.set()
+
+    def forget_events(self, before: float) -> None:
+        """Soon."""
+        self._forget_before = before
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Writes, until cancelled; then ``flush`` writes the rest."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if not await self._write():
+                await asyncio.sleep(AGAIN_SECONDS)
+                self._wake.set()
+
+    async def flush(self) -> None:
+        await self._write()
+
+    async def _write(self) -> bool:
+        rows, self._pending = self._pending, []
+        events, self._events = self._events, []
+        try:
+            if rows:
+                await self._in_thread(self._commit, rows, events)
+        except BaseException as error:
+            # One that was cancelled may have been done all the same; it is done again, and rows replace themselves.
+            self._pending = rows + self._pending
+            self._events = events + self._events
+            if not isinstance(error, sqlite3.Error | OSError):
+                raise
+            if self.trouble is None:
+                log.error("nothing is written; trying on", path=str(self._path), reason=str(error))
+            self.trouble = f"{self._path} takes nothing: {error}"
+            async with self._written:
+                self._written.notify_all()
+            return False
+        self.trouble = None
+        self._pending_bytes -= sum(len(body) for _, _, body in rows)
+        if rows:
+            async with self._written:
+                self._written_upto = rows[-1][0]
+                self._written.notify_all()
+        await self._tidy()
+        return True
+
+    async def _tidy(self) -> None:
+        """A disk with no room for a snapshot may have some for batches: the journal goes on without."""
+        snapshot, self._snapshot = self._snapshot, None
+        before, self._forget_before = self._forget_before, None
+        try:
+            if snapshot is not None or before is not None:
+                await self._in_thread(self._tidied, snapshot, before)
+        except (sqlite3.Error, OSError) as error:
+            log.error("no snapshot is made; the journal goes on", path=str(self._path), reason=str(error))
+
+    # ---- events
+
+    async def events(self, job: str, after: int, limit: int) -> list[Event]:
+        """The first ``limit`` of ``job`` with a higher number than ``after``."""
+        return await self._in_thread(self._events_after, job, after, limit)
+
+    async def newest_events(self, job: str, limit: int) -> list[Event]:
+        """Oldest first."""
+        return await self._in_thread(self._newest_events, job, limit)
+
+    # ---- in the thread
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def _connect(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(
+            self._path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        try:
+            if self._path is not None:
+                # Exclusive before WAL: a second service on the file is refused, rather than let to mix in.
+                connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute("BEGIN EXCLUSIVE")
+                connection.execute("COMMIT")
+            connection.executescript(SCHEMA)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+
+    def _load(self) -> tuple[dict[str, Any] | None, list[tuple[float, bytes]]]:
+        found = self._connection.execute("SELECT form, upto, body FROM snapshot").fetchone()
+        upto, plain = 0, None
+        if found is not None:
+            upto = found[1]
+            if found[0] == FORM:
+                plain = msgpack.unpackb(found[2], strict_map_key=False)
+            else:
+                log.warning("the history is of another build and starts anew; events are kept", path=str(self._path))
+        self.last_event = self._connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0]
+        rows = self._connection.execute("SELECT n, t, body FROM journal WHERE n > ? ORDER BY n", (upto,)).fetchall()
+        self._last = self._written_upto = rows[-1][0] if rows else upto
+        return plain, [(t, body) for _, t, body in rows]
+
+    def _commit(self, rows: list[tuple[int, float, bytes]], events: list[tuple[str, Event]]) -> None:
+        with self._transaction() as connection:
+            if self._path is not None:
+                connection.executemany("INSERT OR REPLACE INTO journal VALUES (?, ?, ?)", rows)
+            connection.executemany(
+                "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    (one.id, job, one.t, one.event, one.name, one.sentence, json.dumps(one.detail))
+                    for job, one in events
+                ),
+            )
+            gone = ((job, one.id) for job, one in events if one.event == DELETED)
+            connection.executemany("DELETE FROM events WHERE job = ? AND id < ?", gone)
+
+    def _tidied(self, snapshot: tuple[int, bytes] | None, before: float | None) -> None:
+        with self._transaction() as connection:
+            if before is not None:
+                connection.execute("DELETE FROM events WHERE t < ?", (before,))
+            if snapshot is not None and self._path is not None:
+                upto, body = snapshot
+                connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?)", (FORM, upto, body))
+                connection.execute("DELETE FROM journal WHERE n <= ?", (upto,))
+
+    def _transaction(self) -> sqlite3.Connection:
+        """As a context: committed at its end, rolled back for an error."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        return self._connection
+
+    def _events_after(self, job: str, after: int, limit: int) -> list[Event]:
+        return [*self._read("job = ? AND id > ? ORDER BY id LIMIT ?", job, after, limit)]
+
+    def _newest_events(self, job: str, limit: int) -> list[Event]:
+        return [*self._read("job = ? ORDER BY id DESC LIMIT ?", job, limit)][::-1]
+
+    def _read(self, where: str, *values: object) -> Iterator[Event]:
+        query = f"SELECT id, t, event, name, sentence, detail FROM events WHERE {where}"  # noqa: S608 - ours
+        for id_, t, event, name, sentence, detail in self._connection.execute(query, values):
+            yield Event(id_, t, event, name, sentence, json.loads(detail))

@@ -1,0 +1,233 @@
+"""Checkpoints over HTTP: begun, planned, committed, listed, removed. Bodies are JSON, manifests are as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.net.http import CALLER, Problem, Route
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving import openapi
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_mesh.serving.rest import bad, json_answer, number, read_body
+from keepstep_relay.api import answers, requests
+from keepstep_relay.api.views import (
+    CheckpointDetail,
+    CheckpointsView,
+    CheckpointView,
+    HoldersView,
+    PlanView,
+    checkpoint_view,
+    detail_view,
+    holders_view,
+    plan_view,
+)
+from keepstep_relay.core.events import Facts, HolderSaid, Key, Kind, RankReported, ReadFrom, RootSaid
+
+if TYPE_CHECKING:
+    from keepstep_relay.app import Relay
+
+ROOT_BYTES = 32
+MAX_TEXT = 1000
+MAX_STEP = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class BeginBody:
+    id: str
+    step: int
+    kind: str = Kind.LIVE.value
+    ranks: int = 1
+    quorum_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBody:
+    producer: str
+    root: str
+    """Root digest of the manifest, in hex."""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResultBody:
+    rank: int = 0
+    error: str | None = None
+    """None: all that this rank has to store is stored."""
+    part: bool = False
+    """True: what is not here is at other relays. Only of live states."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortBody:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HolderBody:
+    address: str
+    has: str
+    """Bitmap in hex."""
+    rank: int = 0
+
+
+WAIT = {"wait": "seconds to wait for what is still to come; the relay has a limit"}
+RANK = {"rank": "0 unless said"}
+CHECKPOINTS = "/v1/jobs/{job}/checkpoints"
+ONE = f"{CHECKPOINTS}/{{id}}"
+SHAPES = {
+    f"GET {CHECKPOINTS}": Shape(CheckpointsView, query={"step": "only those of this step"}),
+    f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody),
+    f"GET {ONE}": Shape(CheckpointDetail),
+    f"DELETE {ONE}": Shape(None, status=204),
+    f"POST {ONE}/plan": Shape(PlanView, body=PlanBody),
+    f"POST {ONE}/result": Shape(CheckpointView, body=ResultBody),
+    f"POST {ONE}/commit": Shape(CheckpointView),
+    f"POST {ONE}/abort": Shape(None, status=204, body=AbortBody),
+    f"GET {ONE}/manifest": Shape(None, query=RANK | WAIT, gives_bytes=True),
+    f"PUT {ONE}/manifest": Shape(PlanView, status=201, query=RANK, takes_bytes=True),
+    f"GET {ONE}/holders": Shape(HoldersView, query=RANK),
+    f"PUT {ONE}/holders/{{name}}": Shape(HoldersView, body=HolderBody),
+    f"GET {ONE}/packs/{{rank}}": Shape(None, query=WAIT, gives_bytes=True),
+    "HEAD /v1/chunks/{digest}": Shape(None),
+    "GET /v1/chunks/{digest}": Shape(None, query=WAIT, gives_bytes=True),
+    "PUT /v1/chunks/{digest}": Shape(None, status=201, takes_bytes=True),
+}
+
+
+def routes(relay: Relay) -> list[Route]:
+    here = _Admin(relay)
+    return [
+        Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
+        Route("GET", CHECKPOINTS, here.list, Access.READ, "the checkpoints of a job"),
+        Route("POST", CHECKPOINTS, here.begin, Access.WORKER, "begin an upload, or join one"),
+        Route("GET", ONE, here.show, Access.READ, "one checkpoint, rank by rank"),
+        Route("DELETE", ONE, here.remove, Access.ADMIN, "delete a checkpoint from every tier"),
+        Route("POST", f"{ONE}/plan", here.plan, Access.WORKER, "say the root digest of a rank; learn what is lacking"),
+        Route("POST", f"{ONE}/result", here.result, Access.WORKER, "a rank is done, or failed"),
+        Route("POST", f"{ONE}/commit", here.commit, Access.WORKER, "make a complete checkpoint last"),
+        Route("POST", f"{ONE}/abort", here.abort, Access.WORKER, "give an upload up"),
+        Route(
+            "GET", f"{ONE}/manifest", here.get_manifest, Access.READ, "the manifest of a rank, as soon as it is here"
+        ),
+        Route("PUT", f"{ONE}/manifest", here.put_manifest, Access.WORKER, "what the pack of a rank is made of"),
+        Route("GET", f"{ONE}/holders", here.holders, Access.READ, "who has which chunks of a rank"),
+        Route("PUT", f"{ONE}/holders/{{name}}", here.put_holder, Access.WORKER, "I serve these chunks; repeat it"),
+    ]
+
+
+class _Admin:
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._store = relay.checkpoints
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        return web.json_response(openapi.describe("keepstep relay", self._relay.routes(), SHAPES))
+
+    # ---- an upload
+
+    async def begin(self, request: web.Request) -> web.Response:
+        job, body = requests.job(request), await read_body(request, BeginBody)
+        key = Key(job, requests.name(body.id, "checkpoint"))
+        if body.kind not in {kind.value for kind in Kind}:
+            raise bad(f"kind is live or durable, not {body.kind[:40]!r}")
+        if not 0 <= body.step < MAX_STEP or not 0 <= body.quorum_id < MAX_STEP or body.ranks < 1:
+            raise bad("step and quorum_id are whole numbers from 0 to 2^53, ranks is at least 1")
+        new = await self._store.begin(key, Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id))
+        return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
+
+    async def plan(self, request: web.Request) -> web.Response:
+        key, body = requests.key(request), await read_body(request, PlanBody)
+        root = requests.from_hex(body.root, "root", ROOT_BYTES)
+        if not 0 < len(body.producer) <= MAX_TEXT:
+            raise bad(f"producer must have 1 to {MAX_TEXT} characters")
+        self._relay.chunks.step(RootSaid(key, body.rank, body.producer, root))
+        return json_answer(plan_view(self._store, self._relay.core.checkpoint(key), body.rank, root))
+
+    async def put_manifest(self, request: web.Request) -> web.Response:
+        key, rank = requests.key(request), requests.rank(request)
+        self._relay.core.checkpoint(key)
+        length = requests.check_length(request, MAX_MANIFEST_BYTES, exactly=False)
+        self._relay.take_manifest_slot()
+        try:
+            manifest = bytearray(length)
+            await requests.body(request, memoryview(manifest), self._relay.settings.body_timeout)
+            await self._store.put_manifest(key, rank, bytes(manifest))
+        finally:
+            self._relay.give_manifest_slot()
+        one = self._relay.core.checkpoint(key)
+        table = one.tables[rank]
+        here = sum(table.length(n) for n, d in enumerate(table.digests) if self._relay.core.is_here(d))
+        self._relay.traffic.deduplicated_bytes += here
+        return json_answer(plan_view(self._store, one, rank, table.root), HTTPStatus.CREATED)
+
+    async def result(self, request: web.Request) -> web.Response:
+        key, body = requests.key(request), await read_body(request, ResultBody)
+        error = None if body.error is None else body.error[:MAX_TEXT]
+        await self._store.report(RankReported(key, body.rank, error, body.part))
+        if error is not None:
+            raise Problem(HTTPStatus.GONE, f"{key} is aborted: rank {body.rank} failed: {error}")
+        return self._view(key)
+
+    async def commit(self, request: web.Request) -> web.Response:
+        key = requests.key(request)
+        await self._store.commit(key)
+        return self._view(key)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        key, body = requests.key(request), await read_body(request, AbortBody)
+        await self._store.abort(key, body.reason[:MAX_TEXT])
+        return web.Response(status=HTTPStatus.NO_CONTENT)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        await self._store.remove(requests.key(request), f"removed by {request[CALLER]}")
+        return web.Response(status=HTTPStatus.NO_CONTENT)
+
+    # ---- reads
+
+    async def list(self, request: web.Request) -> web.Response:
+        job, step = requests.job(request), number(request, "step", -1)
+        found = [one for key, one in self._relay.core.checkpoints.items() if key.job == job]
+        views = sorted(
+            (checkpoint_view(self._store, one) for one in found if step in (-1, one.facts.step)),
+            key=lambda view: (view.step, view.begun),
+        )
+        committed = [view for view in views if view.committed is not None]
+        return json_answer(CheckpointsView(job, committed[-1] if committed else None, tuple(views)))
+
+    async def show(self, request: web.Request) -> web.Response:
+        return json_answer(detail_view(self._store, self._relay.core.checkpoint(requests.key(request))))
+
+    async def get_manifest(self, request: web.Request) -> web.StreamResponse:
+        key, rank = requests.key(request), requests.rank(request)
+        await self._relay.has_manifest(key, rank, requests.wait(request, self._relay.settings.max_wait))
+        self._relay.chunks.step(ReadFrom(key))
+        manifest = memoryview(self._store.manifests[key, rank])
+        response = await answers.begin(request, HTTPStatus.OK, manifest.nbytes, {})
+        await answers.send(request, response, manifest, self._relay.settings.body_timeout)
+        return response
+
+    # ---- who has what
+
+    async def holders(self, request: web.Request) -> web.Response:
+        one = self._relay.core.checkpoint(requests.key(request))
+        return json_answer(holders_view(self._store, one, requests.rank(request)))
+
+    async def put_holder(self, request: web.Request) -> web.Response:
+        key, body = requests.key(request), await read_body(request, HolderBody)
+        name = requests.name(request.match_info["name"], "holder")
+        try:
+            (address,) = split_addresses(body.address)
+        except ValueError:
+            raise bad(f"address must be one http://host:port, not {body.address[:80]!r}") from None
+        has = requests.from_hex(body.has, "has")
+        self._relay.chunks.step(HolderSaid(key, body.rank, name, address, has))
+        return json_answer(holders_view(self._store, self._relay.core.checkpoint(key), body.rank))
+
+    def _view(self, key: Key, status: int = HTTPStatus.OK) -> web.Response:
+        return json_answer(checkpoint_view(self._store, self._relay.core.checkpoint(key)), status)

@@ -1,0 +1,165 @@
+"""What a relay answers, as JSON."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from keepstep_relay.checkpoint_store import CheckpointStore
+from keepstep_relay.core.events import Kind, State, Tier
+from keepstep_relay.core.inventory import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    rank: int
+    root: str | None
+    """The root digest that counts, in hex; None before the first."""
+    roots: dict[str, str]
+    """Of every producer that said one. One that differs is of a replica that has diverged."""
+    has_manifest: bool
+    bytes: int
+    chunks: int
+    lacking: int
+    """Different chunks that are not here."""
+    reported: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    job: str
+    id: str
+    step: int
+    kind: Kind
+    quorum_id: int
+    ranks: int
+    state: State
+    begun: float
+    """Unix seconds, as the next."""
+    committed: float | None
+    bytes: int
+    chunks: int
+    lacking: int
+    lacking_bytes: int
+    """Of the manifests that are here, as ``bytes``."""
+    bytes_per_second: float
+    """Of what came over the last seconds."""
+    in_memory: int
+    """Of its different chunks, as the next."""
+    on_disk: int
+    durable: bool
+    """Complete in the durable tier."""
+    holders: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDetail:
+    checkpoint: CheckpointView
+    by_rank: tuple[RankView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointsView:
+    job: str
+    latest: CheckpointView | None
+    """The committed one of the highest step."""
+    checkpoints: tuple[CheckpointView, ...]
+    """By step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    rank: int
+    root: str
+    """The one that counts."""
+    agrees: bool
+    """Whether it is the one that was said: only then may chunks be uploaded."""
+    has_manifest: bool
+    """Else it has to be sent before the first chunk."""
+    chunks: int
+    lacking: int
+    lacks: str
+    """Bitmap in hex: bit i of byte i // 8, the lowest first, is set when chunk i is not here."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderView:
+    name: str
+    address: str
+    has: str
+    """Bitmap in hex of the chunks that it has, as in ``PlanView.lacks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldersView:
+    rank: int
+    chunks: int
+    relay: str
+    """Bitmap of what is here."""
+    holders: tuple[HolderView, ...]
+
+
+def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
+    record = store.records[one.key]
+    tiers = [store.core.chunks[digest].tiers for digest in {digest for digest, _ in one.chunks()}]
+    return CheckpointView(
+        job=one.key.job,
+        id=one.key.id,
+        step=one.facts.step,
+        kind=one.facts.kind,
+        quorum_id=one.facts.quorum_id,
+        ranks=one.facts.ranks,
+        state=one.state,
+        begun=record.begun,
+        committed=record.committed,
+        bytes=sum(table.pack_bytes for table in one.tables.values()),
+        chunks=sum(len(table.digests) for table in one.tables.values()),
+        lacking=sum(one.lacking.values()),
+        lacking_bytes=store.core.lacking_bytes(one),
+        bytes_per_second=0.0 if one.committed_at is not None else one.pace.rate(time.monotonic()),
+        in_memory=sum(Tier.MEMORY in one for one in tiers),
+        on_disk=sum(Tier.DISK in one for one in tiers),
+        durable=one.key in store.durable,
+        holders=len(one.holders),
+    )
+
+
+def detail_view(store: CheckpointStore, one: Checkpoint) -> CheckpointDetail:
+    ranks = sorted({*one.tables, *one.roots})
+    return CheckpointDetail(checkpoint_view(store, one), tuple(_rank_view(one, rank) for rank in ranks))
+
+
+def _rank_view(one: Checkpoint, rank: int) -> RankView:
+    table, root = one.tables.get(rank), one.root(rank)
+    return RankView(
+        rank=rank,
+        root=None if root is None else root.hex(),
+        roots={producer: said.hex() for producer, said in one.roots.get(rank, {}).items()},
+        has_manifest=table is not None,
+        bytes=table.pack_bytes if table else 0,
+        chunks=len(table.digests) if table else 0,
+        lacking=one.lacking.get(rank, 0),
+        reported=rank in one.reported,
+    )
+
+
+def plan_view(store: CheckpointStore, one: Checkpoint, rank: int, said: bytes) -> PlanView:
+    table, root = one.tables.get(rank), one.root(rank) or said
+    bitmap, lacking = store.core.lacking(table) if table else (b"", 0)
+    chunks = len(table.digests) if table else 0
+    return PlanView(rank, root.hex(), root == said, table is not None, chunks, lacking, bitmap.hex())
+
+
+def holders_view(store: CheckpointStore, one: Checkpoint, rank: int) -> HoldersView:
+    table = one.tables.get(rank)
+    chunks = len(table.digests) if table else 0
+    lacks, _ = store.core.lacking(table) if table else (b"", 0)
+    here = bytearray(byte ^ 0xFF for byte in lacks)
+    if chunks % 8:
+        here[-1] &= (1 << chunks % 8) - 1
+    holders = [
+        HolderView(name, holder.address, holder.bitmap.hex())
+        for (of, name), holder in sorted(one.holders.items())
+        if of == rank
+    ]
+    return HoldersView(rank, chunks, here.hex(), tuple(holders))

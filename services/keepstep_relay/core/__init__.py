@@ -1,0 +1,1 @@
+"""Decide what a relay keeps, drops and answers. Pure."""

@@ -1,0 +1,36 @@
+"""Which chunks leave the memory when room is wanted. Pure. The rules stand in ``core``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from keepstep_relay.core.events import Key, Tier
+from keepstep_relay.core.inventory import Checkpoint, Chunk
+
+
+def evictions(
+    memory: Iterable[bytes], chunks: Mapping[bytes, Chunk], checkpoints: Mapping[Key, Checkpoint], size: int, now: float
+) -> list[bytes]:
+    """Of ``memory``, the longest unused first: what makes ``size`` bytes of room, or all that can go."""
+
+    def elsewhere(chunk: Chunk) -> bool:
+        """Whether all whose chunk it is have it without the memory."""
+        if Tier.DURABLE in chunk.tiers and all(checkpoints[key].copied for key, _ in chunk.users):
+            return True
+        return Tier.DISK in chunk.tiers
+
+    def is_needed(chunk: Chunk) -> bool:
+        """Whether an open upload or transfer needs it."""
+        users = (checkpoints[key] for key, _ in chunk.users)
+        return any(one.committed_at is None or one.read_until > now for one in users)
+
+    chosen: list[bytes] = []
+    for needed in (False, True):
+        for digest in memory:
+            if size <= 0:
+                return chosen
+            chunk = chunks[digest]
+            if not chunk.readers and elsewhere(chunk) and is_needed(chunk) is needed:
+                chosen.append(digest)
+                size -= chunk.length
+    return chosen

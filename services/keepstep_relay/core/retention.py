@@ -1,0 +1,41 @@
+"""Which committed checkpoints may go, and when. Pure. The rules stand in ``core``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from keepstep_relay.core.events import Kind, Limits
+from keepstep_relay.core.inventory import Checkpoint
+
+
+class Due(NamedTuple):
+    at: float
+    checkpoint: Checkpoint
+    reason: str
+    spare: bool
+    """A live state beyond the count: it goes sooner when room is wanted and nobody reads it."""
+
+
+def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[Due]:
+    """Of each job and kind the newest stays, unless it is live and no longer used; a reader delays the others."""
+    groups: dict[tuple[str, Kind], list[tuple[int, float, Checkpoint]]] = {}
+    for one in checkpoints:
+        if one.committed_at is not None:
+            groups.setdefault((one.key.job, one.facts.kind), []).append((one.facts.step, one.committed_at, one))
+    for (_, kind), group in groups.items():
+        live = kind is Kind.LIVE
+        count = limits.keep_live if live else limits.keep_durable
+        age = limits.live_seconds if live else limits.durable_seconds
+        group.sort(key=lambda one: one[:2])
+        if live and (ttl := limits.live_ttl_seconds):
+            _, committed_at, newest = group[-1]
+            reason = f"it was the last live state of job {newest.key.job}, and nobody used it for {ttl:g} s"
+            yield Due(max(committed_at, newest.read_until) + ttl, newest, reason, spare=False)
+        for newer, (_, committed_at, one) in zip(range(len(group) - 1, 0, -1), group, strict=False):
+            if count and newer >= count:
+                yield Due(
+                    one.read_until, one, f"only the newest {kind.value} checkpoints of a job are kept ({count})", live
+                )
+            elif age:
+                yield Due(max(committed_at + age, one.read_until), one, f"it was older than {age:g} s", spare=False)

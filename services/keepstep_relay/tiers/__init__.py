@@ -1,0 +1,1 @@
+"""Hold chunks in memory, on disk and in the durable tier."""

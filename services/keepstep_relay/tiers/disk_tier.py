@@ -1,0 +1,239 @@
+"""The disk tier: a file for each chunk and a folder for each checkpoint, below one data directory. Blocking: the store
+calls it in threads.
+
+    chunks/ab/abcd...              a chunk, named by its digest
+    checkpoints/JOB/ID/record      JSON: the facts, and when it was committed; written last of all
+    checkpoints/JOB/ID/manifest-N  of rank N
+    partial/                       what is being written
+
+A file appears under its name when it is complete. Nothing is synced before a commit, which syncs all that it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.manifest import DIGEST_BYTES, chunk_digest
+from keepstep_relay.core.events import Facts, Key, Kind
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+log = get_logger("keepstep.relay.disk")
+
+
+class DiskError(KeepstepError):
+    """The disk does not do what it should. ``full``: there is no room on it."""
+
+    def __init__(self, what: str, error: OSError) -> None:
+        self.full = error.errno in FULL
+        advice = "free some space, or remove checkpoints" if self.full else "see to the disk"
+        super().__init__(f"{what}: {error.strerror or error}; {advice}")
+
+
+class DamagedError(KeepstepError):
+    """A chunk is not there, or is not what its name says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is written down of a checkpoint; times are Unix seconds."""
+
+    facts: Facts
+    begun: float
+    committed: float | None = None
+
+
+def encode_record(key: Key, record: Record) -> bytes:
+    facts = record.facts
+    plain = {"version": 1, "job": key.job, "id": key.id, "step": facts.step, "kind": facts.kind.value}
+    plain |= {"ranks": facts.ranks, "quorum_id": facts.quorum_id, "begun": record.begun, "committed": record.committed}
+    return json.dumps(plain).encode()
+
+
+def decode_record(text: bytes) -> tuple[Key, Record]:
+    """Raises ``ValueError`` for what is no record."""
+    plain: dict[str, Any] = json.loads(text)
+    try:
+        if plain["version"] != 1:
+            raise ValueError(f"version {plain['version']}")
+        facts = Facts(int(plain["step"]), Kind(plain["kind"]), int(plain["ranks"]), int(plain["quorum_id"]))
+        return Key(plain["job"], plain["id"]), Record(facts, plain["begun"], plain["committed"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a record: {error!r}") from error
+
+
+class DiskTier:
+    """Raises ``DiskError`` when the folder cannot be used, or another relay uses it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._chunks, self._checkpoints, self._partial = (
+            folder / name for name in ("chunks", "checkpoints", "partial")
+        )
+        self._numbers = itertools.count()
+        self.unreadable = 0
+        """Checkpoints whose record ``load`` could not read: it is not known which chunks they need."""
+        with _explained(f"the data directory {folder} cannot be used"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in (self._chunks, self._checkpoints, self._partial):
+                path.mkdir(parents=True, exist_ok=True)
+            for number in range(256):
+                (self._chunks / f"{number:02x}").mkdir(exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise KeepstepError(f"the data directory {folder} is in use by another relay; give each its own") from error
+        for left in self._partial.iterdir():
+            left.unlink()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    # ---- chunks
+
+    def write(self, digest: bytes, data: memoryview) -> None:
+        """Raises ``DiskError``; then nothing is left of it."""
+        with _explained(f"chunk {digest.hex()} cannot be written to {self.folder}"):
+            self._place(data, self._file(digest), sync=False)
+
+    def read(self, digest: bytes, data: memoryview) -> None:
+        """Fills ``data`` with the chunk, which is verified. Raises ``DamagedError`` or ``DiskError``."""
+        length = data.nbytes
+        try:
+            with self._file(digest).open("rb", buffering=0) as file:
+                done = 0
+                while done < length and (more := file.readinto(data[done:])):
+                    done += more
+                longer = bool(file.read(1))
+        except FileNotFoundError as error:
+            raise DamagedError(f"chunk {digest.hex()} is no longer on disk") from error
+        except OSError as error:
+            raise DiskError(f"chunk {digest.hex()} cannot be read", error) from error
+        if done < length or longer or chunk_digest(data) != digest:
+            raise DamagedError(f"chunk {digest.hex()} is damaged on disk")
+
+    def delete(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            with contextlib.suppress(FileNotFoundError):
+                self._file(digest).unlink()
+
+    def found(self) -> Iterator[tuple[bytes, int]]:
+        """(digest, length) of every file of a chunk."""
+        for folder in self._chunks.iterdir():
+            for entry in os.scandir(folder):
+                with contextlib.suppress(ValueError):
+                    digest = bytes.fromhex(entry.name)
+                    if len(digest) == DIGEST_BYTES:
+                        yield digest, entry.stat().st_size
+
+    def sync(self, digests: Iterable[bytes]) -> None:
+        """Returns when these chunks outlast a power cut."""
+        with _explained(f"chunks cannot be synced to {self.folder}"):
+            folders = set()
+            for digest in digests:
+                _sync(self._file(digest))
+                folders.add(self._file(digest).parent)
+            for folder in (*folders, self._chunks):
+                _sync(folder)
+
+    def _file(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._chunks / name[:2] / name
+
+    # ---- checkpoints
+
+    def begin(self, key: Key, record: Record) -> None:
+        """In place of whatever is there of that name."""
+        self.forget(key)
+        with _explained(f"{key} cannot be written down"):
+            with contextlib.suppress(FileNotFoundError):  # the folder of the job went with its last checkpoint
+                self._of(key).mkdir(parents=True, exist_ok=True)
+            self._of(key).mkdir(parents=True, exist_ok=True)
+            self._place(encode_record(key, record), self._of(key) / "record", sync=False)
+
+    def put_manifest(self, key: Key, rank: int, manifest: bytes) -> None:
+        with _explained(f"the manifest of rank {rank} of {key} cannot be written"):
+            self._place(manifest, self._of(key) / f"manifest-{rank}", sync=False)
+
+    def commit(self, key: Key, record: Record) -> None:
+        """The mark that all of it is there, and syncs all but the chunks. Raises ``DiskError``."""
+        folder = self._of(key)
+        with _explained(f"{key} cannot be committed"):
+            for rank in range(record.facts.ranks):
+                _sync(folder / f"manifest-{rank}")
+            _sync(folder)
+            self._place(encode_record(key, record), folder / "record", sync=True)
+            for path in (folder, folder.parent, self._checkpoints):
+                _sync(path)
+
+    def forget(self, key: Key) -> None:
+        """The record goes first: what is left of a folder without one is no checkpoint."""
+        with _explained(f"{key} cannot be deleted"):
+            with contextlib.suppress(FileNotFoundError):
+                (self._of(key) / "record").unlink()
+            shutil.rmtree(self._of(key), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._of(key).parent.rmdir()
+
+    def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
+        """Every checkpoint that is written down, with the manifests that are there. Others are deleted, and logged."""
+        for folder in sorted(self._checkpoints.glob("*/*")):
+            try:
+                key, record = decode_record((folder / "record").read_bytes())
+                if self._of(key) != folder:
+                    raise ValueError("it is in the wrong folder")
+                files = {rank: folder / f"manifest-{rank}" for rank in range(record.facts.ranks)}
+                yield key, record, {rank: file.read_bytes() for rank, file in files.items() if file.exists()}
+            except FileNotFoundError:
+                log.info("deleted what was left of a checkpoint", folder=str(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+            except (OSError, ValueError) as error:
+                self.unreadable += 1
+                log.error("a checkpoint on disk cannot be read, is left alone", folder=str(folder), reason=str(error))
+
+    def _of(self, key: Key) -> Path:
+        return self._checkpoints / key.job / key.id
+
+    def _place(self, data: bytes | memoryview, path: Path, *, sync: bool) -> None:
+        partial = self._partial / str(next(self._numbers))
+        try:
+            with partial.open("wb", buffering=0) as file:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                if sync:
+                    os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(what, error) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

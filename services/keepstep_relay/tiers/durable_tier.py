@@ -1,0 +1,115 @@
+"""The durable tier: a copy of each committed durable checkpoint below a URL of fsspec. Blocking; used from threads.
+
+    URL/JOB/ID/chunks/ab..., URL/JOB/ID/manifest-N, URL/JOB/ID/record
+
+A folder for each checkpoint, so that one can be deleted without a look at the others. ``record`` is written last: what
+has none is no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.manifest import chunk_digest
+from keepstep_relay.core.events import Key
+from keepstep_relay.tiers.disk_tier import DamagedError, Record, decode_record, encode_record
+
+log = get_logger("keepstep.relay.durable")
+
+
+class DurableError(KeepstepError):
+    """The durable tier does not do what it should."""
+
+
+class DurableTier:
+    """``url``: ``file:///path``, ``s3://bucket/path`` ... Raises ``DurableError`` when fsspec cannot open it."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec  # noqa: PLC0415 - only where a durable tier is asked for
+        except ImportError as error:
+            raise DurableError("--durable needs fsspec: pip install -e '.[durable]' in keepstep's folder") from error
+        try:
+            files, path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            raise DurableError(f"--durable {url}: {error}") from error
+        self.url = url
+        self._files: Any = files
+        self._path = str(path).rstrip("/")
+
+    def write_chunk(self, key: Key, digest: bytes, data: memoryview) -> None:
+        """Does nothing for one that is there."""
+        path = self._chunk(key, digest)
+        if not self._do(path, lambda: self._files.exists(path) and self._files.size(path) == data.nbytes):
+            self._write(path, data)
+
+    def commit(self, key: Key, record: Record, manifests: dict[int, bytes]) -> None:
+        for rank, manifest in manifests.items():
+            self._write(f"{self._of(key)}/manifest-{rank}", memoryview(manifest))
+        self._write(f"{self._of(key)}/record", memoryview(encode_record(key, record)))
+
+    def read(self, keys: Iterable[Key], digest: bytes, length: int) -> memoryview:
+        """The chunk from whichever of ``keys`` has it, verified. Raises ``DamagedError`` or ``DurableError``."""
+        error: KeepstepError = DamagedError(f"chunk {digest.hex()} is not in the durable tier")
+        for key in keys:
+            path = self._chunk(key, digest)
+            try:
+                data: bytes = self._do(path, lambda path=path: self._files.cat_file(path))  # type: ignore[misc]
+            except DurableError as failed:
+                error = failed
+                continue
+            if len(data) == length and chunk_digest(data) == digest:
+                return memoryview(data)
+            error = DamagedError(f"chunk {digest.hex()} is damaged in {path}")
+        raise error
+
+    def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
+        """Every checkpoint that is complete. One that cannot be read is logged and left alone."""
+        for path in sorted(self._do(self.url, lambda: self._files.glob(f"{self._path}/*/*/record"))):
+            folder = str(path).rsplit("/", 1)[0]
+            try:
+                key, record = decode_record(self._files.cat_file(path))
+                names = [f"{folder}/manifest-{rank}" for rank in range(record.facts.ranks)]
+                manifests = {rank: self._files.cat_file(name) for rank, name in enumerate(names)}
+            except (OSError, ValueError) as error:
+                log.error("a checkpoint in the durable tier cannot be read", path=folder, reason=str(error))
+                continue
+            if not folder.endswith(f"/{key.job}/{key.id}"):
+                log.error("a checkpoint in the durable tier is in the wrong folder", path=folder)
+                continue
+            yield key, record, manifests
+
+    def forget(self, key: Key) -> None:
+        """The record goes first."""
+        folder = self._of(key)
+
+        def delete() -> None:
+            if self._files.exists(f"{folder}/record"):
+                self._files.rm_file(f"{folder}/record")
+            if self._files.exists(folder):
+                self._files.rm(folder, recursive=True)
+
+        self._do(folder, delete)
+
+    def _write(self, path: str, data: memoryview) -> None:
+        def write() -> None:
+            self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            with self._files.open(path, "wb") as file:
+                file.write(data)
+
+        self._do(path, write)
+
+    def _do(self, what: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # every file system of fsspec has errors of its own
+            raise DurableError(f"{what}: {error!r}") from error
+
+    def _chunk(self, key: Key, digest: bytes) -> str:
+        return f"{self._of(key)}/chunks/{digest.hex()}"
+
+    def _of(self, key: Key) -> str:
+        return f"{self._path}/{key.job}/{key.id}"
