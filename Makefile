@@ -38,11 +38,11 @@ reference: $(STAMP) ## docs/reference.md, made from the code
 	@$(BIN)/python docs/reference.py
 
 simulate: $(STAMP) ## one lighthouse, then several with a store, against all faults in virtual time: make simulate SEEDS=100000
-	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 1
-	@$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --lighthouses 2
+	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) --lighthouses 1
+	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) --lighthouses 2
 
 mutants: $(STAMP) ## planted mistakes, each of which a stored test has to catch
-	@$(BIN)/python tests/mutants/run.py
+	@$(BIN)/python -m tests.mutants.run
 
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list
 	@$(BIN)/python -m tests.faults $(FAULTS)

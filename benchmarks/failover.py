@@ -15,7 +15,6 @@ from pathlib import Path
 from figures import Figure, Limit, p50
 from sides import ROOT, Side
 
-sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT))
 
 from tests.faults.rows import play

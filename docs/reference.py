@@ -278,7 +278,7 @@ def families(source: str) -> Iterator[list[str]]:
 def all_metrics() -> Iterator[str]:
     for service in SETTINGS:
         yield f"### Metrics of the {service}{' service' * (service == 'metrics')}"
-        yield table("metric | type | ", families((ROOT / f"services/keepstep_{service}/metrics.py").read_text()))
+        yield table("metric | type | ", families((ROOT / f"services/keepstep_{service}/api/prometheus.py").read_text()))
 
 
 def reference() -> str:

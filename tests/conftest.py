@@ -27,7 +27,7 @@ import pytest
 import pytest_asyncio
 
 if TYPE_CHECKING:
-    from etcd_server import EtcdCluster
+    from tests.support.etcd_server import EtcdCluster
 
 
 GRACE_SECONDS = 5.0
@@ -178,8 +178,8 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
-    from etcd_server import EtcdCluster
     from keepstep_lighthouse.store.contract import open_store
+    from tests.support.etcd_server import EtcdCluster
 
     async def warm_up() -> None:
         """What gRPC opens once in a process is no leak of the first test that uses it."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from metrics_driver import client, metrics_process
 from tests.browser.devtools import CHROMIUM, Page, chromium
 from tests.browser.told import HEADLINE, LIVE, TOAST, row
+from tests.support.metrics_driver import client, metrics_process
 from tests.training.job import Job, free_port
 
 pytestmark = [

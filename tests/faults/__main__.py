@@ -18,11 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import namespaces
 from tests.faults.outcome import Outcome, table
 from tests.faults.rows import ROWS, play
+from tests.support import namespaces
 
 RESULTS = Path(__file__).resolve().parents[2] / ".faults"
 """Git-ignored; the logs of each row are there too."""

@@ -22,11 +22,11 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-import namespaces
-from etcd_server import EtcdCluster
-from namespaces import Namespaces
-from relay_driver import metric, relay_process
 from tests.faults.outcome import Limit, Outcome
+from tests.support import namespaces
+from tests.support.etcd_server import EtcdCluster
+from tests.support.namespaces import Namespaces
+from tests.support.relay_driver import metric, relay_process
 from tests.training.job import DEADLINE, Group, discarded
 from tests.training.mesh import Mesh, Others
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import killed_at_the_end
-from namespaces import FOLDER
 from tests.faults.outcome import Limit, Outcome, table
 from tests.faults.rows import ROWS, Row, Run
+from tests.support.command import killed_at_the_end
+from tests.support.namespaces import FOLDER
 from tests.training.job import Job
 
 DEADLINE = 120.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from command import killed_at_the_end
-from namespaces import Host, Namespaces, why_not
+from tests.support.command import killed_at_the_end
+from tests.support.namespaces import Host, Namespaces, why_not
 
 DEADLINE = 30.0
 

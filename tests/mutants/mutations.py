@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
 MESH = "libs/keepstep_mesh"
-SETTINGS = "tests/unit/test_core_settings.py"
-BUFFERS = "tests/services/manager/test_synced_buffers.py"
-GROUPS = "tests/services/manager/test_verification.py"
-SYNCHRONIZED = "tests/services/manager/test_synchronized.py"
-HISTORIES = "tests/unit/test_lineage_model.py::test_no_short_history_breaks_a_rule"
-ABANDONED = "tests/services/manager/test_abandoned_steps.py"
-HEAL_ROUNDS = "tests/unit/test_core_heal_rounds.py"
+SETTINGS = "tests/unit/quorum/test_core_settings.py"
+BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
+GROUPS = "tests/services/manager/agreement/test_verification.py"
+SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
+HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
+HEAL_ROUNDS = "tests/unit/quorum/test_core_heal_rounds.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 
@@ -197,7 +197,7 @@ MUTATIONS = (
         "        if self._linked == leader:\n            self._linked",
         "        if True:\n            self._linked",
         Test(
-            "tests/unit/test_election.py::"
+            "tests/unit/lighthouse/test_election.py::"
             "test_a_leader_is_succeeded_when_an_established_link_to_it_breaks_and_not_otherwise"
         ),
     ),
@@ -241,7 +241,9 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/jobs/lighthouse_node.py",
         "        elif hello.epoch_seen < term.epoch or (",
         "        elif hello or (",
-        Test("tests/services/test_lighthouse_terms.py::test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody"),
+        Test(
+            "tests/services/lighthouse/test_lighthouse_terms.py::test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody"
+        ),
     ),
     # ---- the quorum
     Mutation(
@@ -266,7 +268,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/machine.py",
         'departures.part(state, group, "moved", "goes on with another lighthouse", now)',
         'departures.lose(state, group, "moved", now)',
-        Test("tests/unit/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+        Test("tests/unit/quorum/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),
     Mutation(
         "a cancelled request stays open",
@@ -281,7 +283,7 @@ MUTATIONS = (
         "        if same and not failed and not state.round.lost and not anew",
         "        if same and not failed and not anew",
         Test(
-            "tests/unit/test_core_rules.py::"
+            "tests/unit/quorum/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
         ),
     ),
@@ -319,7 +321,7 @@ MUTATIONS = (
         "if ban.target in (target, *incarnations)]",
         "if target in (ban.target, name_of(ban.target))]",
         Test(
-            "tests/unit/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
+            "tests/unit/mesh/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
         ),
     ),
     Mutation(
@@ -376,7 +378,7 @@ MUTATIONS = (
         "            settings=context.job_settings,\n        )\n",
         "        )\n",
         Test(
-            "tests/services/manager/test_agreement.py::"
+            "tests/services/manager/agreement/test_agreement.py::"
             "test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_go_on_equal[init_sync]"
         ),
     ),
@@ -400,7 +402,7 @@ MUTATIONS = (
         "        self.allow_heal = self.allow_heal and plan.allow_heal\n",
         "",
         Test(
-            "tests/services/manager/test_agreement.py::"
+            "tests/services/manager/agreement/test_agreement.py::"
             "test_all_members_take_one_divisor_in_a_round_in_which_only_one_of_them_allows_no_heal"
         ),
     ),
@@ -480,7 +482,7 @@ MUTATIONS = (
         "libs/keepstep/checkpointing/direct/admission.py",
         "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
         "            if self.ahead(reader) < 0:\n",
-        Test("tests/unit/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
+        Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
     ),
     Mutation(
         "the furthest state is gone on from, sound or not",
@@ -545,7 +547,7 @@ MUTATIONS = (
         "        anew = any(",
         "        anew = False and any(",
         Test(
-            "tests/unit/test_core_lineages.py::"
+            "tests/unit/quorum/test_core_lineages.py::"
             "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"
         ),
     ),
@@ -555,7 +557,7 @@ MUTATIONS = (
         "where_it_was == (group.step, group.lineage) and session",
         "request.step <= answer.step and session",
         Test(
-            "tests/unit/test_core_lineages.py::"
+            "tests/unit/quorum/test_core_lineages.py::"
             "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
         ),
     ),
@@ -586,14 +588,14 @@ MUTATIONS = (
         "libs/keepstep/group/rank_lists.py",
         "        if known == self._number:\n",
         "        if known:\n",
-        Test("tests/unit/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
+        Test("tests/unit/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
     ),
     Mutation(
         "a member stores a short address though not all members can read it",
         "libs/keepstep/step/reconfigurer.py",
         "        version = min(member.info.rendezvous for member in plan.members)\n",
         "        version = max(member.info.rendezvous for member in plan.members)\n",
-        Test("tests/unit/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
+        Test("tests/unit/group/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
     ),
     Mutation(
         "a group takes a lower epoch than it has seen",
@@ -614,7 +616,7 @@ MUTATIONS = (
         f"{MESH}/session/liveness.py",
         "        if self._asked is None or stalled:\n",
         "        if self._asked is None:\n",
-        Test("tests/unit/test_liveness.py::test_who_slept_asks_again_instead"),
+        Test("tests/unit/mesh/test_liveness.py::test_who_slept_asks_again_instead"),
     ),
     Mutation(
         "a request is not sent again on a new connection",
@@ -630,20 +632,20 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    return NEVER if use.sessions or not use.ttl else use.used_at + use.ttl\n",
         "    return NEVER if not use.ttl else use.used_at + use.ttl\n",
-        Test("tests/unit/test_expiry.py::test_a_job_with_sessions_never_expires"),
+        Test("tests/unit/lighthouse/test_expiry.py::test_a_job_with_sessions_never_expires"),
     ),
     Mutation(
         "a job expires while its groups may come back",
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    found = [use for use in uses if due_at(use) <= now and not use.awaited]\n",
         "    found = [use for use in uses if due_at(use) <= now]\n",
-        Test("tests/unit/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"),
+        Test("tests/unit/lighthouse/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"),
     ),
     Mutation(
         "the quorum_id of a deleted job is given again",
         f"{LIGHTHOUSE}/jobs/job_endings.py",
         "            floor = max(self.floor, quorum_id + 1)\n",
         "            floor = self.floor\n",
-        Test("tests/services/test_job_deletion.py::test_a_zombie_of_a_deleted_job_never_counts_as_equal"),
+        Test("tests/services/lighthouse/test_job_deletion.py::test_a_zombie_of_a_deleted_job_never_counts_as_equal"),
     ),
 )

@@ -2,7 +2,7 @@
 
 Prints what caught each. Exit code 1 when a mistake survives, when its place is not found exactly once, or when a check
 fails without it.
-``python tests/mutants/run.py [--only WORDS]``: those whose name has these words.
+``python -m tests.mutants.run [--only WORDS]``: those whose name has these words.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
-from mutants.mutations import MUTATIONS, Check, Mutation, Seeds, Test, Trace  # noqa: E402
+from tests.mutants.mutations import MUTATIONS, Check, Mutation, Seeds, Test, Trace
 
 COPIED = ("libs", "services", "tests", "pyproject.toml")
 LONGEST = 240.0
@@ -49,13 +48,13 @@ def found_once(mutation: Mutation, root: Path = ROOT) -> bool:
 def command_of(check: Check) -> list[str]:
     match check:
         case Trace() | Seeds():
-            return [sys.executable, str(Path("tests/mutants/run.py")), "--check", repr(check)]
+            return [sys.executable, "-m", "tests.mutants.run", "--check", repr(check)]
         case Test(id):
             return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", id]
 
 
 def checked(check: Check, copy: Path) -> Outcome:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / one) for one in ("libs", "services", "tests"))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / one) for one in ("libs", "services", "."))}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     began = time.monotonic()
     try:
@@ -81,9 +80,9 @@ def mutant(mutation: Mutation, copy: Path) -> Outcome:
 
 def simulate(check: Trace | Seeds) -> int:
     """In the copy: ``CAUGHT`` when something that must hold is violated."""
-    from simulation.run import violation
-    from simulation.traces import TRACES
-    from simulation.training import Violation
+    from tests.simulation.run import violation
+    from tests.simulation.traces import TRACES
+    from tests.simulation.training import Violation
 
     if isinstance(check, Trace):
         for seed in range(TRACE_SEEDS):

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from core_driver import Driver
+from tests.support.core_driver import Driver
+
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
 from keepstep_mesh.protocol.messages import (
     Data,

@@ -10,8 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from scenarios.dialogue import replay, scenario_files
+from tests.scenarios.dialogue import replay, scenario_files
 
 
 @pytest.mark.parametrize("path", scenario_files(), ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.services.checkpoint_peer import MINUTE
+from tests.support.checkpoint_peer import MINUTE
 
 from keepstep.checkpointing import HTTPTransport
 

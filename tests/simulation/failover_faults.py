@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from simulation.faults import GROUP_WEIGHTS, Act, Fault, draw
-from simulation.worker import Worker
+from tests.simulation.faults import GROUP_WEIGHTS, Act, Fault, draw
+from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
-    from simulation.mesh import Mesh
-    from simulation.node import Node
+    from tests.simulation.mesh import Mesh
+    from tests.simulation.node import Node
 
 
 def faults_of(seed: int) -> tuple[Fault, ...]:

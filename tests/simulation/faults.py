@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.training import FAULT_SECONDS, Training
+from tests.simulation.worker import Worker
+
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
-from simulation.training import FAULT_SECONDS, Training
-from simulation.worker import Worker
 
 if TYPE_CHECKING:
-    from simulation.network import Connection
-    from simulation.simulator import Simulation
+    from tests.simulation.network import Connection
+    from tests.simulation.simulator import Simulation
 
 SILENT_SECONDS = 5.0
 """A worker that hears nothing from the lighthouse for so long looks for another connection."""

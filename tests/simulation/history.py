@@ -12,8 +12,8 @@ from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.quorum.events import LogEntry
 
 if TYPE_CHECKING:
-    from simulation.lighthouse import Lighthouse
-    from simulation.worker import Worker
+    from tests.simulation.lighthouse import Lighthouse
+    from tests.simulation.worker import Worker
 
 EVENTS = "events.jsonl"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.network import FIN, Connection
+
 from keepstep_lighthouse.quorum.events import (
     Announce,
     Asked,
@@ -36,10 +38,9 @@ from keepstep_mesh.protocol.messages import (
     QuorumRequest,
     Welcome,
 )
-from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
-    from simulation.simulator import Simulation
+    from tests.simulation.simulator import Simulation
 
 
 MAX_TICKS_AT_ONCE = 10

@@ -9,6 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tests.simulation.process import ProcessLoop, clocks_of_processes
+from tests.simulation.shared_store import StoreClient
+from tests.simulation.wires import IdentityOf, Socket, Wire
+
 from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.jobs import event_log, job, lighthouse_node, sessions
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
@@ -22,12 +26,9 @@ from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.net.websocket import UpgradeError
 from keepstep_mesh.protocol.messages import Data
-from simulation.process import ProcessLoop, clocks_of_processes
-from simulation.shared_store import StoreClient
-from simulation.wires import IdentityOf, Socket, Wire
 
 if TYPE_CHECKING:
-    from simulation.mesh import Mesh
+    from tests.simulation.mesh import Mesh
 
 UPGRADE_SECONDS = 0.002
 

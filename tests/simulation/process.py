@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from simulation.network import Timeline
+from tests.simulation.network import Timeline
 
 UNIX = 1_800_000_000.0
 """Unix time at the beginning of time."""

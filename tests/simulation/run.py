@@ -1,4 +1,4 @@
-"""Runs simulations by their seeds: ``python tests/simulation/run.py --seeds 100000 [--lighthouses 2]``.
+"""Runs simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses 2]``.
 
 With one lighthouse it is its core in a shell of the simulator's, with two (or three) the real shell and the election.
 
@@ -13,15 +13,12 @@ import multiprocessing
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from simulation import failover_faults, faults
-from simulation.failover import Failover
-from simulation.faults import Fault
-from simulation.simulator import Simulation
-from simulation.training import Training, Violation
+from tests.simulation import failover_faults, faults
+from tests.simulation.failover import Failover
+from tests.simulation.faults import Fault
+from tests.simulation.simulator import Simulation
+from tests.simulation.training import Training, Violation
 
 MAX_REPORTED = 5
 FIRST_LINES, LAST_LINES = 300, 50

@@ -11,12 +11,13 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from tests.simulation.faults import Fault, faults_of, inject
+from tests.simulation.lighthouse import Lighthouse, Store
+from tests.simulation.network import Connection
+from tests.simulation.training import FAULT_SECONDS, Training, Violation
+from tests.simulation.worker import Worker
+
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Persist, Policy, Tick
-from simulation.faults import Fault, faults_of, inject
-from simulation.lighthouse import Lighthouse, Store
-from simulation.network import Connection
-from simulation.training import FAULT_SECONDS, Training, Violation
-from simulation.worker import Worker
 
 __all__ = ["Simulation", "Violation"]
 

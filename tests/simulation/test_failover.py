@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from simulation.run import explain, violation
+from tests.simulation.run import explain, violation
 
 
 @pytest.mark.parametrize("first", range(0, 256, 16))

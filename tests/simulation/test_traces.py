@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from simulation.traces import TRACES
-from simulation.training import Violation
+from tests.simulation.traces import TRACES
+from tests.simulation.training import Violation
 
 
 @pytest.mark.parametrize("name", TRACES)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tests.simulation.failover import Failover, Script
+from tests.simulation.node import Node
+from tests.simulation.worker import Worker
+
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
-from simulation.failover import Failover, Script
-from simulation.node import Node
-from simulation.worker import Worker
 
 LEASE = 3.0
 LONG = 60.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.network import FIN, Connection
+
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, is_diverged
@@ -33,10 +35,9 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 from keepstep_mesh.session.session_machine import SessionCore
-from simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
-    from simulation.training import Training
+    from tests.simulation.training import Training
 
 COLLECTIVE_TIMEOUT = 1000.0
 """Longer than any simulation: who waits for a peer that will not come has to be told."""

@@ -24,7 +24,7 @@ from typing import Any, Self
 from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
 from keepstep_history.history import Report
 from keepstep_mesh.net.http import client_session, raise_for_problem
-from namespaces import LOOPBACK, Host
+from tests.support.namespaces import LOOPBACK, Host
 
 from . import trainer
 

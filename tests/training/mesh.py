@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from etcd_server import EtcdCluster
 from keepstep_mesh.testing import ChaosProxy
-from namespaces import LOOPBACK, Host, Namespaces
+from tests.support.etcd_server import EtcdCluster
+from tests.support.namespaces import LOOPBACK, Host, Namespaces
 
 from .job import DEADLINE, Group, Job, free_port
 

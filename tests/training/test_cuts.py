@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import EtcdCluster
 from keepstep_mesh.testing import ChaosProxy
-from namespaces import Namespaces, why_not
+from tests.support.etcd_server import EtcdCluster
+from tests.support.namespaces import Namespaces, why_not
 
 from .job import Group, Job
 from .mesh import Mesh, Others

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from command import Command
 from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
+from tests.support.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import EtcdCluster
+from tests.support.etcd_server import EtcdCluster
 
 from .job import Group, discarded
 from .mesh import LEASE, Mesh

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from metrics_driver import client, following, metrics_process
-from relay_driver import metric, relay_process
+from tests.support.metrics_driver import client, following, metrics_process
+from tests.support.relay_driver import metric, relay_process
 
 from .job import DEADLINE, Job
 

@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from relay_driver import metric, relay_process
+from tests.support.relay_driver import metric, relay_process
 
 from .job import DEADLINE, Group, Job
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from certificates import Authority
+from tests.support.certificates import Authority
 
 from .job import DEADLINE, Job
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from metrics_driver import client, metrics_process
+from tests.support.metrics_driver import client, metrics_process
 
 from .job import Job, discarded
 

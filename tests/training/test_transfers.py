@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from command import process
+from tests.support.command import process
 
 from .job import DEADLINE, Job
 

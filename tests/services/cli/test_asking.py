@@ -9,9 +9,8 @@ import re
 import aiohttp
 import pytest
 from tests.services.cli.scene import keepstep, running
-
-from asking_group import Group
-from lighthouse_driver import eventually, worker
+from tests.support.asking_group import Group
+from tests.support.lighthouse_driver import eventually, worker
 
 
 async def test_status_shows_the_lighthouse_and_its_jobs() -> None:

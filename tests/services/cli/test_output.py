@@ -13,8 +13,8 @@ from typing import IO
 
 import pytest
 from tests.services.cli.scene import DEADLINE, running
+from tests.support.command import environment, killed_at_the_end, process
 
-from command import environment, killed_at_the_end, process
 from keepstep_mesh.protocol.messages import Drain
 
 UNWRITABLE = 6

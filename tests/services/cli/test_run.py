@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from command import Command
+from tests.support.command import Command
 
 DEADLINE = 60.0
 

@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
+from tests.support.command import process
 
-from command import process
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.running import embedded
 from keepstep_cli.running.bans import ask_ban

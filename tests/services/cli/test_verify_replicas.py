@@ -7,9 +7,9 @@ import json
 import re
 
 from tests.services.cli.scene import Job, Said, keepstep, running
+from tests.support.lighthouse_driver import eventually
 
 from keepstep_mesh.protocol.messages import StateRoot
-from lighthouse_driver import eventually
 
 
 async def compared(job: Job, *roots: str, flags: tuple[str, ...] = ()) -> Said:

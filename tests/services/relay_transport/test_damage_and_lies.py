@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.services.checkpoint_ends import MIB
-from tests.services.checkpoint_peer import exchange, state_of
+from tests.support.checkpoint_ends import MIB
+from tests.support.checkpoint_peer import exchange, state_of
+from tests.support.relay_driver import Client, client, state
 
 from keepstep.checkpointing import TransferError
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint
 from keepstep.checkpointing.relayed.relay_fetch import MAX_FAILURES
-from relay_driver import Client, client, state
 
 from .scene import CHUNK_MIB, JOB, Groups, before, flip_once, mortal_relay, received_mib, relay, sent_by, sent_mib
 

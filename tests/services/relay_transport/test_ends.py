@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.services.checkpoint_ends import MIB, eventually
+from tests.support.checkpoint_ends import MIB, eventually
+from tests.support.relay_driver import relay_process
+from tests.support.unanswered import unanswered_name
 
 from keepstep.checkpointing import TransferError
-from relay_driver import relay_process
-from unanswered import unanswered_name
 
 from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, switched_off, until
 

@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from tests.services.checkpoint_ends import MIB, eventually, peer
+from tests.support.checkpoint_ends import MIB, eventually, peer
 
 from keepstep.checkpointing import TransferError
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from tests.services.checkpoint_ends import MIB, peer, same
-from tests.services.checkpoint_peer import state_of
+from tests.support.certificates import Authority
+from tests.support.checkpoint_ends import MIB, peer, same
+from tests.support.checkpoint_peer import state_of
 
-from certificates import Authority
 from keepstep.checkpointing import TransferError
 
 from .scene import CHUNK_MIB, Groups, before, held, received_mib, relay, sent_by, sent_mib

@@ -8,11 +8,11 @@ import signal
 
 import psutil
 import pytest
-from tests.services.checkpoint_ends import MIB
+from tests.support.checkpoint_ends import MIB
+from tests.support.relay_driver import relay_process
+from tests.support.unanswered import unanswered_name
 
 from keepstep_mesh.testing import ChaosProxy
-from relay_driver import relay_process
-from unanswered import unanswered_name
 
 from .scene import (
     CHUNK_MIB,

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.services.checkpoint_ends import MIB, blank
-from tests.services.checkpoint_peer import MINUTE, exchange
+from tests.support.checkpoint_ends import MIB, blank
+from tests.support.checkpoint_peer import MINUTE, exchange
 
 from keepstep.checkpointing.direct import http_server
 from keepstep.checkpointing.errors import TransferError

@@ -13,12 +13,12 @@ from aiohttp import web
 from jsonschema import Draft202012Validator
 from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
 from tests.services.rest.scene import scene
+from tests.support.access_table import TOKENS
+from tests.support.lighthouse_driver import eventually, lighthouse
 
-from access_table import TOKENS
 from keepstep_mesh.net.http import application
 from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.serving import service
-from lighthouse_driver import eventually, lighthouse
 
 
 async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatch: pytest.MonkeyPatch) -> None:

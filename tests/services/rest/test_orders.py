@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from tests.services.rest.scene import JOB, scene
+from tests.support.lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer, StateRoot
-from lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 
 def entry_of(answer: dict[str, Any]) -> dict[str, Any]:

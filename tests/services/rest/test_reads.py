@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from tests.services.rest.scene import JOB, scene
+from tests.support.lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 from keepstep_mesh.protocol.messages import Healing, Heartbeat, Leave
-from lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 
 async def test_health_readiness_and_metrics() -> None:

@@ -1,0 +1,420 @@
+"""Services that register: leased records in the store, what the cluster shows, what workers learn, what keeps it up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tests.support.etcd_server import EtcdCluster
+from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
+
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.registry import service_records, service_registry
+from keepstep_lighthouse.store.contract import StoreError, Write, WriteFailedError
+from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_mesh.discovery.registration import Registrar, Registration, registered
+from keepstep_mesh.net.http import Route
+from keepstep_mesh.protocol.messages import QuorumAnswer, ServiceAddress, Services, Welcome
+from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.service import Service, serving
+
+RELAY = Registration("relay", "relay-1", "http://10.0.0.7:29520", ttl=30.0, details={"chunks": "memory", "gib": 64})
+TOLD = ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520")
+PATH = "/v1/services/relay/relay-1"
+
+
+async def rest(address: str, method: str, path: str, status: int, **how: Any) -> Any:
+    async with (
+        asyncio.timeout(DEADLINE),
+        aiohttp.ClientSession() as http,
+        http.request(method, address + path, **how) as answer,
+    ):
+        text = await answer.text()
+        assert answer.status == status, text
+        return json.loads(text) if text else None
+
+
+async def services_of(one: Lighthouse) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await rest(one.address, "GET", "/v1/cluster", 200))["services"]
+    return found
+
+
+async def known(registrar: Registrar) -> None:
+    async with asyncio.timeout(DEADLINE):
+        await registrar.known.wait()
+
+
+# ---- the record
+
+
+async def test_a_browser_is_sent_on_to_the_metrics_service() -> None:
+    async with lighthouse() as one, aiohttp.ClientSession() as http:
+        async with http.get(f"{one.address}/", allow_redirects=False) as answer:
+            assert answer.status == 404
+            assert "keepstep metrics" in (await answer.json(content_type=None))["detail"]
+        async with registered([one.address], Registration("metrics", "m", "http://10.0.0.8:29530")) as registrar:
+            await known(registrar)
+            async with http.get(f"{one.address}/", allow_redirects=False) as answer:
+                assert (answer.status, answer.headers["Location"]) == (302, "http://10.0.0.8:29530/")
+
+
+async def test_a_service_is_shown_until_it_says_goodbye() -> None:
+    async with lighthouse() as one:
+        async with registered([one.address], RELAY) as registrar:
+            await known(registrar)
+            assert (registrar.lighthouse, registrar.trouble) == (one.address, None)
+            (shown,) = await services_of(one)
+            assert shown.pop("since") > 0
+            assert shown == {
+                "kind": "relay",
+                "name": "relay-1",
+                "address": "http://10.0.0.7:29520",
+                "ttl_seconds": 30.0,
+                "details": {"chunks": "memory", "gib": 64},
+            }
+        assert await services_of(one) == []
+
+
+async def test_registering_again_is_the_same_and_what_changed_is_shown() -> None:
+    async with lighthouse() as one:
+        body = {"address": "http://a:1"}
+        first = await rest(one.address, "PUT", PATH, 200, json=body)
+        assert await rest(one.address, "PUT", PATH, 200, json=body) == first
+        second = await rest(one.address, "PUT", PATH, 200, json={**body, "details": {"full": True}})
+        assert second == {**first, "details": {"full": True}}
+        moved = await rest(one.address, "PUT", PATH, 200, json={"address": "http://b:1"})
+        assert (moved["address"], moved["since"] > first["since"]) == ("http://b:1", True)
+        assert await services_of(one) == [moved]
+        for _ in range(2):
+            assert await rest(one.address, "DELETE", PATH, 204) is None
+        assert await services_of(one) == []
+
+
+async def test_a_renewal_is_not_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lighthouse() as one:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
+
+        async def written(*_: object) -> bool:
+            raise WriteFailedError("a renewal was written")
+
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "transact", written)
+            await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
+            problem = await rest(one.address, "PUT", PATH, 503, json={"address": "http://b:1"})
+            assert problem["detail"] == "a renewal was written"
+        assert [one["address"] for one in await services_of(one)] == ["http://a:1"]
+
+
+async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renewals = 0
+    keep_alive = MemoryStore.keep_alive
+
+    async def counted(store: MemoryStore, lease: int) -> None:
+        nonlocal renewals
+        await keep_alive(store, lease)
+        renewals += 1
+
+    monkeypatch.setattr(MemoryStore, "keep_alive", counted)
+    async with lighthouse() as one, worker(one.address) as member:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 1.0})
+        assert (await member.next(Services)).services == (ServiceAddress("relay", "relay-1", "http://a:1"),)
+        assert (await member.next(Services)).services == ()
+        async with registered([one.address], Registration("relay", "relay-1", "http://a:1", ttl=2.0)):
+            assert len((await member.next(Services)).services) == 1
+            await eventually(lambda: renewals >= 4)  # more than its time to live
+            await member.ask(0)
+            await member.next(QuorumAnswer)  # and nothing before it
+        assert (await member.next(Services)).services == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/services/oven/x", {"address": "http://a:1"}, "'oven' is no kind of service; there are metrics, relay"),
+        ("/v1/services/relay/%20x", {"address": "http://a:1"}, "is no name of a service"),
+        ("/v1/services/relay/x", {}, "a field is missing; there are address, details, ttl_seconds"),
+        ("/v1/services/relay/x", {"address": "a"}, "is no address; write http://host:port"),
+        ("/v1/services/relay/x", {"address": "a:1"}, "address must be one http://host:port"),
+        ("/v1/services/relay/x", {"address": "http://a:1,http://b:1"}, "address must be one http://host:port"),
+        ("/v1/services/relay/x", {"address": f"http://{'a' * 300}:1"}, "address must be one http://host:port"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "ttl_seconds": 0.5}, "ttl_seconds must be between 1 and"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "ttl_seconds": 1e9}, "ttl_seconds must be between"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "details": []}, "details must be an object"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": [1]}}, "details.x must be text"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": float("nan")}}, "details.x must be"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": "y" * 5000}}, "at most 4096"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "role": "x"}, "unknown field 'role'"),
+    ],
+)
+async def test_a_registration_that_will_not_do_is_a_problem_that_says_why(
+    path: str, body: dict[str, Any], said: str
+) -> None:
+    async with lighthouse() as one:
+        assert said in (await rest(one.address, "PUT", path, 400, json=body))["detail"]
+        assert await services_of(one) == []
+
+
+async def test_services_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_registry, "MAX_SERVICES", 1)
+    async with lighthouse() as one:
+        body = {"address": "http://a:1"}
+        await rest(one.address, "PUT", PATH, 200, json=body)
+        problem = await rest(one.address, "PUT", "/v1/services/relay/relay-2", 503, json=body)
+        assert "has its 1 services" in problem["detail"]
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://b:1"})
+
+
+async def test_a_deposed_lighthouse_writes_no_record() -> None:
+    async with lighthouse() as one:
+        await one.store.put("epoch", b"7")
+        problem = await rest(one.address, "PUT", PATH, 503, json={"address": "http://a:1"})
+        assert problem["detail"] == "another term has begun; ask again"
+        assert await one.store.get_prefix("services/") == {}
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b'{"kind": "relay"}', b'{"kind": "oven", "name": "x"}'])
+async def test_a_record_that_cannot_be_read_is_left_out(value: bytes) -> None:
+    async with lighthouse() as one:
+        await one.store.put("services/relay/broken", value)
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
+        assert [record["name"] for record in await services_of(one)] == ["relay-1"]
+        with pytest.raises(StoreError, match="services/relay/broken"):
+            service_records.decode("services/relay/broken", value)
+
+
+async def test_a_record_of_a_newer_build_is_read() -> None:
+    plain = {"kind": "relay", "name": "x", "address": "http://a:1", "ttl_seconds": 9, "since": 1.0, "invented": 1}
+    record = service_records.decode("services/relay/x", json.dumps(plain).encode())
+    assert (record.address, record.details) == ("http://a:1", {})
+
+
+async def test_what_another_lighthouse_writes_to_the_store_is_seen() -> None:
+    async with lighthouse() as one, worker(one.address) as member:
+        record = service_registry.new_record("metrics", "m", "http://m:1", 15.0, {})
+        await one.store.put(record.key, service_records.encode(record))
+        assert (await member.next(Services)).services == (record.told,)
+        assert (await services_of(one))[0]["name"] == "m"
+        await one.store.transact((), (Write(record.key, None),))
+        assert (await member.next(Services)).services == ()
+
+
+async def test_services_are_followed_again_after_the_store_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_registry, "FOLLOW_AGAIN_SECONDS", 0.01)
+    async with lighthouse() as one:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
+        await rest(one.address, "PUT", "/v1/services/relay/b", 200, json={"address": "http://b:1"})
+        memory = one.store
+        assert isinstance(memory, MemoryStore)
+        watches = memory._watches
+        memory._watches = set()
+        for watch in watches:
+            watch.end(StoreError("planted"))
+        await memory.transact((), (Write("services/relay/b", None),))
+        await eventually(lambda: [record.name for record in one.registry.records] == ["relay-1"])
+        await memory.transact((), (Write("services/relay/relay-1", None),))
+        await eventually(lambda: one.registry.records == ())
+
+
+# ---- what workers learn
+
+
+async def test_workers_learn_of_services_with_the_welcome_and_when_they_change() -> None:
+    async with lighthouse() as one, worker(one.address, "r0:1") as early:
+        assert early.welcome.services == ()
+        async with registered([one.address], RELAY):
+            assert await early.next(Services) == Services((TOLD,))
+            async with worker(one.address, "r1:1", "another-job") as late:
+                assert late.welcome.services == (TOLD,)
+        assert await early.next(Services) == Services(())
+
+
+async def test_a_worker_of_the_version_before_is_told_of_no_change() -> None:
+    async with (
+        lighthouse() as one,
+        worker(one.address, version=1, oldest_version=1) as older,
+        registered([one.address], RELAY) as registrar,
+    ):
+        await known(registrar)
+        await older.ask(0)
+        answer = await older.next(QuorumAnswer)  # and nothing before it
+        assert answer.request == 1
+
+
+async def test_nothing_is_told_before_the_welcome() -> None:
+    async with (
+        lighthouse() as one,
+        connection(one.address) as silent,
+        registered([one.address], RELAY) as registrar,
+    ):
+        await known(registrar)
+        await silent.hello()
+        assert (await silent.next(Welcome)).services == (TOLD,)
+
+
+# ---- staying registered
+
+
+async def test_a_service_is_registered_anew_with_a_lighthouse_that_forgot_it() -> None:
+    async with lighthouse() as first:
+        port = first.address.rpartition(":")[2]
+        short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
+        async with registered([first.address], short) as registrar:
+            await known(registrar)
+            await first.stop()
+            await eventually(lambda: registrar.lighthouse is None)
+            assert "no lighthouse takes the registration" in (registrar.trouble or "")
+            async with lighthouse(bind=f"127.0.0.1:{port}") as second, worker(second.address) as member:
+                if not member.welcome.services:
+                    assert (await member.next(Services)).services == (TOLD,)
+                await known(registrar)
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster) -> str:
+    """Address of an empty store."""
+    kinds = {"memory": "memory://", "sqlite": f"sqlite://{tmp_path}/x.db", "etcd": f"{etcd.address}/{uuid.uuid4()}"}
+    return kinds[request.param]
+
+
+async def test_a_record_ends_with_its_lease_whichever_store_keeps_it(store: str) -> None:
+    async with lighthouse(store=store) as one, worker(one.address) as member:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 2})
+        assert len((await member.next(Services)).services) == 1
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 2})
+        assert (await member.next(Services)).services == ()
+        assert (await rest(one.address, "GET", "/v1/cluster", 200))["store"]["trouble"] is None
+
+
+@pytest.mark.parametrize("store", ["sqlite", "etcd"], indirect=True)
+async def test_a_record_outlives_the_lighthouse(store: str) -> None:
+    url = store
+    async with lighthouse(store=url) as one:
+        await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 20})
+    async with lighthouse(store=url) as one:
+        await eventually(lambda: len(one.registry.records) == 1)
+        (record,) = await services_of(one)
+        assert (await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 20})) == record
+
+
+async def test_the_next_lighthouse_is_asked_when_the_first_is_silent() -> None:
+    async with lighthouse() as one:
+        short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            async with registered([nobody, one.address], short) as registrar:
+                await known(registrar)
+                assert registrar.lighthouse == one.address
+
+
+async def test_every_lighthouse_knows_the_services_and_the_next_leader_goes_on_with_them(etcd: EtcdCluster) -> None:
+    url = f"{etcd.address}/{uuid.uuid4()}"
+    short = Registration("relay", "relay-1", RELAY.address, ttl=6.0)
+    async with (
+        lighthouse(store=url) as first,
+        lighthouse(store=url) as second,
+        registered([second.address], short) as registrar,
+    ):
+        await known(registrar)
+        assert registrar.lighthouse == first.address, "the one that leads took it"
+        await eventually(lambda: second.registry.addresses() == (TOLD,))
+        await first.stop()
+        await eventually(lambda: second.term is not None)
+        async with worker(second.address) as member:
+            assert member.welcome.services == (TOLD,), "known before it registers again"
+            await eventually(lambda: registrar.lighthouse == second.address)
+            await member.ask(0)
+            await member.next(QuorumAnswer)  # and no Services before it: it never was away
+
+
+async def test_a_service_that_looks_for_another_finds_it_when_it_comes_and_forgets_it_when_it_goes() -> None:
+    short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
+    async with lighthouse() as one, registered([one.address], short, looks_for="metrics") as registrar:
+        await known(registrar)
+        assert registrar.found is None
+        async with registered([one.address], Registration("metrics", "m", "http://m:1")):
+            await eventually(lambda: registrar.found == "http://m:1")
+        await eventually(lambda: registrar.found is None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("text/html", "<h1>It works!</h1>"), ("application/json", "[]"), ("application/json", '{"services": [1]}')],
+)
+async def test_a_service_stays_registered_whatever_is_said_of_the_one_that_it_looks_for(
+    kind: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewals: list[str] = []
+
+    async def renewed(request: web.Request) -> web.Response:
+        renewals.append(request.path)
+        return web.json_response({})
+
+    async def cluster(_: web.Request) -> web.Response:
+        return web.Response(text=said, content_type=kind)
+
+    routes = [Route("PUT", "/v1/services/{kind}/{name}", renewed, Access.OPEN)]
+    routes += [Route("GET", "/v1/cluster", cluster, Access.OPEN)]
+    short = Registration("relay", "relay-1", RELAY.address, ttl=0.3)
+    async with (
+        serving(Service("lighthouse", routes), "127.0.0.1", 0) as endpoint,
+        registered([endpoint.url], short, looks_for="metrics") as registrar,
+    ):
+        await eventually(lambda: len(renewals) > 3)
+        assert (registrar.lighthouse, registrar.found) == (endpoint.url, None)
+    assert "not registered" not in caplog.text
+
+
+TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
+
+
+@asynccontextmanager
+async def follower(leader: str) -> AsyncIterator[str]:
+    """What a lighthouse that does not lead says."""
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": f"{leader}{request.path}"})
+
+    route = Route("PUT", "/v1/services/{kind}/{name}", elsewhere, Access.SERVICE)
+    async with serving(Service("follower", [route]), "127.0.0.1", 0, tokens=TOKENS) as endpoint:
+        yield endpoint.url
+
+
+async def test_a_lighthouse_that_does_not_lead_sends_the_service_to_the_one_that_does() -> None:
+    async with lighthouse(tokens=TOKENS) as leader, follower(leader.address) as other:
+        async with registered([other], RELAY, token=TOKENS.service) as registrar:
+            await known(registrar)
+            assert registrar.lighthouse == leader.address
+            assert leader.registry.addresses() == (TOLD,)
+        assert leader.registry.addresses() == ()
+
+
+async def test_a_wrong_token_is_told_and_tried_on() -> None:
+    async with lighthouse(tokens=TOKENS) as one:
+        async with registered([one.address], RELAY, token=TOKENS.worker) as registrar:
+            await eventually(lambda: "a worker token may not do this" in (registrar.trouble or ""))
+            assert not registrar.known.is_set()
+        assert one.registry.records == ()
+
+
+async def test_the_cluster_tells_whether_the_store_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lighthouse() as one:
+        assert (await rest(one.address, "GET", "/v1/cluster", 200))["store"] == {"kind": "memory", "trouble": None}
+
+        async def away(*_: object) -> bytes:
+            raise StoreError("etcd is away")
+
+        with monkeypatch.context() as planted:
+            planted.setattr(MemoryStore, "get", away)
+            store = (await rest(one.address, "GET", "/v1/cluster", 200))["store"]
+            assert store == {"kind": "memory", "trouble": "etcd is away"}

@@ -1,0 +1,133 @@
+"""The durable tier of a relay: what is copied there, found again, and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.relay_driver import DEADLINE, Client, State, client, flip, relay, state
+
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay import checkpoint_store
+from keepstep_relay.core.events import Key
+from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
+
+ONE, TWO = state(1), state(2)
+SMALL = 64 << 20
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not true():  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.01)
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def store_durable(worker: Client, one: State, name: str, step: int) -> None:
+    await worker.begin(name, step, kind="durable")
+    await worker.manifest(one, name)
+    for chunk in one.chunks:
+        await worker.put(chunk)
+    await worker.commit(name)
+
+
+@pytest.mark.parametrize("size", [1000, 2 * CHUNK_BYTES])
+async def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing_and_the_next_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    writing, go_on, write_chunk = threading.Event(), threading.Event(), DurableTier.write_chunk
+
+    def slow(tier: DurableTier, key: Key, digest: bytes, data: memoryview) -> None:
+        writing.set()
+        go_on.wait(DEADLINE)
+        write_chunk(tier, key, digest, data)
+
+    monkeypatch.setattr(DurableTier, "write_chunk", slow)
+    async with (
+        relay(data_dir=tmp_path / "local", durable=f"file://{tmp_path}/bucket") as one,
+        client(one.address) as worker,
+    ):
+        await store_durable(worker, state(3, size), "c1", 1)
+        await asyncio.to_thread(writing.wait, DEADLINE)
+        removing = asyncio.create_task(worker.call("DELETE", f"{worker.checkpoints}/c1", 204))
+        await until(lambda: not one.core.checkpoints)
+        go_on.set()
+        await removing
+        await store_durable(worker, TWO, "c2", 2)
+        await until(lambda: Key("job", "c2") in one.checkpoints.durable)
+    await until(lambda: not files_below(tmp_path / "bucket" / "job" / "c1"))
+
+
+async def test_what_could_not_be_deleted_there_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_tier: DurableTier, _key: Key) -> None:
+        raise DurableError("it is away")
+
+    monkeypatch.setattr(checkpoint_store, "DURABLE_AGAIN_SECONDS", 0.01)
+    async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+        with monkeypatch.context() as failing:
+            failing.setattr(DurableTier, "forget", away)
+            await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+            await until(lambda: one.checkpoints.trouble is not None)
+        await until(lambda: not files_below(tmp_path / "bucket"))
+        await until(lambda: one.checkpoints.trouble is None)
+
+
+async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
+    (tmp_path / "bucket").write_text("a file in the way")
+    async with relay(durable=f"file://{tmp_path}/bucket/below") as one, client(one.address) as worker:
+        await worker.begin(kind="durable")
+        await worker.manifest(TWO)
+        for chunk in TWO.chunks:
+            await worker.put(chunk)
+        assert "bucket" in (await worker.commit(status=503))["detail"]
+        assert (await worker.show())["checkpoint"]["state"] == "uploading"
+        assert await worker.pack() == TWO.pack
+
+
+async def test_a_durable_checkpoint_is_found_again_after_everything_local_was_lost(tmp_path: Path) -> None:
+    local, url = tmp_path / "local", f"file://{tmp_path}/bucket"
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        await worker.begin(kind="durable")
+        await worker.manifest(ONE)
+        for chunk in ONE.chunks:
+            await worker.put(chunk)
+        await worker.commit()
+        await worker.store(TWO, "live", 2)
+        async with asyncio.timeout(DEADLINE):
+            while not (await worker.show())["checkpoint"]["durable"]:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.01)
+    shutil.rmtree(local)
+    async with relay(data_dir=local, durable=url) as one, client(one.address) as worker:
+        assert await worker.list() == ["c1"], "live ones are not copied"
+        assert await worker.pack() == ONE.pack
+        await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+async def test_a_copy_that_was_not_completed_is_no_checkpoint_and_a_damaged_chunk_is_not_served(tmp_path: Path) -> None:
+    url, bucket = f"file://{tmp_path}/bucket", tmp_path / "bucket" / "job"
+    for number, one_state in enumerate((ONE, TWO), 1):
+        async with relay(durable=url) as one, client(one.address) as worker:
+            await worker.begin(f"c{number}", number, kind="durable")
+            await worker.manifest(one_state, f"c{number}")
+            for chunk in one_state.chunks:
+                await worker.put(chunk)
+            await worker.commit(f"c{number}")
+            assert (bucket / f"c{number}" / "record").exists(), "without a disk a commit waits for the durable tier"
+    (bucket / "c1" / "record").unlink()
+    flip(bucket / "c2" / "chunks" / TWO.digests[1])
+    async with relay(durable=url, memory=SMALL) as one, client(one.address) as worker:
+        assert await worker.list() == ["c2"]
+        assert await worker.chunk(TWO.digests[0]) == TWO.chunks[0]
+        await worker.chunk(TWO.digests[1], 410)
+        assert one.chunks.damaged["durable"] == 1

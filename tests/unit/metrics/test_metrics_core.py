@@ -1,0 +1,353 @@
+"""What the metrics service makes of what it is told: dialogues of records, at times of our own."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.metrics_driver import JOB, Teller, event, step
+
+from keepstep_metrics.api import views
+from keepstep_metrics.history.histogram import BINS, bin_of, quantile
+from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
+from keepstep_metrics.history.records import BadBatchError, read_batch
+from keepstep_metrics.history.timeline import State
+from keepstep_metrics.lighthouse.live_status import NOTHING
+
+T = 1_700_000_000.0
+
+
+class World:
+    """A core and its senders; each record is told ``late`` seconds after it happened."""
+
+    def __init__(self) -> None:
+        self.core = MetricsCore()
+        self.lighthouse = Teller()
+        self.workers: dict[str, Teller] = {}
+
+    def happens(self, t: float, kind: str, replica_id: str = "", **detail) -> None:
+        self.core.apply(read_batch(self.lighthouse.batch(event(T + t, kind, replica_id, **detail))), T + t)
+
+    def steps(self, replica_id: str, begin: float, end: float, seconds: float = 1.0, late: float = 0.0, **more) -> None:
+        """Steps that follow each other without a gap from ``begin`` to ``end``."""
+        worker = self.workers.setdefault(replica_id, Teller(replica_id))
+        count = round((end - begin) / seconds)
+        told = [step(T + begin + seconds * (one + 1), int(begin) + one + 1, seconds, **more) for one in range(count)]
+        self.core.apply(read_batch(worker.batch(*told)), T + end + late)
+
+    @property
+    def job(self) -> Job:
+        return self.core.jobs[JOB]
+
+    def states(self, name: str, until: float) -> list[tuple[float, float, str]]:
+        spans = self.job.groups[name].timeline.spans(T, T + until)
+        return [(begin - T, end - T, state.value) for begin, end, state in spans]
+
+
+def joined(*names: str) -> World:
+    """Groups that came at 0, and are a quorum at 10."""
+    world = World()
+    for name in names:
+        world.happens(0, "joined", name, member=False)
+    world.happens(10, "quorum", quorum_id=1, members=list(names))
+    return world
+
+
+def test_a_kill_and_a_return_are_a_loss_a_wait_and_a_heal() -> None:
+    world = joined("a:1", "b:1")
+    world.steps("a:1", 10, 20)
+    world.steps("b:1", 10, 20)
+    world.happens(20.5, "lost", "b:1", reason="its connection ended", member=True)
+    world.happens(30, "joined", "b:2", member=False)
+    world.happens(32, "heal_began", "b:2", step=25, source="a:1")
+    world.happens(34, "healed", "b:2", step=25, source="a:1", via="direct", bytes=100, seconds=2.0, bytes_per_second=50)
+    world.happens(34, "quorum", quorum_id=3, members=["a:1", "b:2"])
+    world.steps("b:2", 30, 35, 5, quorum_seconds=2.0, heal_seconds=2.0, quorum_id=3)
+    assert world.states("b", 40) == [
+        (0, 10, "waiting_quorum"),
+        (10, 20.5, "training"),
+        (20.5, 30, "lost"),
+        (30, 32, "waiting_quorum"),
+        (32, 34, "healing"),
+        (34, 40, "training"),
+    ]
+    assert world.job.participants == ["a", "b"]
+    (heal,) = views.transfers(world.job, NOTHING).transfers
+    assert (heal.name, heal.source, heal.bytes_done, heal.began - T, heal.ended - T) == ("b", "a", 100, 32, 34)
+
+
+def test_a_step_that_is_discarded_is_a_retry_and_a_short_wait_is_part_of_a_step() -> None:
+    world = joined("a:1")
+    world.steps("a:1", 10, 12, quorum_seconds=0.04)
+    world.steps("a:1", 12, 13, committed=False, reason="a peer died")
+    world.steps("a:1", 13, 15)
+    assert world.states("a", 15)[1:] == [(10, 12, "training"), (12, 13, "retrying"), (13, 15, "training")]
+    told = views.goodput(world.job, T, T + 15)
+    assert told.seconds == {"training": 4, "retrying": 1, "waiting_quorum": 10, "healing": 0, "lost": 0, "draining": 0}
+    assert told.goodput == pytest.approx(4 / 15)
+    told = views.goodput(world.job, T, T + 16)
+    assert (told.steps_committed, told.steps_discarded) == (4, 1)
+
+
+def test_steps_that_are_told_after_the_loss_end_where_the_loss_was() -> None:
+    world = joined("a:1")
+    world.happens(15, "lost", "a:1", reason="killed", member=True)
+    world.steps("a:1", 10, 16, 2, late=3)  # its clock is ahead
+    assert world.states("a", 20)[1:] == [(10, 15, "training"), (15, 20, "lost")]
+
+
+def test_a_group_that_leaves_on_purpose_has_no_life_until_it_comes_back() -> None:
+    world = joined("a:1")
+    world.steps("a:1", 10, 15)
+    world.happens(15, "drain", "a:1", reason="maintenance", by="someone")
+    world.steps("a:1", 15, 16)
+    world.happens(17, "left", "a:1", reason="drained")
+    world.happens(100, "joined", "a:2", member=False)
+    assert world.states("a", 110)[1:] == [(10, 15, "training"), (15, 17, "draining"), (100, 110, "waiting_quorum")]
+    assert views.goodput(world.job, T + 20, T + 90).goodput is None
+    assert not world.job.failures
+
+
+def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_group_when_it_commits() -> None:
+    world = joined("a:1", "b:1")
+    world.steps("a:1", 10, 20)
+    world.happens(20, "lost", "b:1", reason="its connection ended", member=True)
+    world.steps("a:1", 20, 21)  # what was under way under the old quorum
+    world.happens(21, "quorum", quorum_id=2, members=["a:1"])
+    world.steps("a:1", 21, 23, quorum_id=2)
+    (failure,) = views.failures(world.job, 10).failures
+    assert (failure.name, failure.cause, failure.seconds_to_commit) == ("b", "its connection ended", 2)
+    assert failure.seconds_to_return is None
+    world.happens(40, "joined", "b:2", member=False)
+    world.steps("b:2", 40, 45, 5, quorum_id=3)
+    (failure,) = views.failures(world.job, 10).failures
+    assert (failure.seconds_to_commit, failure.seconds_to_return, failure.recovered_at) == (2, 25, T + 45)
+    told = views.goodput(world.job, T, T + 60)
+    assert (told.failures, told.mean_time_to_recover, told.mean_time_to_return) == (1, 2, 25)
+
+
+def test_a_group_whose_loss_nobody_told_of_is_lost_when_a_quorum_forms_without_it() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    for name in ("a:1", "b:1", "c:1"):
+        world.steps(name, 10, 20)
+    world.happens(20, "left", "c:1", reason="done")
+    world.happens(30, "quorum", quorum_id=2, members=["a:1"])  # the lighthouse that lost b died before it said so
+    world.steps("a:1", 20, 60)
+    assert world.states("b", 60)[1:] == [(10, 30, "training"), (30, 60, "lost")]
+    assert world.states("c", 60)[1:] == [(10, 20, "training")]
+    world.steps("b:1", 20, 70, 50)  # it lived, and was only slow
+    assert world.states("b", 70)[1:] == [(10, 70, "training")]
+
+
+def test_a_quorum_of_many_is_a_short_sentence_and_all_of_them_take_part() -> None:
+    world = joined(*(f"g{number}" for number in range(1000)))
+    assert len(world.job.participants) == 1000
+    assert world.job.events[-1].sentence.endswith("g18, g19 and 980 more")
+
+
+def test_a_quorum_that_is_told_late_does_not_take_the_place_of_a_later_one() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(30, "quorum", quorum_id=3, members=["a:1", "b:1"])
+    world.happens(20, "quorum", quorum_id=2, members=["a:1"])
+    assert (world.job.participants, world.job.quorum_id) == (["a", "b"], 3)
+
+
+def test_a_job_that_begins_anew_counts_its_quorums_from_one_again() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(20, "quorum", quorum_id=7, members=["a:1", "b:1"])
+    world.steps("a:1", 20, 50)
+    world.happens(50, "joined", "c:1", member=False)  # at a lighthouse that knows nothing of the one before
+    world.happens(60, "quorum", quorum_id=1, members=["c:1"])
+    assert (world.job.participants, world.job.quorum_id, world.job.step) == (["c"], 1, 0)
+    world.happens(70, "lost", "c:1", reason="killed", member=True)
+    world.happens(72, "quorum", quorum_id=2, members=["d:1"])
+    world.steps("d:1", 72, 73, quorum_id=2)
+    assert views.failures(world.job, 1).failures[0].seconds_to_commit == 3
+
+
+def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_it_are_not() -> None:
+    world = joined(*"abcd")
+    for second in range(10, 60):
+        for name in "abcd":
+            slow = 0.9 if name == "c" and second < 40 else 0.4
+            world.steps(name, second, second + 1, busy_seconds=slow + 0.001 * ord(name) % 0.01)
+        told = {one.name: one.straggler for one in views.stragglers_view(world.job).groups}
+        if second == 35:
+            assert told == {"a": False, "b": False, "c": True, "d": False}
+    found = views.stragglers_view(world.job)
+    assert found.groups[0].straggler  # of its last 64 steps most are slow
+    (said,) = (one.sentence for one in world.job.events if one.event == "straggler")
+    assert said.startswith("c is slow: 0.90")
+    for second in range(60, 110):
+        for name in "abcd":
+            world.steps(name, second, second + 1, busy_seconds=0.4)
+    assert not any(one.straggler for one in views.stragglers_view(world.job).groups)
+    assert views.stragglers_view(world.job).median_seconds == pytest.approx(0.4, rel=0.05)
+
+
+def test_of_two_groups_and_of_silent_ones_none_is_a_straggler() -> None:
+    world = joined("a", "b", "c")
+    for name, busy in (("a", 0.1), ("b", 0.9)):
+        world.steps(name, 10, 40, busy_seconds=busy)
+    assert views.stragglers_view(world.job).median_seconds is None
+    world.steps("c", 10, 40, busy_seconds=0.1)
+    world.steps("a", 40, 41 + SILENT_SECONDS, busy_seconds=0.1)
+    assert views.stragglers_view(world.job).groups == ()
+
+
+def slow_since(name: str, *others: str) -> World:
+    """Half a minute in which ``name`` needs much longer for its steps than the others."""
+    world = joined(name, *others)
+    for second in range(10, 40):
+        for one in (name, *others):
+            world.steps(one, second, second + 1, busy_seconds=0.9 if one == name else 0.1)
+    return world
+
+
+def test_the_steps_of_a_straggler_are_counted_since_it_became_one() -> None:
+    world = slow_since("c:1", "a:1", "b:1")
+    steps = views.stragglers_view(world.job).groups[0].steps
+    assert 5 < steps < 20
+    world.steps("c:1", 40, 43, busy_seconds=0.9)
+    world.steps("c:1", 43, 44, busy_seconds=0.9, committed=False)
+    assert views.stragglers_view(world.job).groups[0].steps == steps + 3
+    assert world.job.straggler(steps + 3) is world.job.groups["c"]
+    assert world.job.straggler(steps + 4) is None
+    world.happens(44, "drain", "c:1", reason="slow", by="someone")
+    assert world.job.straggler(0) is None, "it is on its way out"
+
+
+def test_a_group_that_comes_back_is_judged_by_its_own_steps() -> None:
+    world = slow_since("c:1", "a:1", "b:1")
+    world.happens(40, "left", "c:1", reason="drained")
+    world.happens(41, "joined", "c:2", member=False)
+    assert world.job.straggler(0) is None
+    for second in range(42, 80):
+        for one in ("a:1", "b:1", "c:2"):
+            world.steps(one, second, second + 1, busy_seconds=0.1)
+        assert world.job.straggler(0) is None
+    assert [one.steps for one in views.stragglers_view(world.job).groups] == [0, 0, 0]
+
+
+def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
+    core, sender = MetricsCore(), Teller("a:1")
+    first, second = sender.batch(step(T, 1), step(T + 1, 2)), sender.batch(step(T + 2, 3))
+    assert [core.apply(read_batch(one), T)[0] for one in (first, first, second, first, second)] == [2, 0, 1, 0, 0]
+    plain = msgpack.unpackb(first)
+    plain["records"] += [step(T + 2, 3), step(T + 3, 4)]
+    assert core.apply(read_batch(msgpack.packb(plain)), T)[0] == 1
+    assert views.goodput(core.jobs[JOB], T - 10, T + 10).steps_committed == 4
+    restarted = Teller("a:1")  # another process of that name begins at one again
+    assert core.apply(read_batch(restarted.batch(step(T + 4, 5))), T)[0] == 1
+
+
+def test_what_is_dumped_and_loaded_answers_as_before() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    for name, busy in (("a:1", 0.1), ("b:1", 0.1), ("c:1", 0.5)):
+        world.steps(name, 10, 80, busy_seconds=busy, values={"loss": 0.5})
+    world.happens(81, "lost", "b:1", reason="killed", member=True)
+    world.happens(82, "heal_began", "c:1", step=3, source="a:1")
+    again = MetricsCore()
+    again.load(msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False))
+    loaded = again.jobs[JOB]
+    for view in (
+        lambda job: views.now_view(job, NOTHING, T + 100),
+        lambda job: views.timeline(job, T, T + 100, 100),
+        lambda job: views.steps(job, T, T + 100, 100, T + 100),
+        lambda job: views.goodput(job, T, T + 100),
+        views.stragglers_view,
+        lambda job: views.transfers(job, NOTHING),
+        lambda job: views.failures(job, 10),
+    ):
+        assert view(loaded) == view(world.job)
+    assert again.apply(read_batch(world.lighthouse.batch(event(T + 90, "joined", "b:2"))), T + 90)[1][0][1].id == 7
+    body = world.workers["a:1"].batch(step(T + 100, 90))
+    assert (again.apply(read_batch(body), T + 100)[0], again.apply(read_batch(body), T + 100)[0]) == (1, 0)
+
+
+def test_columns_of_steps_tell_times_rates_quantiles_and_losses() -> None:
+    world = joined("a", "b")
+    world.steps("a", 10, 70, 0.5, values={"loss": 2.0})
+    world.steps("b", 10, 70, 0.5, values={"loss": 4.0})
+    told = views.steps(world.job, T, T + 100, 10, T + 100)
+    assert len(told.t) == len(told.step) == len(told.committed_per_second) == len(told.values["loss"]) == 10
+    assert told.committed_per_second[3] == pytest.approx(2)
+    assert told.seconds["a"][3] == pytest.approx(0.5)
+    assert told.values["loss"][3] == pytest.approx(3)
+    assert told.quantiles["p50"][3] == pytest.approx(0.5, rel=0.1)
+    assert told.step[9] is told.seconds["a"][9] is told.quantiles["p99"][9] is None
+    assert told.step[:8] == tuple(sorted(told.step[1:7], key=int)) or told.step[0] is None
+
+
+@given(st.lists(st.floats(0.001, 900), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_quantile_is_right_to_a_tenth(seconds, share) -> None:
+    histogram = [0] * BINS
+    for one in seconds:
+        histogram[bin_of(one)] += 1
+    exact = sorted(seconds)[max(0, -int(-share * len(seconds) // 1) - 1)]
+    assert quantile(histogram, share) == pytest.approx(exact, rel=0.1)
+
+
+def test_a_record_of_the_far_future_changes_nothing() -> None:
+    core = MetricsCore()
+    core.apply(read_batch(Teller("a:1").batch(step(T + 1000, 1))), T)
+    assert not core.jobs
+
+
+def test_memory_of_a_job_that_always_fails_is_bounded() -> None:
+    world = World()
+    for one in range(3000):
+        world.happens(one, "joined", f"a:{one}")
+        world.happens(one + 0.5, "lost", f"a:{one}", reason="x")
+    job = world.job
+    assert (len(job.events), len(job.failures), len(job.groups["a"].ends)) == (MAX_EVENTS, 1000, 4)
+
+
+def test_what_is_a_day_old_goes_and_groups_that_are_alive_stay() -> None:
+    world = joined("a:1", "b:1")
+    world.happens(20, "left", "b:1", reason="done")
+    world.steps("a:1", 10, 30)
+    world.core.forget_before(T + 25)
+    assert world.states("a", 30) == [(10, 30, "training")]
+    assert set(world.job.groups) == {"a"}
+    assert world.job.groups["a"].timeline.state is State.TRAINING
+    world.core.forget_before(T + 1000)
+    assert not world.core.jobs
+
+
+def test_a_group_that_was_not_heard_of_for_a_day_goes_and_one_that_waits_stays() -> None:
+    world = joined("a:1", "b:1", "c:1")
+    world.steps("a:1", 10, 20)
+    world.steps("b:1", 10, 1020)
+    world.core.forget_before(T + 1000)
+    assert set(world.job.groups) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source": "nobody"}, "source is one of"),
+        ({"job": "a/b"}, "no name of a job"),
+        ({"name": ""}, "must not be empty"),
+        ({"first": -1}, "first must be a whole number"),
+        ({"records": {}}, "records must be a list"),
+        ({"records": [1]}, "must be a map"),
+        ({"records": [{"kind": "step", "t": float("nan")}]}, "t must be a finite number"),
+        ({"records": [{**step(T, 1), "seconds": "1"}]}, "seconds must be"),
+        ({"records": [{**step(T, 1), "values": [1]}]}, "values must be a map"),
+        ({"source": "relay", "records": [{**event(T, "lost"), "job": "../x"}]}, "no name of a job"),
+        ({"source": "lighthouse", "records": [{**event(T, "lost"), "detail": []}]}, "detail must be a map"),
+    ],
+)
+def test_a_bad_batch_is_refused_with_what_is_wrong(change, said) -> None:
+    plain = {"source": "worker", "name": "a", "job": JOB, "boot": "x", "first": 1, "records": []} | change
+    with pytest.raises(BadBatchError, match=said):
+        read_batch(msgpack.packb(plain))
+
+
+def test_a_kind_of_a_newer_build_is_passed_over() -> None:
+    core = MetricsCore()
+    body = Teller("a:1").batch({"kind": "of tomorrow", "t": T}, step(T, 1))
+    assert core.apply(read_batch(body), T)[0] == 2
+    assert core.jobs[JOB].step == 1

@@ -1,0 +1,46 @@
+"""Nothing that comes over the network is ever unpickled, because nothing in the packages can."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(path for part in ("libs", "services") for path in (ROOT / part).rglob("*.py"))
+FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
+FORBIDDEN_CALLS = {
+    "torch.save",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "broadcast_object_list",
+    "all_gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+def uses(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            yield name
+            yield name.rpartition(".")[2] if name.endswith(("_object_list", "_object")) else name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_has_no_use_of_pickle(path):
+    found = set(uses(ast.parse(path.read_text()))) & (FORBIDDEN_MODULES | FORBIDDEN_CALLS)
+    assert not found, f"{path} uses {', '.join(sorted(found))}"
+
+
+def test_the_look_for_pickle_sees_it():
+    source = "import pickle\nfrom torch import load\nimport torch\nx = torch.load('f')\ndist.all_gather_object(a, b)\n"
+    assert set(uses(ast.parse(source))) >= {"pickle", "torch.load", "all_gather_object"}
