@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.cohort import Cohort
 from torch._C._distributed_c10d import AllreduceCoalescedOptions
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceScatterOptions
 
@@ -29,8 +30,7 @@ def ranks(request: pytest.FixtureRequest, cohort: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
 def lasting(request: pytest.FixtureRequest) -> Iterator[Any]:
-    conftest = request.config.pluginmanager.get_plugin(str(request.path.with_name("conftest.py")))
-    made = conftest.Cohort(request.param)
+    made = Cohort(request.param)
     made.configure()
     yield made
     made.close()

@@ -45,7 +45,7 @@ def test_every_route_stands_there_with_the_roles_that_may_use_it(service: str) -
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_metric_stands_there_as_prometheus_sees_it(service: str) -> None:
-    source = (ROOT / f"services/keepstep_{service.partition(' ')[0]}/metrics.py").read_text()
+    source = (ROOT / f"services/keepstep_{service.partition(' ')[0]}/api/prometheus.py").read_text()
     written = section(f"Metrics of the {service}")
     made = re.findall(r"(\w+)MetricFamily\(\s*\"(\w+)\"", source)
     assert made
