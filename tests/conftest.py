@@ -178,7 +178,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
-    from keepstep_lighthouse.store.contract import open_store
+    from keepstep_lighthouse.store.opening import open_store
     from tests.support.etcd_server import EtcdCluster
 
     async def warm_up() -> None:

@@ -1,1 +1,1 @@
-"""Check what a run wrote down against what must hold. Pure but for ``records.lines_of``; used by command, demo and tests."""
+"""Check the logs of a run against what must hold. Pure, but for ``reading`` and ``records.lines_of``."""

@@ -23,7 +23,7 @@ from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
 from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_lighthouse.store.contract import open_store
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.net.addresses import reachable
 from keepstep_mesh.net.http import Handler, Identity, Problem, Route
 from keepstep_mesh.protocol import names

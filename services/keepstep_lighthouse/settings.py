@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.store.contract import checked_store
+from keepstep_lighthouse.store.opening import checked_store
 from keepstep_mesh.config.settings import Settings, duration, whole
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-ROOT = Path(__file__).resolve().parents[2]
-
 from tests.mutants.mutations import MUTATIONS, Check, Mutation, Seeds, Test, Trace
 
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("libs", "services", "tests", "pyproject.toml")
 LONGEST = 240.0
 """Seconds of one check; a mutant that makes it hang is caught."""

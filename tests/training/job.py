@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
 from keepstep_history.history import Report
+from keepstep_history.reading import check_files
+from keepstep_history.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
 from tests.support.namespaces import LOOPBACK, Host
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_cli.commands.check_history import check_files, summary_lines, violation_lines
+from keepstep_history.reading import check_files
+from keepstep_history.report import summary_lines, violation_lines
 from tests.support.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.commands.check_history import check_files
+from keepstep_history.reading import check_files
 
 from .job import Job
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from keepstep_cli.commands.check_history import check_files, violation_lines
+from keepstep_history.reading import check_files
+from keepstep_history.report import violation_lines
 
 from .job import Job, discarded
 

@@ -1,4 +1,4 @@
-"""The key-value tables over which the members of a quorum meet; ``keepstep.rendezvous.store_client`` is the client half.
+"""The key-value tables over which the members of a quorum meet; ``store_client`` is the client half.
 
 A table belongs to one (job, epoch, quorum_id, group_rank). The newest (epoch, quorum_id) that anybody asks for drops
 the older tables of that job and ends the waits on them.

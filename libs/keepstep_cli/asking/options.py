@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from keepstep_cli.commands.completion import job_names
-
-DEFAULT_PORT = 29510
-DEFAULT_LIGHTHOUSE = f"http://127.0.0.1:{DEFAULT_PORT}"
+from keepstep_cli.asking.defaults import TLS_FILES
+from keepstep_cli.asking.known_names import job_names
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -63,13 +61,6 @@ def token_option(command: Command) -> Command:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="File that holds the bearer token.  [env: KEEPSTEP_TOKEN, KEEPSTEP_TOKEN_FILE]",
     )(command)
-
-
-TLS_FILES = {
-    "tls_cert": "Certificate to show (PEM), where the lighthouse wants one.",
-    "tls_key": "Its key (PEM), if it is not in the same file.",
-    "tls_ca": "CA (PEM) that the lighthouse's certificate must come from.  [default: those of the system]",
-}
 
 
 def tls_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import click
 
-from keepstep_cli.asking.options import DEFAULT_LIGHTHOUSE
+from keepstep_cli.asking.defaults import DEFAULT_LIGHTHOUSE
 from keepstep_cli.errors import Refused, Unreachable
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from keepstep_cli.asking.known_names import job_names, refused_names, replica_names
 from keepstep_cli.asking.options import Named, Seconds, client_options
 from keepstep_cli.asking.rest import Lighthouse, read_token, run
-from keepstep_cli.commands.completion import job_names, refused_names, replica_names
 
 if TYPE_CHECKING:
     from keepstep_mesh.security.tls import TlsFiles

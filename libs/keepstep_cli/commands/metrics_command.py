@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from keepstep_cli.asking.options import Seconds
-from keepstep_cli.commands.serve import configure_logs
 from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import service_options
-
-if TYPE_CHECKING:
-    from keepstep_mesh.serving.service import Endpoint
-    from keepstep_metrics.settings import MetricsSettings
+from keepstep_cli.running.services import announce, checked, configure_logs
 
 DEFAULT_PORT = 29530
 
@@ -42,6 +38,7 @@ def metrics(**flags: Any) -> None:
     try:
         from keepstep_mesh.serving.service import run_several
         from keepstep_metrics.__main__ import hosted_metrics
+        from keepstep_metrics.settings import read_settings
     except ImportError as error:
         raise Missing(
             f"a metrics service needs {error.name}: pip install -e '.[services]' in keepstep's folder"
@@ -49,24 +46,8 @@ def metrics(**flags: Any) -> None:
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
-    settings = checked_settings(flags, "--bind")
+    settings = checked(read_settings, flags, "--bind")
     try:
-        run_several([hosted_metrics(settings, announce)])
+        run_several([hosted_metrics(settings, partial(announce, "metrics"))])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def checked_settings(flags: dict[str, Any], bind_flag: str) -> MetricsSettings:
-    """Raises ``click.UsageError`` for what makes no sense."""
-    from keepstep_mesh.errors import KeepstepError
-    from keepstep_metrics.settings import read_settings
-
-    try:
-        return read_settings(flags)
-    except (KeepstepError, ValueError) as error:
-        raise click.UsageError(re.sub(r"^bind\b", bind_flag, str(error))) from error
-
-
-def announce(endpoint: Endpoint) -> None:
-    """One line on standard output, for scripts that wait for it."""
-    print(f"metrics {endpoint.url}", flush=True)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from keepstep_cli.asking.options import Seconds, Size, all_of
-from keepstep_cli.commands.serve import configure_logs
 from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import service_options
-
-if TYPE_CHECKING:
-    from keepstep_mesh.serving.service import Endpoint
-    from keepstep_relay.settings import RelaySettings
+from keepstep_cli.running.services import announce, checked, configure_logs
 
 DEFAULT_PORT = 29520
 
@@ -65,29 +61,14 @@ def relay(**flags: Any) -> None:
     try:
         from keepstep_mesh.serving.service import run_several
         from keepstep_relay.__main__ import hosted_relay
+        from keepstep_relay.settings import read_settings
     except ImportError as error:
         raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
-    settings = checked_settings(flags, "--bind")
+    settings = checked(read_settings, flags, "--bind")
     try:
-        run_several([hosted_relay(settings, announce)])
+        run_several([hosted_relay(settings, partial(announce, "relay"))])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def checked_settings(flags: dict[str, Any], bind_flag: str) -> RelaySettings:
-    """Raises ``click.UsageError`` for what makes no sense."""
-    from keepstep_mesh.errors import KeepstepError
-    from keepstep_relay.settings import read_settings
-
-    try:
-        return read_settings(flags)
-    except (KeepstepError, ValueError) as error:
-        raise click.UsageError(re.sub(r"^bind\b", bind_flag, str(error))) from error
-
-
-def announce(endpoint: Endpoint) -> None:
-    """One line on standard output, for scripts that wait for it."""
-    print(f"relay {endpoint.url}", flush=True)

@@ -6,14 +6,17 @@ import contextlib
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from keepstep_cli.asking.options import DEFAULT_PORT, Seconds, all_of, make_folder
+from keepstep_cli.asking.defaults import DEFAULT_PORT
+from keepstep_cli.asking.options import Seconds, all_of, make_folder
 from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import FILE, service_options
+from keepstep_cli.running.services import announce, checked, configure_logs
 
 if TYPE_CHECKING:
     from keepstep_mesh.serving.service import Endpoint, Hosted, Service
@@ -205,32 +208,32 @@ def _serve(
 
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
-    from keepstep_cli.commands.relay_command import announce, checked_settings
     from keepstep_relay.__main__ import hosted_relay
     from keepstep_relay.app import Relay
+    from keepstep_relay.settings import read_settings
 
     _bind_above(bind, RELAY_PORTS_ABOVE, "RELAY_BIND", flags)
-    settings = checked_settings(flags, "--relay-bind")
+    settings = checked(read_settings, flags, "--relay-bind")
 
     def service() -> Service:
         return Relay(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
 
-    return replace(hosted_relay(settings, announce), service=service)
+    return replace(hosted_relay(settings, partial(announce, "relay")), service=service)
 
 
 def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """The same with a metrics service."""
-    from keepstep_cli.commands.metrics_command import announce, checked_settings
     from keepstep_metrics.__main__ import hosted_metrics
     from keepstep_metrics.app import Metrics
+    from keepstep_metrics.settings import read_settings
 
     _bind_above(bind, METRICS_PORTS_ABOVE, "METRICS_BIND", flags)
-    settings = checked_settings(flags, "--metrics-bind")
+    settings = checked(read_settings, flags, "--metrics-bind")
 
     def service() -> Service:
         return Metrics(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
 
-    return replace(hosted_metrics(settings, announce), service=service)
+    return replace(hosted_metrics(settings, partial(announce, "metrics")), service=service)
 
 
 def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> None:
@@ -243,16 +246,8 @@ def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> 
         flags["bind"] = f"{in_url(host)}:{port + above if port else 0}"
 
 
-def configure_logs(flags: dict[str, Any]) -> None:
-    """Takes ``log_format`` and ``log_level`` out of ``flags``."""
-    from keepstep_mesh.config import logging
-
-    as_json = {"json": True, "console": False}.get(flags.pop("log_format"))
-    logging.configure(flags.pop("log_level"), as_json=as_json)
-
-
 def _announce(endpoint: Endpoint) -> None:
     """One line on standard output, for scripts that wait for it."""
-    print(f"lighthouse {endpoint.url}", flush=True)
+    announce("lighthouse", endpoint)
     if sys.stdout.isatty():
         print(f"train with: keepstep run --lighthouse {endpoint.url} --replicas 2 -- train.py", flush=True)

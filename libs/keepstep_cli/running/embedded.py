@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from keepstep_cli.asking.options import DEFAULT_PORT
+from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.errors import Missing
 from keepstep_cli.running.launcher import Program
 from keepstep_cli.running.ranks import free_port

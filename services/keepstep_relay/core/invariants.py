@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from keepstep_relay.core.events import Key, Kind, Tier
 from keepstep_relay.core.inventory import MAX_ENDED, NEVER
-
-if TYPE_CHECKING:
-    from keepstep_relay.core.machine import RelayCore
+from keepstep_relay.core.machine import RelayCore
 
 
-def check(core: RelayCore) -> None:
+def check_invariants(core: RelayCore) -> None:
     """Raises ``AssertionError`` that says which invariant is broken."""
     used: dict[bytes, set[tuple[Key, int]]] = {}
     for key, one in core.checkpoints.items():

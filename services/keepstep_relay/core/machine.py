@@ -29,7 +29,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
-from keepstep_relay.core import invariants
 from keepstep_relay.core.events import (
     Aborted,
     Begun,
@@ -493,7 +492,3 @@ class RelayCore:
                 decisions += self._end(one, f"{due.reason}; its room was wanted", None, now)
                 size -= held - self.tier_bytes[Tier.MEMORY]
         return decisions
-
-    def validate(self) -> None:
-        """Raises ``AssertionError`` that says which invariant is broken."""
-        invariants.check(self)

@@ -18,9 +18,9 @@ from keepstep_lighthouse.store.contract import (
     Watch,
     Write,
     WriteFailedError,
-    open_store,
 )
 from keepstep_lighthouse.store.etcd_store import CALL_SECONDS
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
 
 ETCDCTL = BINARY.parent / "etcdctl"

@@ -31,8 +31,9 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import event_log, records
 from keepstep_lighthouse.jobs.expiry import due_at
 from keepstep_lighthouse.quorum.events import Policy
-from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError, open_store
+from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import Evicted, HeldAnswer, QuorumAnswer, RoundBroken
 
 SHORT = Policy(min_replicas=1, reconnect_grace=0.0, job_ttl=0.05)

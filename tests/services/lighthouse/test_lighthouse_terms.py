@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
 
-from keepstep_cli.commands.check_history import check_files
+from keepstep_history.reading import check_files
 from keepstep_lighthouse import app
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.jobs import records
@@ -43,9 +43,9 @@ from keepstep_lighthouse.store.contract import (
     StoreError,
     Write,
     WriteFailedError,
-    open_store,
 )
 from keepstep_lighthouse.store.memory_store import MemoryStore
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import Evicted, MemberInfo, MemberLost, QuorumAnswer, Welcome
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings

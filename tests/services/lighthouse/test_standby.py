@@ -17,7 +17,7 @@ from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.quorum.events import Policy
-from keepstep_lighthouse.store.contract import open_store
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import NotLeader, QuorumAnswer
 
 

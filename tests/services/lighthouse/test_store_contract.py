@@ -21,8 +21,8 @@ from keepstep_lighthouse.store.contract import (
     Watch,
     Write,
     WriteFailedError,
-    open_store,
 )
+from keepstep_lighthouse.store.opening import open_store
 from keepstep_lighthouse.store.sqlite_store import SqliteStore
 
 DEADLINE = 20.0
@@ -290,7 +290,7 @@ async def test_a_path_that_cannot_be_is_refused(tmp_path: Path):
 
 WRITER = """
 import asyncio, sys
-from keepstep_lighthouse.store.contract import open_store
+from keepstep_lighthouse.store.opening import open_store
 async def main():
     store = await open_store(sys.argv[1])
     print("open", flush=True)
@@ -320,7 +320,8 @@ async def test_what_was_acknowledged_survives_sigkill(tmp_path: Path):
 
 FILLER = """
 import asyncio, resource, sys
-from keepstep_lighthouse.store.contract import StoreError, WriteFailedError, open_store
+from keepstep_lighthouse.store.contract import StoreError, WriteFailedError
+from keepstep_lighthouse.store.opening import open_store
 async def main():
     store = await open_store(sys.argv[1])
     await store.put("small", b"1")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.coordination import LighthouseServer
-from keepstep_cli.commands.check_history import check_files, violation_lines
+from keepstep_history.reading import check_files
+from keepstep_history.report import violation_lines
 
 
 @pytest.fixture

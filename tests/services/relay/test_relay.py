@@ -12,6 +12,7 @@ from tests.support.relay_driver import DEADLINE, Client, client, get, raw, relay
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Limits
+from keepstep_relay.core.invariants import check_invariants
 
 ONE, TWO = state(1), state(2)
 NOWHERE = "0" * 32
@@ -32,7 +33,7 @@ async def test_what_was_uploaded_and_committed_is_given_back_bit_for_bit(tmp_pat
         assert await worker.pack() == ONE.pack
         for digest, chunk in zip(ONE.digests, ONE.chunks, strict=True):
             assert await worker.chunk(digest) == chunk
-        one.core.validate()
+        check_invariants(one.core)
 
 
 async def test_only_what_lacks_is_uploaded() -> None:
@@ -325,7 +326,7 @@ async def test_200_heals_leave_nothing_behind(tmp_path) -> None:
             await worker.store(new, f"c{step}", step)
             assert await worker.pack(f"c{step}") == new.pack
         await one.chunks.settled()
-        one.core.validate()
+        check_invariants(one.core)
         assert await worker.list() == ["c199"]
         assert len(one.core.chunks) == len(one.chunks.memory.chunks) == len(one.checkpoints.manifests) == 1
         assert one.chunks.memory.used == len(new.pack) + len(new.manifest)

@@ -26,6 +26,7 @@ from keepstep_relay import app
 from keepstep_relay.api import bulk
 from keepstep_relay.app import Relay
 from keepstep_relay.core.events import Limits
+from keepstep_relay.core.invariants import check_invariants
 
 ONE, TWO = state(1), state(2)
 GOLDEN = Path(__file__).parents[2] / "support" / "golden"
@@ -41,7 +42,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[tuple[Relay, Client]]:
         await one.chunks._to_write.join()
         used = one.chunks.memory.used
         yield one, worker
-        one.core.validate()
+        check_invariants(one.core)
         assert await worker.pack() == ONE.pack
         assert (await worker.show("c2"))["checkpoint"]["lacking"] == 2
         assert one.chunks.memory.used == used, "reserved memory was given back"

@@ -15,6 +15,7 @@ from tests.support.relay_driver import DEADLINE, Client, client, flip, raw, rela
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Limits
+from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.tiers.disk_tier import DiskTier
 
 ONE, TWO = state(1), state(2)
@@ -274,4 +275,4 @@ async def test_memory_that_is_full_spills_to_disk(tmp_path: Path) -> None:
             sum(chunk.nbytes for chunk in one.chunks.memory.chunks.values())
             == one.core.tier_bytes[next(tier for tier in one.core.tier_bytes if tier.value == "memory")]
         )
-        one.core.validate()
+        check_invariants(one.core)

@@ -42,6 +42,7 @@ from keepstep_relay.core.events import (
     UploadEnded,
     Wake,
 )
+from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.core.machine import NEVER, RelayCore
 
 C1, C2, C3 = (Key("job", name) for name in ("c1", "c2", "c3"))
@@ -67,14 +68,14 @@ class Driver:
         decisions = []
         for event in events:
             decisions += self.core.step(event, self.now)
-            self.core.validate()
+            check_invariants(self.core)
         return decisions
 
     def refused(self, event: Event, cause: Cause, words: str) -> None:
         with pytest.raises(RefusedError, match=words) as refused:
             self.core.step(event, self.now)
         assert refused.value.cause is cause
-        self.core.validate()
+        check_invariants(self.core)
 
     def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
         """A committed checkpoint; what committing it decided."""

@@ -41,6 +41,7 @@ from keepstep_relay.core.events import (
     Tier,
     UploadEnded,
 )
+from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.core.machine import RelayCore
 
 KEYS = st.sampled_from([Key("job", "a"), Key("job", "b"), Key("other", "a")])
@@ -213,7 +214,7 @@ class Onlooker(RuleBasedStateMachine):
 
     @invariant()
     def all_holds(self) -> None:
-        self.core.validate()
+        check_invariants(self.core)
         for tier, digests in self.tiers.items():
             known = {digest for digest, chunk in self.core.chunks.items() if tier in chunk.tiers}
             assert known == digests, "the core's picture of a tier is wrong"

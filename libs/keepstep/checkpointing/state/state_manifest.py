@@ -1,7 +1,8 @@
 """The manifest: what a pack of bytes means, and how to check every one of them. docs/checkpoint-format.md is its page.
 
 A manifest from the network is hostile until it is decoded: sizes, indices, strides and nesting are checked here, before
-anything is allocated for what it describes. Its envelope, which a relay reads too, is ``keepstep_mesh.protocol.manifest``.
+anything is allocated for what it describes. Its envelope, which a relay reads too, is in
+``keepstep_mesh.protocol.manifest``.
 """
 
 from __future__ import annotations

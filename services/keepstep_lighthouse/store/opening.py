@@ -1,0 +1,38 @@
+"""Open the store that a URL names. Each kind is imported only where it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from keepstep_lighthouse.store.contract import Store, StoreError
+
+
+def checked_store(url: str) -> str:
+    """``url``, which names a store of a kind that there is. Raises ``StoreError`` that says what to write instead."""
+    scheme, separator, rest = url.partition("://")
+    if separator and {"memory": not rest, "sqlite": bool(rest.strip("/")), "etcd": True}.get(scheme, False):
+        return url
+    raise StoreError(
+        f"store {url!r}: this is no store; use memory://, sqlite:///path/to/file or etcd://host:port/prefix"
+    )
+
+
+async def open_store(url: str) -> Store:
+    """``memory://``; ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``);
+    ``etcd://host:port[,host:port]/prefix``, see ``etcd.EtcdAddress``. etcd is not connected to before the first call.
+
+    Raises ``StoreError`` that says what to do instead.
+    """
+    # Each store is loaded only where it is used: a mesh without etcd needs no etcd client.
+    scheme, _, rest = checked_store(url).partition("://")
+    if scheme == "memory":
+        from keepstep_lighthouse.store.memory_store import MemoryStore  # noqa: PLC0415
+
+        return MemoryStore()
+    if scheme == "sqlite":
+        from keepstep_lighthouse.store.sqlite_store import SqliteStore  # noqa: PLC0415
+
+        return await SqliteStore.open(Path(rest))
+    from keepstep_lighthouse.store.etcd_store import EtcdAddress, EtcdStore  # noqa: PLC0415
+
+    return EtcdStore(EtcdAddress.parse(url))
