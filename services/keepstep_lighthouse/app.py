@@ -21,7 +21,6 @@ from keepstep_lighthouse.jobs.lighthouse_node import Keeper, cancelled
 from keepstep_lighthouse.leadership.forwarding import pass_on
 from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
-from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.net.addresses import reachable
@@ -56,7 +55,8 @@ class Lighthouse(Keeper, Embedded):
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
         link = Route("GET", LINK_PATH, self._followed, Access.SERVICE, "another lighthouse's link to this leader")
-        return [session, link, *(replace(one, handler=self._led(one.handler)) for one in admin.routes(self))]
+        passed_on = (replace(one, handler=self._led(one.handler)) for one in admin.routes(self, self.routes))
+        return [session, link, *passed_on]
 
     def service(self) -> Service:
         return Service(
@@ -111,19 +111,10 @@ class Lighthouse(Keeper, Embedded):
         self.events.on_event = tell
         return sender
 
-    def metrics_address(self) -> str | None:
-        return next((one.address for one in self.registry.addresses() if one.service == "metrics"), None)
-
     async def _listen_and_stand_by(self) -> None:
         await self._listening.wait()
         address = self.settings.advertise or reachable(self.address)
         await self.stand_by(address, LeaderLink(self._identity))
-
-    def leading(self) -> Term:
-        """The term. Raises ``Problem`` 503 while there is none."""
-        if self.term is None:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.not_ready() or "the lighthouse is not ready")
-        return self.term
 
     # ---- other lighthouses
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.discovery.registration import Registrar, Registration, registered
+from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.net.http import Identity, Route
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.service import Service
-from keepstep_metrics.api import prometheus, routes, views
-from keepstep_metrics.api.stream import News
-from keepstep_metrics.history.machine import KEPT_SECONDS, Job, MetricsCore
-from keepstep_metrics.history.records import BadBatchError, Batch, read_batch
+from keepstep_metrics.api import prometheus, routes
+from keepstep_metrics.history.machine import KEPT_SECONDS
+from keepstep_metrics.history.records import BadBatchError, read_batch
 from keepstep_metrics.lighthouse.draining import Drainer
-from keepstep_metrics.lighthouse.live_status import Asker, Live
+from keepstep_metrics.lighthouse.live_status import Asker
+from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
 
@@ -36,26 +35,12 @@ __all__ = ["Metrics", "MetricsSettings"]
 log = get_logger("keepstep.metrics")
 
 
-class Metrics(Embedded):
+class Metrics(MetricsNode, Embedded):
     """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
 
     def __init__(self, settings: MetricsSettings) -> None:
-        super().__init__("metrics", settings)
-        self.settings = settings
-        self.core = MetricsCore()
-        self.traffic = prometheus.Traffic()
-        self.news = News()
-        self.serving = False
-        """False once it stops: who follows has to go."""
-        self.store: Store
-        self.asker: Asker
-        self._registrar: Registrar | None = None
-        self._live_changes: Counter[str] = Counter()
-        self._journal_bytes = 0
-
-    @property
-    def is_registered(self) -> bool:
-        return self._registrar is not None and self._registrar.lighthouse is not None
+        MetricsNode.__init__(self, settings)
+        Embedded.__init__(self, "metrics", settings)
 
     def service(self) -> Service:
         return Service(
@@ -69,32 +54,7 @@ class Metrics(Embedded):
         )
 
     def routes(self) -> list[Route]:
-        return routes.routes(self)
-
-    # ---- what handlers share
-
-    def take(self, batch: Batch, body: bytes) -> int:
-        """How many of its records were new. To be written, before it is answered."""
-        now = time.time()
-        taken, events = self.core.apply(batch, now)
-        if taken:
-            self.traffic.batches += 1
-            self.traffic.records += taken
-            self._journal_bytes += len(body)
-            self.store.add(now, body, events)
-            for job in {batch.job, *(job for job, _ in events)}:
-                self.news.ring(job)
-        return taken
-
-    def live(self, job: str) -> Live:
-        return self.asker.live(job)
-
-    def live_changes(self, job: str) -> int:
-        """Grows when what the lighthouse says of it does."""
-        return self._live_changes[job]
-
-    def now_view(self, job: Job) -> views.NowView:
-        return views.now_view(job, self.live(job.name), time.time())
+        return routes.routes(self, self.routes)
 
     # ---- its life
 
@@ -146,12 +106,12 @@ class Metrics(Embedded):
         while True:
             await asyncio.sleep(min(TIDY_SECONDS, self.settings.snapshot_every))
             self.core.forget_before(time.time() - KEPT_SECONDS)
-            for job in self._live_changes.keys() - self.core.jobs.keys():
-                del self._live_changes[job]
+            for job in self.live_change_counts.keys() - self.core.jobs.keys():
+                del self.live_change_counts[job]
             self.store.forget_events(time.time() - self.settings.keep_events)
             due = time.monotonic() - snapshot_at >= self.settings.snapshot_every
-            if due or self._journal_bytes > MAX_JOURNAL_BYTES:
-                snapshot_at, self._journal_bytes = time.monotonic(), 0
+            if due or self.journal_bytes > MAX_JOURNAL_BYTES:
+                snapshot_at, self.journal_bytes = time.monotonic(), 0
                 self.store.snapshot(self.core.dump())
 
     async def _register(self) -> None:
@@ -165,12 +125,12 @@ class Metrics(Embedded):
         )
         async with registered(
             self.settings.lighthouses, mine, token=self.settings.shown_token, tls=self.settings.peer_tls
-        ) as self._registrar:
+        ) as self.registrar:
             await asyncio.Event().wait()
 
     def _lighthouse(self) -> str | None:
-        return self._registrar.lighthouse if self._registrar is not None else None
+        return self.registrar.lighthouse if self.registrar is not None else None
 
     def _lighthouse_news(self, job: str) -> None:
-        self._live_changes[job] += 1
+        self.live_change_counts[job] += 1
         self.news.ring(job)

@@ -23,22 +23,16 @@ from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.service import Service
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, prometheus
-from keepstep_relay.checkpoint_store import CheckpointStore
-from keepstep_relay.core.events import Cause, Key, RefusedError, UploadEnded
-from keepstep_relay.core.machine import RelayCore
+from keepstep_relay.core.events import Cause, RefusedError, UploadEnded
+from keepstep_relay.node import AGAIN_SECONDS, RelayNode
 from keepstep_relay.settings import RelaySettings
-from keepstep_relay.tiers.chunks import ChunkStore, GoneError
+from keepstep_relay.tiers.chunks import GoneError
 from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from keepstep_relay.tiers.memory_tier import MemoryFullError
 
-MAX_WAITS = 10_000
-MAX_MANIFESTS_COMING = 8
-"""Each may be large, and is not yet part of the memory tier."""
 READ_AHEAD_BYTES = 1 << 20
 """Of a body, beyond what was taken of it."""
-AGAIN_SECONDS = 1.0
-"""What ``Retry-After`` says."""
 LAST_WORDS_SECONDS = 2.0
 """At the end, for what the metrics service was not told yet."""
 STATUS = {
@@ -53,22 +47,12 @@ __all__ = ["Relay", "RelaySettings"]
 log = get_logger("keepstep.relay")
 
 
-class Relay(Embedded):
+class Relay(RelayNode, Embedded):
     """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
 
     def __init__(self, settings: RelaySettings) -> None:
-        super().__init__("relay", settings)
-        self.settings = settings
-        self.core = RelayCore(settings.limits)
-        self.chunks = ChunkStore(self.core, settings.memory)
-        self.checkpoints = CheckpointStore(self.chunks)
-        self.traffic = prometheus.Traffic()
-        self._manifests_coming = 0
-        self._registrar: Registrar | None = None
-
-    @property
-    def is_registered(self) -> bool:
-        return self._registrar is not None and self._registrar.lighthouse is not None
+        RelayNode.__init__(self, settings)
+        Embedded.__init__(self, "relay", settings)
 
     def service(self) -> Service:
         return Service(
@@ -82,7 +66,8 @@ class Relay(Embedded):
         )
 
     def routes(self) -> list[Route]:
-        return [replace(one, handler=_explained(one.handler)) for one in (*admin.routes(self), *bulk.routes(self))]
+        both = (*admin.routes(self, self.routes), *bulk.routes(self))
+        return [replace(one, handler=_explained(one.handler)) for one in both]
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
@@ -120,8 +105,8 @@ class Relay(Embedded):
         )
         async with registered(
             settings.lighthouses, mine, token=settings.shown_token, tls=settings.peer_tls, looks_for="metrics"
-        ) as self._registrar:
-            await self._tell(mine.name, self._registrar)
+        ) as self.registrar:
+            await self._tell(mine.name, self.registrar)
 
     async def _tell(self, name: str, registrar: Registrar) -> None:
         """Tells the metrics service, once there is one, of uploads that ended."""
@@ -148,41 +133,6 @@ class Relay(Embedded):
             await sender.run()
         finally:
             await sender.flush(LAST_WORDS_SECONDS)
-
-    # ---- what handlers share
-
-    async def has_manifest(self, key: Key, rank: int, seconds: float) -> None:
-        """Returns once it is here; the checkpoint need not even have begun. ``Problem`` when it does not come."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        while (key, rank) not in self.checkpoints.manifests:
-            one = self.core.checkpoints.get(key)
-            if one is not None and not rank < one.facts.ranks:
-                raise Problem(HTTPStatus.NOT_FOUND, f"{key} has ranks 0 to {one.facts.ranks - 1}, not {rank}")
-            if one is None and (key in self.core.ended or not seconds):
-                self.core.checkpoint(key)
-            self.check_waits()
-            try:
-                await self.chunks.bells.wait(key, deadline)
-            except TimeoutError:
-                if key not in self.core.checkpoints:
-                    raise Problem(HTTPStatus.NOT_FOUND, f"there is no {key}, after {seconds:g} s") from None
-                raise Problem(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"the manifest of rank {rank} of {key} is not here yet, after {seconds:g} s",
-                    retry_after=AGAIN_SECONDS,
-                ) from None
-
-    def check_waits(self) -> None:
-        if self.chunks.bells.count >= MAX_WAITS:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_WAITS} wait already", retry_after=AGAIN_SECONDS)
-
-    def take_manifest_slot(self) -> None:
-        if self._manifests_coming >= MAX_MANIFESTS_COMING:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too many manifests at once", retry_after=AGAIN_SECONDS)
-        self._manifests_coming += 1
-
-    def give_manifest_slot(self) -> None:
-        self._manifests_coming -= 1
 
 
 def _explained(handler: Handler) -> Handler:

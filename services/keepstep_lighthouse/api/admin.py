@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aiohttp import hdrs, web
 
@@ -22,6 +22,8 @@ from keepstep_lighthouse.api.bodies import DrainBody, EvictBody, ReadmitBody, Se
 from keepstep_lighthouse.api.cluster import ClusterView
 from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.expiry import NEVER, due_at
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.jobs.lighthouse_node import Keeper
 from keepstep_lighthouse.leadership.term import TermOverError
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.events import (
@@ -47,10 +49,6 @@ from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import MAX_DIGITS, MAX_NAMED, bad, checked, json_answer, number, read_body, those
-
-if TYPE_CHECKING:
-    from keepstep_lighthouse.app import Lighthouse
-    from keepstep_lighthouse.jobs.job import Job
 
 T = TypeVar("T")
 
@@ -166,8 +164,9 @@ SHAPES = {
 }
 
 
-def routes(lighthouse: Lighthouse) -> list[Route]:
-    here = _Admin(lighthouse)
+def routes(lighthouse: Keeper, all_routes: Callable[[], list[Route]]) -> list[Route]:
+    """``all_routes``: what ``/openapi.json`` describes."""
+    here = _Admin(lighthouse, all_routes)
     job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
     service = "/v1/services/{kind}/{name}"
     return [
@@ -201,8 +200,9 @@ def routes(lighthouse: Lighthouse) -> list[Route]:
 
 
 class _Admin:
-    def __init__(self, lighthouse: Lighthouse) -> None:
+    def __init__(self, lighthouse: Keeper, all_routes: Callable[[], list[Route]]) -> None:
         self._lighthouse = lighthouse
+        self._all_routes = all_routes
         self._followers = 0
 
     # ---- reads
@@ -214,7 +214,7 @@ class _Admin:
         raise web.HTTPFound(f"{address}/")
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        return web.json_response(openapi.describe("keepstep lighthouse", self._lighthouse.routes(), SHAPES))
+        return web.json_response(openapi.describe("keepstep lighthouse", self._all_routes(), SHAPES))
 
     async def cluster(self, request: web.Request) -> web.Response:
         # The address under which it was reached: the one that it listens on may be every interface.

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from keepstep_lighthouse.jobs.lighthouse_node import Keeper
 from keepstep_lighthouse.leadership.term import EPOCH_KEY, parse_epoch
 from keepstep_lighthouse.registry.service_records import ServiceRecord
 from keepstep_lighthouse.store.contract import Store, StoreError
-
-if TYPE_CHECKING:
-    from keepstep_lighthouse.app import Lighthouse
 
 STORE_LOOK_SECONDS = 2.0
 
@@ -44,7 +41,7 @@ class ClusterView:
     store: StoreView
 
 
-async def lighthouses(lighthouse: Lighthouse, here: str) -> tuple[NodeView, ...]:
+async def lighthouses(lighthouse: Keeper, here: str) -> tuple[NodeView, ...]:
     """All lighthouses of this cluster. ``here``: the address under which this one was asked."""
     epoch = lighthouse.term.epoch if lighthouse.term else 0
     if lighthouse.nodes is None or lighthouse.leadership is None:
@@ -62,7 +59,7 @@ async def lighthouses(lighthouse: Lighthouse, here: str) -> tuple[NodeView, ...]
     return tuple(sorted(views, key=lambda one: one.address))
 
 
-async def view(lighthouse: Lighthouse, here: str) -> ClusterView:
+async def view(lighthouse: Keeper, here: str) -> ClusterView:
     nodes = await lighthouses(lighthouse, here)
     leader = next((node for node in nodes if node.leads), None)
     kind = lighthouse.settings.store.partition("://")[0]

@@ -5,22 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.jobs.lighthouse_node import Keeper
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.config.logging import get_logger
-
-if TYPE_CHECKING:
-    from keepstep_lighthouse.app import Lighthouse
-    from keepstep_lighthouse.jobs.job import Job
-
-LOGGED_BAD_MESSAGES = 10
-"""Within ``LOGGED_SECONDS``; the others are only counted."""
-LOGGED_SECONDS = 10.0
 
 FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
 """Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
@@ -29,29 +21,9 @@ MAX_IDLE_SHOWN = 20
 UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
 """Of no group at work."""
 
-log = get_logger("keepstep.lighthouse")
-
-
-class BadMessages:
-    """Counts the sessions that broke the protocol, and logs some of them."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._window = 0.0
-        self._in_window = 0
-
-    def add(self, job: str, replica_id: str, reason: str) -> None:
-        self.total += 1
-        now = time.monotonic()
-        if now >= self._window + LOGGED_SECONDS:
-            self._window, self._in_window = now, 0
-        self._in_window += 1
-        if self._in_window <= LOGGED_BAD_MESSAGES:
-            log.warning("bad message", job=job, replica_id=replica_id, reason=reason, bad_messages=self.total)
-
 
 class _Lighthouse(Collector):
-    def __init__(self, lighthouse: Lighthouse) -> None:
+    def __init__(self, lighthouse: Keeper) -> None:
         self._lighthouse = lighthouse
 
     def collect(self) -> Iterator[Metric]:
@@ -133,7 +105,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     yield from (groups, group_step)
 
 
-def registry(lighthouse: Lighthouse) -> CollectorRegistry:
+def registry(lighthouse: Keeper) -> CollectorRegistry:
     found = CollectorRegistry()
     found.register(_Lighthouse(lighthouse))
     return found

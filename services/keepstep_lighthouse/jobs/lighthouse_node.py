@@ -13,10 +13,11 @@ import contextlib
 import itertools
 import time
 import uuid
+from http import HTTPStatus
 from typing import Any, TypeVar
 
-from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs.bad_messages import BadMessages
 from keepstep_lighthouse.jobs.event_log import EventLog
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.job_endings import JobEndings
@@ -33,6 +34,7 @@ from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import Store, StoreError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net import websocket
+from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Services
 
@@ -60,7 +62,7 @@ class Keeper:
         self.term: Term | None = None
         """None: nothing may be decided now; ``trouble`` says why."""
         self.trouble: str | None = "the lighthouse is starting"
-        self.bad_messages = prometheus.BadMessages()
+        self.bad_messages = BadMessages()
         self.serving = False
         """False once it stops: who waits for something has to go."""
         self.leadership: Leadership | None = None
@@ -89,6 +91,12 @@ class Keeper:
         """When a follower was first offered a session since there was one here; 0: it was not, or there is one."""
 
     # ---- terms
+
+    def leading(self) -> Term:
+        """The term. Raises ``Problem`` 503 while there is none."""
+        if self.term is None:
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.not_ready() or "the lighthouse is not ready")
+        return self.term
 
     def not_ready(self) -> str | None:
         if self.leadership is None:
@@ -342,6 +350,9 @@ class Keeper:
             await self.endings.expire(at_most=1)
         if not session.ending:
             self._open(session, hello, may_make_room=False)
+
+    def metrics_address(self) -> str | None:
+        return next((one.address for one in self.registry.addresses() if one.service == "metrics"), None)
 
     def _tell_services(self) -> None:
         frame = codec.encode(Services(self.registry.addresses()))

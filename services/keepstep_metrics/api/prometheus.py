@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,25 +13,15 @@ from prometheus_client.registry import Collector
 from keepstep_metrics.api import views
 from keepstep_metrics.history.machine import Job
 from keepstep_metrics.history.timeline import LIVING
-
-if TYPE_CHECKING:
-    from keepstep_metrics.app import Metrics
+from keepstep_metrics.node import MetricsNode
 
 WINDOW_SECONDS = 300.0
 MAX_ENDED_SHOWN = 20
 """Jobs without a group that have lines of their own, the last heard of."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    batches: int = 0
-    records: int = 0
-    refused: int = 0
-    """Batches, because the disk took nothing."""
-
-
 class _Metrics(Collector):
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: MetricsNode) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -92,7 +80,7 @@ def shown(jobs: Iterable[Job]) -> list[Job]:
     return [job for job in last_heard if job.at_work] + ended[:MAX_ENDED_SHOWN]
 
 
-def registry(metrics: Metrics) -> CollectorRegistry:
+def registry(metrics: MetricsNode) -> CollectorRegistry:
     found = CollectorRegistry()
     found.register(_Metrics(metrics))
     return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
@@ -16,12 +17,11 @@ from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, those
 from keepstep_metrics.api import dashboard_page, views
 from keepstep_metrics.api.stream import stream
+from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.machine import MAX_WHOLE, Event, Job
 from keepstep_metrics.history.records import read_batch
+from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.storage.event_store import StoreError
-
-if TYPE_CHECKING:
-    from keepstep_metrics.app import Metrics
 
 HOUR = 3600.0
 MAX_POINTS = 5000
@@ -82,7 +82,7 @@ SHAPES = {
     f"GET {JOB}/timeline": Shape(views.TimelineView, query=SPAN | PIXELS),
     f"GET {JOB}/steps": Shape(views.StepsView, query=SPAN | PIXELS),
     f"GET {JOB}/goodput": Shape(views.GoodputView, query=SPAN),
-    f"GET {JOB}/stragglers": Shape(views.StragglersView),
+    f"GET {JOB}/stragglers": Shape(straggler_view.StragglersView),
     f"GET {JOB}/transfers": Shape(views.TransfersView),
     f"GET {JOB}/failures": Shape(views.FailuresView, query={"limit": f"how many at most; {LIMIT} unless said"}),
     f"GET {JOB}/events": Shape(
@@ -100,8 +100,9 @@ SHAPES = {
 }
 
 
-def routes(metrics: Metrics) -> list[Route]:
-    here = _Api(metrics)
+def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
+    """``all_routes``: what ``/openapi.json`` describes."""
+    here = _Api(metrics, all_routes)
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("POST", "/v1/ingest", here.ingest, Access.READ, "a batch of records, as msgpack"),
@@ -125,11 +126,12 @@ def routes(metrics: Metrics) -> list[Route]:
 
 
 class _Api:
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> None:
         self._metrics = metrics
+        self._all_routes = all_routes
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        return web.json_response(openapi.describe("keepstep metrics", self._metrics.routes(), SHAPES))
+        return web.json_response(openapi.describe("keepstep metrics", self._all_routes(), SHAPES))
 
     # ---- in
 
@@ -159,7 +161,8 @@ class _Api:
         return json_answer(views.JobsView(tuple(views.summary(job, time.time()) for _, job in found)))
 
     async def now(self, request: web.Request) -> web.Response:
-        return json_answer(self._metrics.now_view(self._job(request)))
+        job = self._job(request)
+        return json_answer(views.now_view(job, self._metrics.live(job.name), time.time()))
 
     async def timeline(self, request: web.Request) -> web.Response:
         return json_answer(views.timeline(self._job(request), *_span(request), _points(request)))
@@ -171,7 +174,7 @@ class _Api:
         return json_answer(views.goodput(self._job(request), *_span(request)))
 
     async def stragglers(self, request: web.Request) -> web.Response:
-        return json_answer(views.stragglers_view(self._job(request)))
+        return json_answer(straggler_view.stragglers_view(self._job(request)))
 
     async def transfers(self, request: web.Request) -> web.Response:
         job = self._job(request)

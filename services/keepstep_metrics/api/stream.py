@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
 from aiohttp import hdrs, web
 
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.rest import MAX_DIGITS
+from keepstep_metrics.api import views
 from keepstep_metrics.history.machine import Job
-
-if TYPE_CHECKING:
-    from keepstep_metrics.app import Metrics
+from keepstep_metrics.node import MetricsNode
 
 MAX_STREAMS = 200
 NOW_SECONDS = 0.25
@@ -26,34 +25,7 @@ SLOW_SECONDS = 30.0
 BATCH = 100
 
 
-class News:
-    """Wakes everybody who waits for news of a job."""
-
-    def __init__(self) -> None:
-        self._bells: dict[str, asyncio.Event] = {}
-        self.streams = 0
-
-    def ring(self, job: str) -> None:
-        if (bell := self._bells.pop(job, None)) is not None:
-            bell.set()
-
-    def ring_all(self) -> None:
-        for job in [*self._bells]:
-            self.ring(job)
-
-    async def wait(self, job: str, seconds: float) -> None:
-        """Returns when there is some, after ``seconds``, or when another who waited goes."""
-        bell = self._bells.setdefault(job, asyncio.Event())
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await bell.wait()
-        finally:
-            if not bell.is_set():
-                self.ring(job)  # a job of any name may be asked for, and may never come
-
-
-async def stream(metrics: Metrics, request: web.Request, name: str | None) -> web.StreamResponse:
+async def stream(metrics: MetricsNode, request: web.Request, name: str | None) -> web.StreamResponse:
     """``name``: of a job, whether it is there yet or not; without one only pings come."""
     news = metrics.news
     if news.streams >= MAX_STREAMS:
@@ -81,7 +53,7 @@ async def stream(metrics: Metrics, request: web.Request, name: str | None) -> we
                     text += _message("event", one, one.id)
                 if (count := job.changes + metrics.live_changes(job.name)) != changes:
                     changes = count
-                    text += _message("now", metrics.now_view(job))
+                    text += _message("now", views.now_view(job, metrics.live(job.name), time.time()))
             if not text and loop.time() - spoken >= PING_SECONDS:
                 text = _message("ping", {})
             if text:

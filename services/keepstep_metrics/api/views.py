@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep_metrics.history import stragglers
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.machine import Group, Job, Transfer
 from keepstep_metrics.history.timeline import LIVING, State, merged
@@ -128,29 +127,6 @@ class GoodputView:
     """Seconds from a loss to the next commit of the job."""
     mean_time_to_return: float | None
     """Seconds from a loss to the next commit of the group itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class StragglerView:
-    name: str
-    seconds: float
-    """What it needs itself for a step: median of its last ones."""
-    score: float
-    """MADs above the median over groups."""
-    straggler: bool
-    since: float | None
-    steps: int
-    """Committed since then."""
-
-
-@dataclass(frozen=True, slots=True)
-class StragglersView:
-    job: str
-    median_seconds: float | None
-    """Over groups; None: fewer than three are compared."""
-    mad_seconds: float | None
-    groups: tuple[StragglerView, ...]
-    """The slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,17 +322,6 @@ def goodput(job: Job, since: float, until: float) -> GoodputView:
         failures=len(failures),
         mean_time_to_recover=sum(to_commit) / len(to_commit) if to_commit else None,
         mean_time_to_return=sum(to_return) / len(to_return) if to_return else None,
-    )
-
-
-def stragglers_view(job: Job) -> StragglersView:
-    found = stragglers.spread({name: one.seconds for name, one in job.standings.items()})
-    groups = sorted(job.standings.items(), key=lambda one: -one[1].score)
-    return StragglersView(
-        job.name,
-        found.median if found else None,
-        found.mad if found else None,
-        tuple(StragglerView(name, one.seconds, one.score, one.straggler, one.since, one.steps) for name, one in groups),
     )
 
 

@@ -17,7 +17,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, raise_for_problem, read_json_answer
 from keepstep_mesh.security.tls import explained
-from keepstep_metrics.api import views
+from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.machine import Job
 
 LOOK_SECONDS = 1.0
@@ -61,7 +61,7 @@ class Drainer:
             group = job.straggler(after) if after else None
             if group is None:
                 return
-            found = views.stragglers_view(job)
+            found = straggler_view.stragglers_view(job)
             said = next(one for one in found.groups if one.name == group.name)
             async with http.post(
                 f"{url}/replicas/{quote(group.replica_id, safe='')}/straggler",

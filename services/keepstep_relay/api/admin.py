@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -28,9 +28,7 @@ from keepstep_relay.api.views import (
     plan_view,
 )
 from keepstep_relay.core.events import Facts, HolderSaid, Key, Kind, RankReported, ReadFrom, RootSaid
-
-if TYPE_CHECKING:
-    from keepstep_relay.app import Relay
+from keepstep_relay.node import RelayNode
 
 ROOT_BYTES = 32
 MAX_TEXT = 1000
@@ -100,8 +98,9 @@ SHAPES = {
 }
 
 
-def routes(relay: Relay) -> list[Route]:
-    here = _Admin(relay)
+def routes(relay: RelayNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
+    """``all_routes``: what ``/openapi.json`` describes."""
+    here = _Admin(relay, all_routes)
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
         Route("GET", CHECKPOINTS, here.list, Access.READ, "the checkpoints of a job"),
@@ -122,12 +121,13 @@ def routes(relay: Relay) -> list[Route]:
 
 
 class _Admin:
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: RelayNode, all_routes: Callable[[], list[Route]]) -> None:
         self._relay = relay
+        self._all_routes = all_routes
         self._store = relay.checkpoints
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        return web.json_response(openapi.describe("keepstep relay", self._relay.routes(), SHAPES))
+        return web.json_response(openapi.describe("keepstep relay", self._all_routes(), SHAPES))
 
     # ---- an upload
 

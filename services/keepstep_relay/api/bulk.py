@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from aiohttp import hdrs, web
 
@@ -16,11 +15,9 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import Access
 from keepstep_relay.api import answers, requests
 from keepstep_relay.core.events import Key, ReadFrom, Table
+from keepstep_relay.node import RelayNode
 from keepstep_relay.tiers.chunks import ROOM_SECONDS
 from keepstep_relay.tiers.disk_tier import DamagedError
-
-if TYPE_CHECKING:
-    from keepstep_relay.app import Relay
 
 MAX_TRANSFERS = 1024
 """Chunks that are sent or received at the same time."""
@@ -29,7 +26,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 log = get_logger("keepstep.relay.bulk")
 
 
-def routes(relay: Relay) -> list[Route]:
+def routes(relay: RelayNode) -> list[Route]:
     here = _Bulk(relay)
     chunk = "/v1/chunks/{digest}"
     return [
@@ -47,7 +44,7 @@ def routes(relay: Relay) -> list[Route]:
 
 
 class _Bulk:
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: RelayNode) -> None:
         self._relay = relay
         self._traffic = relay.traffic
 

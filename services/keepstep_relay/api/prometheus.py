@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from keepstep_relay.core.events import State, Tier
-
-if TYPE_CHECKING:
-    from keepstep_relay.app import Relay
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Counts of what came and went."""
-
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    deduplicated_bytes: int = 0
-    """Of chunks that an upload needed and that were here already."""
-    uploads: int = 0
-    """Chunks on their way in, now."""
-    downloads: int = 0
-    """Answers with chunks on their way out, now."""
-    cut_off: int = 0
-    """Peers that took or sent too slowly."""
+from keepstep_relay.node import RelayNode
 
 
 class _Relay(Collector):
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: RelayNode) -> None:
         self._relay = relay
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -81,7 +61,7 @@ class _Relay(Collector):
         )
 
 
-def registry(relay: Relay) -> CollectorRegistry:
+def registry(relay: RelayNode) -> CollectorRegistry:
     found = CollectorRegistry()
     found.register(_Relay(relay))
     return found

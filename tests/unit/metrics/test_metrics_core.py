@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.support.metrics_driver import JOB, Teller, event, step
 
 from keepstep_metrics.api import views
+from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
 from keepstep_metrics.history.records import BadBatchError, read_batch
@@ -172,28 +173,28 @@ def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_i
         for name in "abcd":
             slow = 0.9 if name == "c" and second < 40 else 0.4
             world.steps(name, second, second + 1, busy_seconds=slow + 0.001 * ord(name) % 0.01)
-        told = {one.name: one.straggler for one in views.stragglers_view(world.job).groups}
+        told = {one.name: one.straggler for one in straggler_view.stragglers_view(world.job).groups}
         if second == 35:
             assert told == {"a": False, "b": False, "c": True, "d": False}
-    found = views.stragglers_view(world.job)
+    found = straggler_view.stragglers_view(world.job)
     assert found.groups[0].straggler  # of its last 64 steps most are slow
     (said,) = (one.sentence for one in world.job.events if one.event == "straggler")
     assert said.startswith("c is slow: 0.90")
     for second in range(60, 110):
         for name in "abcd":
             world.steps(name, second, second + 1, busy_seconds=0.4)
-    assert not any(one.straggler for one in views.stragglers_view(world.job).groups)
-    assert views.stragglers_view(world.job).median_seconds == pytest.approx(0.4, rel=0.05)
+    assert not any(one.straggler for one in straggler_view.stragglers_view(world.job).groups)
+    assert straggler_view.stragglers_view(world.job).median_seconds == pytest.approx(0.4, rel=0.05)
 
 
 def test_of_two_groups_and_of_silent_ones_none_is_a_straggler() -> None:
     world = joined("a", "b", "c")
     for name, busy in (("a", 0.1), ("b", 0.9)):
         world.steps(name, 10, 40, busy_seconds=busy)
-    assert views.stragglers_view(world.job).median_seconds is None
+    assert straggler_view.stragglers_view(world.job).median_seconds is None
     world.steps("c", 10, 40, busy_seconds=0.1)
     world.steps("a", 40, 41 + SILENT_SECONDS, busy_seconds=0.1)
-    assert views.stragglers_view(world.job).groups == ()
+    assert straggler_view.stragglers_view(world.job).groups == ()
 
 
 def slow_since(name: str, *others: str) -> World:
@@ -207,11 +208,11 @@ def slow_since(name: str, *others: str) -> World:
 
 def test_the_steps_of_a_straggler_are_counted_since_it_became_one() -> None:
     world = slow_since("c:1", "a:1", "b:1")
-    steps = views.stragglers_view(world.job).groups[0].steps
+    steps = straggler_view.stragglers_view(world.job).groups[0].steps
     assert 5 < steps < 20
     world.steps("c:1", 40, 43, busy_seconds=0.9)
     world.steps("c:1", 43, 44, busy_seconds=0.9, committed=False)
-    assert views.stragglers_view(world.job).groups[0].steps == steps + 3
+    assert straggler_view.stragglers_view(world.job).groups[0].steps == steps + 3
     assert world.job.straggler(steps + 3) is world.job.groups["c"]
     assert world.job.straggler(steps + 4) is None
     world.happens(44, "drain", "c:1", reason="slow", by="someone")
@@ -227,7 +228,7 @@ def test_a_group_that_comes_back_is_judged_by_its_own_steps() -> None:
         for one in ("a:1", "b:1", "c:2"):
             world.steps(one, second, second + 1, busy_seconds=0.1)
         assert world.job.straggler(0) is None
-    assert [one.steps for one in views.stragglers_view(world.job).groups] == [0, 0, 0]
+    assert [one.steps for one in straggler_view.stragglers_view(world.job).groups] == [0, 0, 0]
 
 
 def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
@@ -256,7 +257,7 @@ def test_what_is_dumped_and_loaded_answers_as_before() -> None:
         lambda job: views.timeline(job, T, T + 100, 100),
         lambda job: views.steps(job, T, T + 100, 100, T + 100),
         lambda job: views.goodput(job, T, T + 100),
-        views.stragglers_view,
+        straggler_view.stragglers_view,
         lambda job: views.transfers(job, NOTHING),
         lambda job: views.failures(job, 10),
     ):

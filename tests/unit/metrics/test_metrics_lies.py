@@ -13,6 +13,7 @@ from tests.support.metrics_driver import JOB, Teller, event, step
 
 from keepstep_mesh.serving.openapi import plain
 from keepstep_metrics.api import views
+from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.machine import MAX_GROUPS, MetricsCore
 from keepstep_metrics.history.records import BadBatchError, read_batch
 from keepstep_metrics.lighthouse.live_status import NOTHING
@@ -87,7 +88,7 @@ def test_whatever_comes_is_refused_or_taken_and_every_answer_is_json_that_a_brow
             views.now_view(job, NOTHING, T),
             views.steps(job, T - 300, T + 300, 100, T + 300),
             views.goodput(job, T - 300, T + 300),
-            views.stragglers_view(job),
+            straggler_view.stragglers_view(job),
             views.transfers(job, NOTHING),
             views.failures(job, 10),
             [*core.jobs[job.name].events],
@@ -154,7 +155,7 @@ def test_a_clock_that_is_a_minute_off_hides_no_straggler(ahead: float) -> None:
             t = T + second + (ahead if name == "a" else 0)
             told = step(t, second + 1, busy_seconds=0.9 if name == "c" else 0.4)
             core.apply(read_batch(teller.batch(told)), T + second)
-    assert [one.name for one in views.stragglers_view(core.jobs[JOB]).groups if one.straggler] == ["c"]
+    assert [one.name for one in straggler_view.stragglers_view(core.jobs[JOB]).groups if one.straggler] == ["c"]
 
 
 def test_a_clock_of_the_service_that_steps_back_hides_no_straggler() -> None:
@@ -164,7 +165,7 @@ def test_a_clock_of_the_service_that_steps_back_hides_no_straggler() -> None:
         for name, teller in tellers.items():
             told = step(now, second + 1, busy_seconds=0.9 if name == "c" and second > 30 else 0.4)
             core.apply(read_batch(teller.batch(told)), now)
-    assert [one.name for one in views.stragglers_view(core.jobs[JOB]).groups if one.straggler] == ["c"]
+    assert [one.name for one in straggler_view.stragglers_view(core.jobs[JOB]).groups if one.straggler] == ["c"]
 
 
 def test_numbers_that_json_has_not_are_null() -> None:

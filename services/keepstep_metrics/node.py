@@ -1,0 +1,64 @@
+"""What the request handlers of one metrics service share: its core, its store, and who waits for news."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from keepstep_mesh.discovery.registration import Registrar
+from keepstep_metrics.history.machine import MetricsCore
+from keepstep_metrics.history.records import Batch
+from keepstep_metrics.lighthouse.live_status import Asker, Live
+from keepstep_metrics.notifier import News
+from keepstep_metrics.settings import MetricsSettings
+from keepstep_metrics.storage.event_store import Store
+
+
+@dataclass(slots=True)
+class Traffic:
+    batches: int = 0
+    records: int = 0
+    refused: int = 0
+    """Batches, because the disk took nothing."""
+
+
+class MetricsNode:
+    """One metrics service without the server in front."""
+
+    def __init__(self, settings: MetricsSettings) -> None:
+        self.settings = settings
+        self.core = MetricsCore()
+        self.traffic = Traffic()
+        self.news = News()
+        self.serving = False
+        """False once it stops: streams end."""
+        self.store: Store
+        self.asker: Asker
+        self.registrar: Registrar | None = None
+        self.live_change_counts: Counter[str] = Counter()
+        self.journal_bytes = 0
+
+    @property
+    def is_registered(self) -> bool:
+        return self.registrar is not None and self.registrar.lighthouse is not None
+
+    def take(self, batch: Batch, body: bytes) -> int:
+        """How many of its records were new. To be written, before it is answered."""
+        now = time.time()
+        taken, events = self.core.apply(batch, now)
+        if taken:
+            self.traffic.batches += 1
+            self.traffic.records += taken
+            self.journal_bytes += len(body)
+            self.store.add(now, body, events)
+            for job in {batch.job, *(job for job, _ in events)}:
+                self.news.ring(job)
+        return taken
+
+    def live(self, job: str) -> Live:
+        return self.asker.live(job)
+
+    def live_changes(self, job: str) -> int:
+        """Grows when what the lighthouse says of it does."""
+        return self.live_change_counts[job]
