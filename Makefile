@@ -29,10 +29,11 @@ demo: $(STAMP) ## a real training job survives kills, with a live view
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest $(TESTS)
 
-lint: $(STAMP) ## style and types
+lint: $(STAMP) ## style, types and imports between rooms
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 reference: $(STAMP) ## docs/reference.md, made from the code
 	@$(BIN)/python docs/reference.py

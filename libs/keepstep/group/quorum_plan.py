@@ -2,7 +2,7 @@
 
 Rules (SEMANTICS, section 2):
 
-* Equal (step, lineage) means equal weights. ``keepstep_mesh.protocol.lineage`` says which is the reference; who has it is the
+* Equal (step, lineage) means equal weights. ``protocol.lineage`` says which is the reference; who has it is the
   *cohort*, everybody else heals.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
 """

@@ -320,8 +320,8 @@ class Attempt:
     ) -> ManagedWork:
         """Reduces ``tensor`` in place over the groups that take part. Errors are reported, not raised.
 
-        What it computes is ``keepstep.group.agreement.ARITHMETIC``: float16 is divided before the sum, which would overflow, as
-        torch's DDP does; other floats after it. A sum of booleans is a logical or, as with NCCL.
+        The arithmetic has a version, ``agreement.ARITHMETIC``. float16 is divided before the sum, which would overflow,
+        as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
         """
         context = self._context
         try:

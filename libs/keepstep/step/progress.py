@@ -1,6 +1,6 @@
 """Where a replica group stands: its committed steps, and which weights it holds. Pure.
 
-Equal (step, lineage) means equal weights in all groups; ``keepstep_mesh.protocol.lineage`` says what lineages there are.
+Equal (step, lineage) means equal weights in all groups; ``protocol.lineage`` says what lineages there are.
 """
 
 from __future__ import annotations

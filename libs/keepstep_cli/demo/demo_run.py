@@ -42,8 +42,8 @@ KEPT_LINES = 80
 
 def training_script() -> Path:
     """examples/train_ddp.py of the repository; an installed package brings the same file along."""
-    in_repository = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
-    return in_repository if in_repository.exists() else Path(__file__).resolve().with_name("train_ddp.py")
+    in_repository = Path(__file__).resolve().parents[3] / "examples" / "train_ddp.py"
+    return in_repository if in_repository.exists() else Path(__file__).resolve().parents[1] / "train_ddp.py"
 
 
 class StepLogReader:

@@ -15,22 +15,19 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from keepstep_lighthouse.jobs import records
-from keepstep_lighthouse.jobs.event_log import Happened
+from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.expiry import JobUse, expired, next_due
-from keepstep_lighthouse.leadership.term import TermOverError
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.leadership.term import Term, TermOverError
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_lighthouse.store.contract import Compare, Write
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Data, Evicted
 from keepstep_mesh.protocol.names import name_of
-
-if TYPE_CHECKING:
-    from keepstep_lighthouse.jobs.job import Job
-    from keepstep_lighthouse.jobs.lighthouse_node import Keeper
 
 LOOK_SECONDS = 60.0
 """Between two looks for expired jobs at most."""
@@ -43,8 +40,23 @@ BY_TTL = "job_ttl"
 log = get_logger("keepstep.lighthouse")
 
 
+T = TypeVar("T")
+
+
+class JobOwner(Protocol):
+    """What holds the jobs: a lighthouse."""
+
+    jobs: dict[str, Job]
+    events: EventLog
+    term: Term | None
+
+    def owned(self, task: asyncio.Task[T]) -> asyncio.Task[T]: ...
+
+    def term_failed(self, term: Term, reason: str) -> None: ...
+
+
 class JobEndings:
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: JobOwner) -> None:
         self.floor = 0
         """quorum_id that new jobs begin with."""
         self._stored_floor: bytes | None = None
