@@ -18,7 +18,9 @@ START_SECONDS = 60.0
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP")} | variables
+    """That of the tests, without keepstep's variables and the terminal width that pytest-xdist sets."""
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith("KEEPSTEP") and n not in ("COLUMNS", "LINES")}
+    return inherited | variables
 
 
 @asynccontextmanager
