@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
+PROCESSES ?= 2
 
 .PHONY: help setup demo test lint reference bench simulate mutants faults clean
 .DEFAULT_GOAL := help
@@ -26,8 +27,8 @@ setup: $(STAMP) ## everything into .venv
 demo: $(STAMP) ## a real training job survives kills, with a live view
 	@$(BIN)/keepstep demo $(DEMO)
 
-test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest $(TESTS)
+test: $(STAMP) ## all tests, in two processes: make test TESTS=tests/unit PROCESSES=1
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(TESTS)
 
 lint: $(STAMP) ## style, types and imports between rooms
 	@$(BIN)/ruff check .
