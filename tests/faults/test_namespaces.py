@@ -97,7 +97,8 @@ def test_whatever_runs_on_a_host_ends_with_it() -> None:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
-    script = "import os, signal, namespaces as n; x = n.Namespaces().__enter__(); h = x.host('a').namespace; print(h)"
+    script = "import os, signal; from tests.support import namespaces as n; x = n.Namespaces().__enter__()"
+    script += "; h = x.host('a').namespace; print(h)"
     script += "; import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -13,8 +13,7 @@ from tests.simulation.process import ProcessLoop, clocks_of_processes
 from tests.simulation.shared_store import StoreClient
 from tests.simulation.wires import IdentityOf, Socket, Wire
 
-from keepstep_lighthouse.api import prometheus
-from keepstep_lighthouse.jobs import event_log, job, lighthouse_node, sessions
+from keepstep_lighthouse.jobs import bad_messages, event_log, job, lighthouse_node, sessions
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import Keeper
@@ -187,7 +186,18 @@ def _sim() -> Mesh:
 
 
 TIMED = [event_log, job, lighthouse_node, campaign, service_registry, term]
-LOGGING = [event_log, job, lighthouse_node, leader_link, campaign, prometheus, nodes, service_registry, sessions, term]
+LOGGING = [
+    event_log,
+    job,
+    lighthouse_node,
+    leader_link,
+    campaign,
+    bad_messages,
+    nodes,
+    service_registry,
+    sessions,
+    term,
+]
 
 
 @contextmanager

@@ -269,7 +269,7 @@ async def told_by_a_relay() -> AsyncIterator[tuple[Client, RelayClient, Relay]]:
             relay(lighthouses=(known.address,), name="east") as there,
             relay_client(there.address, job=JOB) as uploading,
         ):
-            await eventually(lambda: there._registrar is not None and there._registrar.found == service.address)
+            await eventually(lambda: there.registrar is not None and there.registrar.found == service.address)
             await asking.tell(Teller("a:1"), step(time.time(), 1))
             yield asking, uploading, there
 

@@ -178,7 +178,7 @@ async def test_every_query_of_dashboards_and_alerts_finds_the_metrics_that_it_na
 
 
 def test_every_kind_of_event_that_a_query_names_is_logged_by_the_lighthouse_and_counted_from_zero() -> None:
-    code = "".join(file.read_text() for file in (DEPLOY.parent / "services/keepstep_lighthouse").glob("*.py"))
+    code = "".join(file.read_text() for file in (DEPLOY.parent / "services/keepstep_lighthouse").rglob("*.py"))
     asked = [*ALERTS.values(), *(query for _, query in queries())]
     kinds = {kind for text in asked for found in re.findall(r"kind=~?\"(.*?)\"", text) for kind in found.split("|")}
     assert kinds == set(FROM_ZERO)

@@ -22,7 +22,7 @@ from yarl import URL
 
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, read_envelope, root_digest
-from keepstep_relay import app
+from keepstep_relay import node
 from keepstep_relay.api import bulk
 from keepstep_relay.app import Relay
 from keepstep_relay.core.events import Limits
@@ -296,9 +296,9 @@ async def test_too_many_at_once_are_asked_to_come_again(scene, monkeypatch: pyte
     monkeypatch.setattr(bulk, "MAX_TRANSFERS", 0)
     assert "transfers are open" in (await worker.chunk(ONE.digests[0], 503))["detail"]
     assert "chunks are on their way" in (await worker.put(TWO.chunks[1], 503))["detail"]
-    monkeypatch.setattr(app, "MAX_WAITS", 0)
+    monkeypatch.setattr(node, "MAX_WAITS", 0)
     await worker.call("GET", f"{worker.checkpoints}/c9/manifest?wait=1", 503)
-    monkeypatch.setattr(app, "MAX_MANIFESTS_COMING", 0)
+    monkeypatch.setattr(node, "MAX_MANIFESTS_COMING", 0)
     await worker.manifest(TWO, "c2", status=503)
     monkeypatch.undo()
 

@@ -29,8 +29,8 @@ LEAST = 0.5
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
-    for where in ("group", "group_server", "rank_client"):
-        monkeypatch.setattr(f"keepstep.{where}.RANK_SILENCE", LEAST)
+    for where in ("rank_link", "group_server", "rank_client"):
+        monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", LEAST)
 
 
 class Pair:
