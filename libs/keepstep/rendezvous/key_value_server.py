@@ -27,8 +27,6 @@ from keepstep_mesh.net.http import BODY_SECONDS, Problem
 from keepstep_mesh.security.tokens import ClientToken
 
 PATH = "/v1/rendezvous"
-VERSION = 2
-"""What this build understands of what members store (``MemberInfo.rendezvous``). 2: short Gloo addresses."""
 MAX_KEY_CHARACTERS = 1024
 """Of a key, and of the name of a job."""
 MAX_VALUE_BYTES = 1024 * 1024
@@ -38,7 +36,7 @@ MAX_TABLES = 4096
 IDLE_SECONDS = 600.0
 VERSION = 2
 """What this build understands of where members meet and what they store there (``MemberInfo.rendezvous``). 2: another
-host for each quorum_id."""
+host for each quorum_id, and short Gloo addresses."""
 POLL_SECONDS = 5.0
 """How long the server holds a wait over HTTP before it answers "not yet" and is asked again."""
 

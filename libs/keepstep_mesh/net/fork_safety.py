@@ -89,11 +89,14 @@ def claim_opened(search: Callable[[], Found]) -> Iterator[None]:
     try:
         yield
     finally:
-        for descriptor, number in opened():
-            _claimed[descriptor] = number
-            with contextlib.suppress(OSError):  # closed meanwhile
-                os.set_inheritable(descriptor, False)
-        _searches.discard(opened)
+        try:
+            with _opening:  # or a descriptor that was found, closed and claimed anew would get its old inode back
+                for descriptor, number in opened():
+                    _claimed[descriptor] = number
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        os.set_inheritable(descriptor, False)
+        finally:
+            _searches.discard(opened)
 
 
 def sockets_at(port: int) -> list[tuple[int, int]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from datetime import timedelta
 
 import psutil
 import pytest
-from tests.support.checkpoint_ends import MIB
+from tests.support.checkpoint_ends import MIB, same
+from tests.support.checkpoint_peer import exchange, state_of
 from tests.support.relay_driver import relay_process
 from tests.support.unanswered import unanswered_name
 
+from keepstep.checkpointing import RelayTransport
+from keepstep.checkpointing.relayed import relay_fetch
 from keepstep_mesh.testing import ChaosProxy
 
 from .scene import (
@@ -236,3 +241,37 @@ async def test_of_two_relays_one_is_gone_before_and_the_other_gets_all():
             await groups.heal()
             await groups.uploaded(other)
             assert await received_mib(other) == pytest.approx(64, abs=0.1)
+
+
+# ---- slow
+
+
+async def test_the_source_can_be_asked_after_a_relay_that_was_slow_for_longer_than_its_timeout(monkeypatch):
+    monkeypatch.setattr(relay_fetch, "PATIENCE_SECONDS", 2.5)
+
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (CHUNK_MIB * MIB))
+            while not writer.is_closing():
+                writer.write(b"x" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        writer.close()
+
+    second = timedelta(seconds=1)
+    async with await asyncio.start_server(trickle, "127.0.0.1", 0) as slow:
+        relays = [f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"]
+        source = RelayTransport(second, list, hostname="127.0.0.1")
+        joiner = RelayTransport(second, lambda: relays, hostname="127.0.0.1")
+        try:
+            source.send_checkpoint([1], 1, state_of(1, 2 * CHUNK_MIB), second)
+            joiner.prepare(exchange("j0", ["s0"], ["j0"], 1))
+            got = await asyncio.to_thread(
+                joiner.recv_checkpoint, 0, source.metadata(), 1, second, limit=timedelta(seconds=DEADLINE)
+            )
+            assert same(got, state_of(1, 2 * CHUNK_MIB))
+            assert joiner.via == "direct"
+        finally:
+            joiner.shutdown()
+            source.shutdown()

@@ -132,6 +132,34 @@ def test_what_a_library_opens_is_not_kept_while_it_opens_more_and_after_it_and_n
                 assert not librarys.get_inheritable()
 
 
+def test_a_socket_that_gets_the_number_of_one_that_was_just_found_stays_claimed():
+    libraries = socket.create_server(("127.0.0.1", 0))
+    number, opened = libraries.fileno(), []
+
+    def open_another() -> None:
+        opened.append(open_socket(socket.AF_INET, socket.SOCK_STREAM, 0))
+
+    other = threading.Thread(target=open_another)
+
+    def search() -> list[tuple[int, int]]:
+        if ended and not other.ident:
+            found = [(number, os.fstat(number).st_ino)]
+            libraries.close()
+            other.start()
+            other.join(0.2)  # it may have to wait for the end of the search
+            return found
+        return []
+
+    ended: list[bool] = []
+    with claim_opened(search):
+        ended.append(True)
+    other.join(SECONDS)
+    with opened[0] as ours, socket.create_server(("127.0.0.1", 0)) as listener:
+        assert ours.fileno() == number
+        ours.connect(listener.getsockname())
+        assert in_child(lambda: is_open(ours)) is False
+
+
 def test_what_is_the_parents_raises_whatever_is_done_with_it():
     of_parent: Any = OfParent("this thing", 12)
     with pytest.raises(ForkError, match="this thing belongs to process 12; this is process"):

@@ -55,6 +55,8 @@ SLOW_SECONDS = 10.0
 """Without a relay: there is nobody with bandwidth to spare, so what comes slowly is not asked of another."""
 LOST_ALONE_SECONDS = 1.0
 """The same without a relay: nobody can upload what the other joiners lack too."""
+LEASE_WORDS = 4
+"""A byte is taken from a source that is not needed yet so often in ``timeout``."""
 MAX_FAILURES = 3
 """In a row, after which a peer, or the source, is not asked any more, and a relay only when no other works."""
 LINGER_SHARE = 0.25
@@ -160,11 +162,12 @@ class RelayFetch(Fetch):
         self._swarm.have(here)
         if not self._relays:
             self._swarm.slow_seconds = SLOW_SECONDS
-        with ThreadPoolExecutor(1 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
+        with ThreadPoolExecutor(2 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
                 streams = RELAY_STREAMS if self._alone else 1
                 if self._relays:
                     self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
+                    self._pool.submit(self._run, self._keep_lease)
                 else:
                     self._start(_Lane(RELAY, self._at_source, queued=self._look_elsewhere), 1)
                 with self._serving(), self._telling():
@@ -200,6 +203,23 @@ class RelayFetch(Fetch):
         log.info("the source itself is asked", step=self._step, source=self._source.address)
         self._swarm.use_source = True
         self._start(_Lane(SOURCE, self._at_source, queued=lambda _chunk: None), SOURCE_STREAMS)
+
+    def _keep_lease(self) -> None:
+        """The source ends a lease on which nothing was taken for its timeout; it may be asked for the rest later."""
+
+        def over() -> bool:
+            return self._ended is not None or self._told_enough or self._swarm.finished or bool(self._source_lost)
+
+        while True:
+            with self._changed:
+                if self._changed.wait_for(over, self._deadline.seconds / LEASE_WORDS):
+                    return
+            try:
+                with self._connect(self._source, PATIENCE_SECONDS) as connection:
+                    _, length = connection.ask("GET", f"/lease/{self._lease}", "Range: bytes=0-0\r\n")
+                    connection.read(min(length, 1))
+            except (BrokenConnection, TransferError) as error:
+                log.debug("the lease at the source was not kept", step=self._step, reason=str(error))
 
     def _linger(self) -> None:
         """Until all have all of it, and the others know that this one has, or they ask nothing any more."""
