@@ -75,7 +75,7 @@ class Service:
     registry: CollectorRegistry | None = None
     """Prometheus metrics of this service, for ``/metrics``."""
     places: Callable[[], Collection[str]] = tuple
-    """Where it is known to be (``auth.place_of``): tokens derived for there are taken."""
+    """Where it is known to be (``tokens.place_of``): tokens derived for there are taken."""
     max_body_bytes: int = MAX_BODY_BYTES
     read_ahead_bytes: int = 2**18
     """Of a body, beyond what was taken of it, when reading from its connection pauses."""

@@ -186,6 +186,8 @@ class FiledEventLog(EventLog):
             for happened in await loop.run_in_executor(events._thread, _tail, path):
                 events._keep(happened)
                 events._last_id = max(events._last_id, happened.id)
+                if happened.kind == "job_deleted":
+                    events.forget(happened.job)
         except OSError as error:
             events._thread.shutdown()
             raise StoreError(f"the event log {path} cannot be used: {error}; give another --event-log") from error

@@ -1,6 +1,6 @@
 """What one lighthouse decides by, without the server in front: its term, its jobs, the sessions of all of them.
 
-The duties of a life, in their order (those of one event stand in ``jobs.py``): begin a term, which raises the epoch
+The duties of a life, in their order (those of one event stand in ``job.py``): begin a term, which raises the epoch
 before anybody is welcomed; take up every job that the store knows. When the term is over, for whatever reason: say
 nothing more, close all sessions, read the store again, begin the next term. Where several lighthouses share a store, a
 term begins when the election gives one: till then this one follows, and sends workers to the leader.

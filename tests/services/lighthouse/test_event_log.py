@@ -89,6 +89,24 @@ async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Pat
     await again.close()
 
 
+async def test_the_file_brings_back_only_the_end_of_a_job_that_was_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = await FiledEventLog.open(path)
+    events.begin_epoch(1)
+    fill(events, 3)
+    end = events.add("job", "job_deleted", "", {"by": "admin"}, 1.5)
+    events.forget("job")
+    await events.close()
+
+    again = await FiledEventLog.open(path)
+    again.begin_epoch(2)
+    assert again.endings == {"job": end}
+    assert ids(again) == [end.id]
+    made = fill(again, 2)
+    assert [one.id for one in again.newest("job", 10)] == made == ids(again), "a new job of that name begins anew"
+    await again.close()
+
+
 async def test_what_two_terms_and_a_kill_between_them_leave_in_the_file_is_a_valid_history(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for epoch in (1, 7):
