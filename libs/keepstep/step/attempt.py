@@ -80,6 +80,8 @@ class StepContext:
     layout: list[str] = field(default_factory=list)
     root: StateRoot | None = None
     """What the lighthouse wants to compare, until it has it."""
+    leaving: str = ""
+    """Why this group is to leave, once it is."""
     late_heals: int = 0
     """Heals in a row that ran out of time: the next may take twice as long."""
 
@@ -199,6 +201,7 @@ class Attempt:
             commit_failures=max(failed_heals, 1 if context.reconfigurer.broken else 0),
             timeout_ms=round(self.timeout * 1000),
             root=None,
+            leaving=context.leaving,
         )
         self.error = self.plan = self.answered = None
         self._staged = self._heal_tried = self._healed = False
