@@ -501,7 +501,7 @@ class Manager:
 
     def _wish_to_leave(self, reason: str) -> None:
         if not self._leaving and not self._shut_down:
-            self._leaving = reason
+            self._leaving = self._context.leaving = reason
             self._mesh.loop.call_soon_threadsafe(self._context.link.wish_to_leave, reason)
 
     def _leave_and_raise(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from keepstep_mesh.protocol.lineage import is_diverged, reference_state
+from keepstep_mesh.protocol.lineage import is_diverged, is_torn, reference_state
 from keepstep_mesh.protocol.messages import Lineage, Member, Quorum
 
 ROTATING = 2
@@ -85,6 +85,11 @@ class QuorumPlan:
     def diverged(self) -> bool:
         """Its weights were found to differ from those of the cohort."""
         return self.heal and is_diverged(self.members[self.replica_rank].lineage)
+
+    @property
+    def torn(self) -> bool:
+        """This group's state is of no step, as the group's request said: also where one rank's is whole."""
+        return is_torn(self.members[self.replica_rank].lineage if self.heal else self.lineage)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:

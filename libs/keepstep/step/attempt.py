@@ -38,7 +38,7 @@ from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry, StepTimes
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.protocol.lineage import is_diverged, is_torn
+from keepstep_mesh.protocol.lineage import is_diverged
 from keepstep_mesh.protocol.messages import Healing, Lineage, RankAsk, RankVote, StateRoot
 
 MAX_HEAL_ROUNDS = 5
@@ -80,6 +80,8 @@ class StepContext:
     layout: list[str] = field(default_factory=list)
     root: StateRoot | None = None
     """What the lighthouse wants to compare, until it has it."""
+    leaving: str = ""
+    """Why this group is to leave, once it is."""
     late_heals: int = 0
     """Heals in a row that ran out of time: the next may take twice as long."""
 
@@ -199,6 +201,7 @@ class Attempt:
             commit_failures=max(failed_heals, 1 if context.reconfigurer.broken else 0),
             timeout_ms=round(self.timeout * 1000),
             root=None,
+            leaving=context.leaving,
         )
         self.error = self.plan = self.answered = None
         self._staged = self._heal_tried = self._healed = False
@@ -275,7 +278,7 @@ class Attempt:
                 raise
             if self.plan.diverged and not is_diverged(context.standing.lineage):
                 context.diverge()
-        torn = self._context.standing.torn or is_torn(self.plan.lineage)  # so is a group of which one rank is
+        torn = self._context.standing.torn or self.plan.torn  # so is a group of which one rank is, or healed alone
         if torn and not (self.plan.heal and self.allow_heal):
             self._context.end_for(KeepstepError(TORN_FOR_GOOD))
         return self.plan

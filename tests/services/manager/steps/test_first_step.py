@@ -14,6 +14,7 @@ from tests.services.manager.groups import SECOND, Flaky, manager, together
 from tests.services.manager.limited_uplink import LimitedUplink
 
 from keepstep.coordination import LighthouseServer
+from keepstep_mesh.errors import Drained
 
 GROUPS = 6
 BYTES = 1_000_000
@@ -164,3 +165,21 @@ def wait_shorter(lighthouse: str) -> None:
     body, headers = json.dumps({"heal_timeout": 1.0}).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{lighthouse}/v1/jobs/default", body, headers, method="PATCH")
     urllib.request.urlopen(request, timeout=30).close()
+
+
+def test_a_group_that_is_told_to_leave_while_it_heals_does_not_ask_for_the_step_again(lighthouse: str) -> None:
+    ready, over = threading.Barrier(2), threading.Event()
+
+    def group(name: str) -> str:
+        with manager(lighthouse, name, {"w": torch.ones(1)}, use_async_quorum=False, min_replica_size=2) as m:
+            if name == "b":
+                m.set_state_dict_fns(lambda _: m._wish_to_leave("told to"), lambda: {"w": torch.zeros(1)})
+            ready.wait(30)
+            try:
+                m.start_quorum()
+            except Drained as error:
+                over.set()
+                return str(error)
+            return "" if over.wait(20) else "took part"
+
+    assert together(lambda: group("a"), lambda: group("b")) == ["", "told to"]
