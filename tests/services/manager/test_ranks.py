@@ -169,39 +169,6 @@ def test_a_rank_that_cannot_heal_costs_its_group_one_step_and_then_all_its_ranks
     assert ended.empty()
 
 
-def test_a_group_of_which_one_rank_healed_takes_no_part_in_a_step_without_heals(lighthouse, ended):
-    places = {"a": place_to_meet(), "b": place_to_meet()}
-    steps, both = threading.Barrier(4), threading.Barrier(2)
-
-    def veteran(rank: int) -> None:
-        with manager(lighthouse, "a", {"w": torch.ones(2)}, rank=rank, init_sync=False, **places["a"]) as m:
-            m.load_state_dict({"step": 5, "batches_committed": 5, "lineage": 5})
-            for heals in (True, False):
-                steps.wait(30)
-                m.start_quorum(allow_heal=heals)
-                m.allreduce(torch.ones(1)).wait()
-                m.should_commit()
-
-    def joiner(rank: int) -> str:
-        options: dict[str, Any] = {}
-        if rank == 1:
-            options["checkpoint_transport"] = Flaky(timeout=20 * SECOND, num_chunks=0, hostname="127.0.0.1")
-        state = {"w": torch.zeros(2)}
-        with manager(lighthouse, "b", state, rank=rank, init_sync=False, **places["b"], **options) as m:
-            steps.wait(30)
-            m.start_quorum()
-            m.allreduce(torch.ones(1)).wait()
-            assert not m.should_commit()
-            steps.wait(30)
-            error = what_comes_of(lambda: m.start_quorum(allow_heal=False))
-            both.wait(30)
-            return str(error)
-
-    *_, first, second = together(lambda: veteran(0), lambda: veteran(1), lambda: joiner(0), lambda: joiner(1))
-    for error in (first, second):
-        assert "no healthy group is there to heal from, or healing is not allowed" in error
-
-
 def test_a_group_with_a_torn_rank_and_nobody_to_heal_from_ends(lighthouse, ended):
     place = place_to_meet()
     both = threading.Barrier(2)

@@ -93,6 +93,13 @@ def test_a_plan_made_from_the_one_before_is_the_one_made_anew():
     assert make_plan(later, "b", make_plan(healing, "b")) == make_plan(later, "b")
 
 
+def test_a_group_that_asked_as_torn_is_torn_for_each_of_its_ranks_whatever_the_rank_itself_holds():
+    beside_a_sound_one = quorum(member("a", 5, 3), member("b", 0, "torn:b"))
+    assert [make_plan(beside_a_sound_one, name).torn for name in "ab"] == [False, True]
+    alone = quorum(member("b", 0, "torn:b"))
+    assert make_plan(alone, "b").torn
+
+
 def test_a_diverged_group_heals_at_its_own_step_and_at_a_later_one():
     agreed = quorum(member("a", 5, 3), member("b", 5, "diverged:b"), member("c", 6, "diverged:c"), member("d", 5, 3))
     plans = {one: make_plan(agreed, one) for one in "abcd"}
