@@ -1,7 +1,7 @@
 """What a local rank of a group pays for the size of the quorum in each step: bytes from rank 0, and time for its plan.
 
 A real group of two ranks on loopback; the lighthouse follows a script, because only its answers matter, and says that
-the quorum has N members. ``unchanged``: all stand at one step, as in training. ``changed``: the list comes anew in each
+the quorum has N members. ``unchanged``: all stand at one step, as in training. ``changed``: a new list comes in each
 step, as after each change of the quorum. A rank's time is that of its thread from the frame to the plan: decoding it,
 putting the list back, planning.
 """

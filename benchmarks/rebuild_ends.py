@@ -1,4 +1,4 @@
-"""A member of ``rebuild.py``: builds a Gloo group anew each time that it is told to.
+"""A member of ``rebuild.py``: builds a new Gloo group each time that it is told to.
 
 Commands, a line each: ``ours NUMBER ADDRESS``, ``tcp NUMBER ADDRESS``, ``counts``. Member 0 hosts both stores in its
 own process and says where first: our table in a thread with an event loop, as rank 0 of a group does, and a TCPStore.

@@ -193,7 +193,7 @@ class _Here:
 
 
 class _BoundedSocket(socket.socket):
-    """Reads until ``end``, however little comes at a time; the timeout of a socket begins anew with each byte."""
+    """Reads until ``end``, however little comes at a time; a socket's own timeout starts again with each byte."""
 
     end = float("inf")
 

@@ -222,7 +222,7 @@ def sigterm(pair: Pair) -> Any:
     if pid == 0:
         try:
             os.write(theirs, b"x")
-            time.sleep(DEADLINE)
+            time.sleep(DEADLINE)  # until SIGTERM ends it
         finally:
             os._exit(1)
     os.read(ready, 1)

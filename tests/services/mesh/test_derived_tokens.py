@@ -102,7 +102,7 @@ class Trainer(threading.Thread):
                 while not self.stopping:
                     one.start_quorum()
                     self.committed += one.should_commit()
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # the pace of a step, not a wait
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 

@@ -40,7 +40,7 @@ class Trainer(threading.Thread):
                     if one.should_commit():
                         self.committed += 1
                         self.together += one.num_participants() == 2
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # the pace of a step, not a wait
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.ended = error
 

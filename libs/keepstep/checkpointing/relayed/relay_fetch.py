@@ -54,7 +54,7 @@ LOST_SECONDS = 10.0
 SLOW_SECONDS = 10.0
 """Without a relay: there is nobody with bandwidth to spare, so what comes slowly is not asked of another."""
 LOST_ALONE_SECONDS = 1.0
-"""The same without a relay: nobody can upload what the other joiners lack too."""
+"""The same without a relay: no other process can upload the chunks that all joiners miss."""
 LEASE_WORDS = 4
 """A byte is taken from a source that is not needed yet so often in ``timeout``."""
 MAX_FAILURES = 3
@@ -293,7 +293,7 @@ class RelayFetch(Fetch):
                 self._close(connection)
 
     def _teller(self) -> Endpoint:
-        """Who passes on what each joiner has."""
+        """The process that tells joiners which chunks the others hold."""
         if not self._relays:
             return self._source
         return self._relays[min(self._working_relays() or self._relays)]
