@@ -21,7 +21,7 @@ from keepstep.group.quorum_plan import make_plan
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings
 from keepstep.runtime.environment import restart_count
-from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.errors import KeepstepError
@@ -122,7 +122,7 @@ class LighthouseServer:
         tokens = tokens_of_service(os.environ, None)
         if host in ("[::]", "0.0.0.0", ""):  # noqa: S104  torchft's spelling of "everywhere"
             host = "127.0.0.1" if tokens == Tokens() else "0.0.0.0"  # noqa: S104
-        self._mesh = MeshThread("keepstep-lighthouse")
+        self._mesh = LoopThread("keepstep-lighthouse")
         try:
             self._service: Lighthouse = Lighthouse(
                 LighthouseSettings(
@@ -150,7 +150,7 @@ class _Connections(Generic[K, C]):
         open_one: gives the connection of a key, open.
     """
 
-    def __init__(self, mesh: MeshThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
+    def __init__(self, mesh: LoopThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
         self._mesh = mesh
         self._open_one: Callable[[K], Coroutine[Any, Any, C]] = open_one
         self._lock = threading.Lock()
@@ -172,13 +172,13 @@ class _Connections(Generic[K, C]):
                 _leave(self._mesh, one.result(), reason)
 
 
-def _leave(mesh: MeshThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
+def _leave(mesh: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
     """Ends ``one`` with a goodbye or, where nobody takes one, without."""
     try:
-        mesh.call(one.leave(reason, 1.0), 1.0 + SLACK)
+        mesh.call(one.leave(reason, 1.0), 1.0 + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
         log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-    mesh.call(one.close(), SLACK)
+    mesh.call(one.close(), CALL_MARGIN_SECONDS)
 
 
 class LighthouseClient:
@@ -192,7 +192,7 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._addresses = split_addresses(addr)
         self._connect_timeout = connect_timeout.total_seconds()
-        self._mesh = MeshThread("keepstep-lighthouse-client")
+        self._mesh = LoopThread("keepstep-lighthouse-client")
         self._sessions = _Connections(self._mesh, self._open_session)
 
     async def _open_session(self, replica_id: str) -> LighthouseSession:
@@ -204,7 +204,7 @@ class LighthouseClient:
         return session
 
     def _session(self, replica_id: str) -> LighthouseSession:
-        return self._sessions.get(replica_id, self._connect_timeout + SLACK)
+        return self._sessions.get(replica_id, self._connect_timeout + CALL_MARGIN_SECONDS)
 
     def quorum(
         self,
@@ -228,7 +228,7 @@ class LighthouseClient:
                 info=MemberInfo(address or "", store_address or "", world_size or 0, "", data),
                 timeout=seconds,
             ),
-            seconds + SLACK,
+            seconds + CALL_MARGIN_SECONDS,
         )
         participants = [
             QuorumMember(
@@ -250,7 +250,7 @@ class LighthouseClient:
         TimeoutError when no lighthouse answers within ``timeout``, the first time after ``connect_timeout``.
         """
         seconds = timeout.total_seconds()
-        self._mesh.call(self._session(replica_id).probe(seconds), seconds + SLACK)
+        self._mesh.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
 
     def shutdown(self) -> None:
         """Ends all sessions; their groups have left."""
@@ -304,9 +304,9 @@ class ManagerServer:
             lambda _: None,  # the ranks are told, and the server says so in its log
             lambda _: None,
         )
-        self._mesh = MeshThread("keepstep-manager-server")
+        self._mesh = LoopThread("keepstep-manager-server")
         try:
-            self._mesh.call(self._server.start(), connect_timeout.total_seconds() + SLACK)
+            self._mesh.call(self._server.start(), connect_timeout.total_seconds() + CALL_MARGIN_SECONDS)
         except BaseException:
             self._mesh.stop()
             raise
@@ -331,7 +331,7 @@ class ManagerClient:
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self._addr = addr
         self._connect_timeout = connect_timeout.total_seconds()
-        self._mesh = MeshThread("keepstep-manager-client")
+        self._mesh = LoopThread("keepstep-manager-client")
         self._clients = _Connections(self._mesh, self._open_client)
         self._answers: dict[int, tuple[int, int, int]] = {}
         self._requests = itertools.count(1)
@@ -342,7 +342,7 @@ class ManagerClient:
         return client
 
     def _client(self, group_rank: int) -> RankClient:
-        return self._clients.get(group_rank, self._connect_timeout + SLACK)
+        return self._clients.get(group_rank, self._connect_timeout + CALL_MARGIN_SECONDS)
 
     def quorum(
         self,
@@ -369,7 +369,7 @@ class ManagerClient:
             round(seconds * 1000),
             checkpoint=checkpoint_metadata,
         )
-        answer = self._mesh.call(client.ask(ask), seconds + SLACK)
+        answer = self._mesh.call(client.ask(ask), seconds + CALL_MARGIN_SECONDS)
         plan = make_plan(answer.quorum, client.replica_id)
         self._answers[group_rank] = (plan.epoch, plan.quorum_id, answer.attempt)
         source = plan.members[plan.source].info.address if plan.source is not None else ""
@@ -394,7 +394,7 @@ class ManagerClient:
         epoch, quorum_id, attempt = self._answers.get(group_rank, (0, 0, 0))
         seconds = timeout.total_seconds()
         vote = RankVote(epoch, quorum_id, step, attempt, should_commit)
-        return self._mesh.call(client.vote(vote, seconds), seconds + SLACK)
+        return self._mesh.call(client.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """What rank ``rank`` of the server's group gave for its peers."""

@@ -31,10 +31,10 @@ from keepstep.group.group_link import LinkSettings, connect_group
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.runtime import environment
 from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
-from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.attempt import Attempt, StepContext
 from keepstep.step.live_state import LiveState
-from keepstep.step.progress import Standing
+from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry
@@ -152,7 +152,7 @@ class Manager:
         self._early: list[Push] | None = []
         """What was pushed before there was anything to act upon it; None from then on."""
 
-        self._mesh = MeshThread()
+        self._mesh = LoopThread()
         closing = contextlib.ExitStack()
         closing.callback(self._mesh.stop)
         with closing:
@@ -161,7 +161,7 @@ class Manager:
                 link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
             except Banned as error:
                 raise EvictedExit(str(error)) from error
-            closing.callback(lambda: self._mesh.call(link.close(), SLACK))
+            closing.callback(lambda: self._mesh.call(link.close(), CALL_MARGIN_SECONDS))
             transport = checkpoint_transport
             if transport is None:
                 transport = RelayTransport(
@@ -174,7 +174,7 @@ class Manager:
                     uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
                 )
                 closing.callback(transport.shutdown)
-            standing = Standing(link.replica_id, f"{NEW}{link.replica_id}" if init_sync else "")
+            progress = GroupProgress(link.replica_id, f"{NEW}{link.replica_id}" if init_sync else "")
             self._context = StepContext(
                 mesh=self._mesh,
                 link=link,
@@ -192,8 +192,8 @@ class Manager:
                     timeout=self._timeout,
                 ),
                 transport=transport,
-                state=LiveState(standing.state_dict, standing.load),
-                standing=standing,
+                state=LiveState(progress.state_dict, progress.load),
+                progress=progress,
                 steps=StepLog(settings.job, link.replica_id, settings.rank),
                 telemetry=StepTelemetry(self._mesh, link, settings),
                 log=log.bind(replica_id=link.replica_id, rank=settings.rank),
@@ -250,7 +250,7 @@ class Manager:
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's own checkpoint: step, batches_committed and, once there is one, the lineage."""
-        return self._context.standing.state_dict()
+        return self._context.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From the user's own checkpoint; takes torchft's too (no lineage).
@@ -258,11 +258,11 @@ class Manager:
         Once groups that loaded one have committed a step, a group that was away since before that heals from them, even
         from a lower step: it does not undo the resume.
         """
-        self._context.standing.resume(state_dict)
+        self._context.progress.resume(state_dict)
         self._write("loaded")
 
     def _write(self, event: str) -> None:
-        self._context.steps.write(event, self._context.standing.step, 0, lineage=self._context.standing.lineage)
+        self._context.steps.write(event, self._context.progress.step, 0, lineage=self._context.progress.lineage)
 
     def mark_torn(self) -> None:
         """This group's state is of no step any more (a heal or an optimizer broke in the middle).
@@ -282,11 +282,11 @@ class Manager:
 
     def current_step(self) -> int:
         """Steps committed so far; changes only in ``should_commit`` and with a heal."""
-        return self._context.standing.step
+        return self._context.progress.step
 
     def batches_committed(self) -> int:
         """Batches of all groups that went into committed steps."""
-        return self._context.standing.batches_committed
+        return self._context.progress.batches_committed
 
     def replica_id(self) -> str:
         """This incarnation of the group: ``name:uuid``."""
@@ -374,7 +374,7 @@ class Manager:
             TimeoutError: where it waits, if ``timeout`` is given: why there is no quorum; the next call asks again.
             KeepstepError: where it waits, what went wrong; the next call asks again.
         """
-        context, standing = self._context, self._context.standing
+        context, progress = self._context, self._context.progress
         context.raise_fatal()
         limit = (timeout or self._quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, self._layout_digest)
@@ -386,7 +386,7 @@ class Manager:
             context,
             allow_heal=allow_heal,
             sync=not self._use_async_quorum or not allow_heal,
-            first_step=self._init_sync and standing.step == 0,
+            first_step=self._init_sync and progress.step == 0,
             timeout=limit,
             arguments=arguments,
         )
@@ -401,23 +401,23 @@ class Manager:
                 if timeout is not None or ask.leaving or not attempt.quorum_failed:
                     raise
                 context.raise_fatal()
-                context.log.warning("no quorum yet; asking again", step=standing.step, reason=str(error))
+                context.log.warning("no quorum yet; asking again", step=progress.step, reason=str(error))
 
     def _next_ask(self, limit: float, *, allow_heal: bool, shrink_only: bool) -> RankAsk:
-        context, standing = self._context, self._context.standing
+        context, progress = self._context, self._context.progress
         self._requests += 1
         return RankAsk(
             request=self._requests,
-            step=standing.step,
-            lineage=standing.lineage,
+            step=progress.step,
+            lineage=progress.lineage,
             shrink_only=shrink_only,
-            commit_failures=max(standing.commit_failures, 1 if context.reconfigurer.broken else 0),
+            commit_failures=max(progress.commit_failures, 1 if context.reconfigurer.broken else 0),
             timeout_ms=max(1, round(limit * 1000)),
             leaving=self._leaving,
             layout=self._layout_digest,
             checkpoint=context.transport.metadata(),
             root=context.root,
-            batches_committed=standing.batches_committed,
+            batches_committed=progress.batches_committed,
             allow_heal=allow_heal,
             settings=context.job_settings,
         )
@@ -490,7 +490,7 @@ class Manager:
         attempt = self._current()
         self._context.raise_fatal()
         committed = attempt.conclude(timeout or self._timeout)
-        failures = self._context.standing.commit_failures
+        failures = self._context.progress.commit_failures
         if not committed and self._max_retries is not None and failures > self._max_retries:
             raise RuntimeError(
                 f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: {attempt.error}"
@@ -568,7 +568,7 @@ class Manager:
         atexit.unregister(self.shutdown)
         self._termination.restore()
         limit = min(self._timeout.total_seconds(), 5.0)
-        in_step = self._attempt is not None and self._attempt.counted_on()
+        in_step = self._attempt is not None and self._attempt.is_in_flight()
         if in_step and self._attempt is not None:
             self._attempt.refuse_joiners("this group ended in the middle of a step")
         if self._context.fatal is None and not in_step:

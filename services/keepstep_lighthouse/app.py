@@ -1,8 +1,8 @@
-"""One lighthouse as a service: the server in front of its ``Keeper``.
+"""One lighthouse as a service: the server in front of its ``LighthouseNode``.
 
-The duties of a life, in their order (those of a term stand in ``keeper.py``): open the store; take up the jobs; listen.
-Where several lighthouses share a store, listening comes first, and a term begins when the election gives one: till then
-this one answers what it can, and passes on to the leader what only that knows.
+Its duties, in order (``lighthouse_node.py`` has those of a term): open the store, load the jobs, listen. Where several
+lighthouses share a store, it listens first, and a term begins when it wins the election. Until then it answers what it
+can and forwards to the leader what only the leader knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from keepstep_lighthouse.api import admin, prometheus
 from keepstep_lighthouse.jobs.event_log import FiledEventLog, Happened
-from keepstep_lighthouse.jobs.lighthouse_node import Keeper, cancelled
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode, cancelled
 from keepstep_lighthouse.leadership.forwarding import pass_on
 from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
@@ -42,11 +42,11 @@ CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
 __all__ = ["Lighthouse", "LighthouseSettings"]
 
 
-class Lighthouse(Keeper, Embedded):
+class Lighthouse(LighthouseNode, Embedded):
     """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
 
     def __init__(self, settings: LighthouseSettings) -> None:
-        Keeper.__init__(self, settings)
+        LighthouseNode.__init__(self, settings)
         Embedded.__init__(self, "lighthouse", settings)
         self._identity: Identity
         """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
@@ -147,6 +147,6 @@ class Lighthouse(Keeper, Embedded):
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
         session = self.new_session(name)
         response = await session.accept(request)
-        self.has_come(session)
+        self.add_session(session)
         await session.ended()
         return response

@@ -20,7 +20,7 @@ from keepstep_metrics.api import prometheus, routes
 from keepstep_metrics.history.machine import KEPT_SECONDS
 from keepstep_metrics.history.records import BadBatchError, read_batch
 from keepstep_metrics.lighthouse.draining import Drainer
-from keepstep_metrics.lighthouse.live_status import Asker
+from keepstep_metrics.lighthouse.live_status import LiveStatusPoller
 from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
@@ -62,7 +62,7 @@ class Metrics(MetricsNode, Embedded):
     async def _lifespan(self) -> AsyncIterator[None]:
         settings = self.settings
         identity = Identity(settings.shown_token, settings.peer_tls)
-        self.asker = Asker(self._lighthouse, identity, settings.peer_tls, self._lighthouse_news)
+        self.asker = LiveStatusPoller(self._lighthouse, identity, settings.peer_tls, self._lighthouse_news)
         path = settings.data_dir / FILE if settings.data_dir is not None else None
         self.store = await Store.open(path)
         try:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from keepstep_mesh.discovery.registration import Registrar
 from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.history.records import Batch
-from keepstep_metrics.lighthouse.live_status import Asker, Live
-from keepstep_metrics.notifier import News
+from keepstep_metrics.lighthouse.live_status import Live, LiveStatusPoller
+from keepstep_metrics.notifier import ChangeNotifier
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
 
@@ -30,11 +30,11 @@ class MetricsNode:
         self.settings = settings
         self.core = MetricsCore()
         self.traffic = Traffic()
-        self.news = News()
+        self.news = ChangeNotifier()
         self.serving = False
         """False once it stops: streams end."""
         self.store: Store
-        self.asker: Asker
+        self.asker: LiveStatusPoller
         self.registrar: Registrar | None = None
         self.live_change_counts: Counter[str] = Counter()
         self.journal_bytes = 0

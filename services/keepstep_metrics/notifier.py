@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 
-class News:
+class ChangeNotifier:
     """Wakes everybody who waits for news of a job."""
 
     def __init__(self) -> None:

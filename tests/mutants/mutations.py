@@ -523,8 +523,8 @@ MUTATIONS = (
     Mutation(
         "a group that takes part behind gets the lineage of the others",
         "libs/keepstep/step/attempt.py",
-        "standing.commit(plan.quorum_id, participants, behind=behind)",
-        "standing.commit(plan.quorum_id, participants, behind=False)",
+        "progress.commit(plan.quorum_id, participants, behind=behind)",
+        "progress.commit(plan.quorum_id, participants, behind=False)",
         Test(f"{SYNCHRONIZED}::test_groups_that_do_not_say_so_are_not_equal_and_heal_next_time"),
     ),
     Mutation(
@@ -537,8 +537,8 @@ MUTATIONS = (
     Mutation(
         "a group that was made equal keeps its count of batches",
         "libs/keepstep/step/attempt.py",
-        "batches = (plan.reference_batches if behind else 0) or standing",
-        "batches = standing",
+        "batches = (plan.reference_batches if behind else 0) or progress",
+        "batches = progress",
         Test(f"{SYNCHRONIZED}::test_groups_that_say_that_they_are_equal_are_and_nobody_heals"),
     ),
     Mutation(

@@ -120,7 +120,7 @@ class Failover(Mesh):
             self.violated(f"quorum {quorum_id} is {self._memberships[quorum_id]} and {members}")
         if self._written_quorums.get(quorum_id) != members:
             self.violated(f"quorum {quorum_id} of {members} is announced and was not written")
-        leadership = node.keeper.leadership
+        leadership = node.lighthouse.leadership
         assert leadership is not None
         if self.time.now > self.store.lead_until.get(leadership._lease, 0.0):
             self.violated(f"{node.name} announces quorum {quorum_id} and its lease is over")

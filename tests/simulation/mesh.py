@@ -92,9 +92,9 @@ class Mesh(Training):
 
     def why_not(self) -> str:
         for node in self.nodes.values():
-            if node.leads and (job := node.keeper.jobs.get("job")) is not None:
+            if node.leads and (job := node.lighthouse.jobs.get("job")) is not None:
                 return f"{node.name}: {job.core.reason(node.loop.time()).sentence}"
-        return "; ".join(f"{node.name}: {node.keeper.trouble}" for node in self.nodes.values())
+        return "; ".join(f"{node.name}: {node.lighthouse.trouble}" for node in self.nodes.values())
 
     def violated(self, what: str) -> None:
         """Remembered too: the product catches what is raised in the middle of it."""
@@ -175,7 +175,7 @@ class Mesh(Training):
     def leader(self) -> Node | None:
         """Who leads by what the store says."""
         for node in self.nodes.values():
-            core = node.keeper.leadership.core if node.keeper.leadership is not None else None
+            core = node.lighthouse.leadership.core if node.lighthouse.leadership is not None else None
             if node.leads and core is not None and core.mine == self.store.values.get(LEADER_KEY):
                 return node
         return None

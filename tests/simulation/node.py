@@ -1,4 +1,4 @@
-"""A lighthouse process in virtual time: the real ``Keeper`` and all that it is made of, on simulated wires."""
+"""A lighthouse process in virtual time: the real ``LighthouseNode`` and all that it is made of, on simulated wires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.wires import IdentityOf, Socket, Wire
 from keepstep_lighthouse.jobs import bad_messages, event_log, job, lighthouse_node, sessions
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership import campaign, leader_link, nodes, term
 from keepstep_lighthouse.leadership.leader_link import PATH, LeaderLink
 from keepstep_lighthouse.leadership.term import TermOverError
@@ -42,23 +42,23 @@ class Node:
         self.loop = ProcessLoop(sim.time, rate, sim.fault)
         self.sockets: list[Socket] = []
         self.store = StoreClient(sim.store, self.loop, sim.time, sim.random)
-        self.keeper = Keeper(LighthouseSettings(store="shared://", policy=sim.policy, lease=lease))
-        self.keeper.node = f"{name}:{number}"
-        self.keeper.store = self.store
-        self.keeper.events = _Events(self)
+        self.lighthouse = LighthouseNode(LighthouseSettings(store="shared://", policy=sim.policy, lease=lease))
+        self.lighthouse.node = f"{name}:{number}"
+        self.lighthouse.store = self.store
+        self.lighthouse.events = _Events(self)
         self.loop.create_task(self._live())
 
     async def _live(self) -> None:
-        async with self.keeper.registry.following(self.store):
-            self.keeper.serving = True
-            await self.keeper.stand_by(self.address, LeaderLink(IdentityOf(self)))  # type: ignore[arg-type]
+        async with self.lighthouse.registry.following(self.store):
+            self.lighthouse.serving = True
+            await self.lighthouse.stand_by(self.address, LeaderLink(IdentityOf(self)))  # type: ignore[arg-type]
 
     # ---- life
 
     @property
     def leads(self) -> bool:
         """In its own opinion."""
-        return not self.loop.dead and self.keeper.term is not None
+        return not self.loop.dead and self.lighthouse.term is not None
 
     def kill(self) -> None:
         if self.loop.dead:
@@ -93,17 +93,17 @@ class Node:
 
     async def follow(self, socket: Socket) -> None:
         """Another lighthouse has come to follow this one."""
-        await self.keeper.followers.serve(socket)  # type: ignore[arg-type]
+        await self.lighthouse.followers.serve(socket)  # type: ignore[arg-type]
 
     async def serve(self, socket: Socket) -> None:
         """A worker has come. ``app.Lighthouse`` does the same with a request."""
-        await self.keeper.election_over()
-        if self.keeper.leader_elsewhere() is None and self.keeper.term is None:
+        await self.lighthouse.election_over()
+        if self.lighthouse.leader_elsewhere() is None and self.lighthouse.term is None:
             socket.end()
             return
-        session = self.keeper.new_session("job")
+        session = self.lighthouse.new_session("job")
         await session.accept(socket)  # type: ignore[arg-type]
-        self.keeper.has_come(session)
+        self.lighthouse.add_session(session)
         await session.ended()
 
     # ---- orders
@@ -112,7 +112,7 @@ class Node:
         self.loop.create_task(self._order(order))
 
     async def _order(self, order: Any) -> None:
-        if (job := self.keeper.jobs.get("job")) is not None:
+        if (job := self.lighthouse.jobs.get("job")) is not None:
             try:
                 await job.order(order)
             except TermOverError as error:
@@ -133,7 +133,7 @@ class _Events(EventLog):
 
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)
-        self.add("", "term", "", {"owner": self._node.keeper.node}, 0.0)
+        self.add("", "term", "", {"owner": self._node.lighthouse.node}, 0.0)
 
     def add(self, job: str, kind: str, replica_id: str, detail: dict[str, Data], now_unix: float) -> Happened:
         happened = super().add(job, kind, replica_id, detail, now_unix)

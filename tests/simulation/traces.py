@@ -60,7 +60,7 @@ def training(sim: Failover, rounds: int = 4) -> Script:
     """All groups have been in one quorum for a while, and those that stand by are linked to the leader."""
     yield lambda: sim.leader is not None and len(sim.stored.members) == len(sim.names)
     so_far = sim.rounds
-    yield lambda: sim.rounds >= so_far + rounds and len(leader(sim).keeper.followers) == len(sim.nodes) - 1
+    yield lambda: sim.rounds >= so_far + rounds and len(leader(sim).lighthouse.followers) == len(sim.nodes) - 1
 
 
 def leader(sim: Failover) -> Node:
@@ -116,12 +116,12 @@ def _unknown(fate: str) -> Callable[..., Script]:
         """The leader does not know what became of the write of a quorum; then it is cut off, and another one leads."""
         yield from training(sim)
         a, before = leader(sim), sim.stored.quorum_id
-        term = a.keeper.term
+        term = a.lighthouse.term
         a.store.fates["transact"] = fate
         group(sim, 0).fail_next = True
         yield lambda: "transact" not in a.store.fates
         yield 1.0
-        if a.keeper.term is not term or sim.announced_quorum == before:
+        if a.lighthouse.term is not term or sim.announced_quorum == before:
             sim.violated("it did not read back, and try again, in the time that its lease left")
         sim.cut_from_the_store(a, 2 * LEASE)
         sim.part_lighthouses(a, other(sim, a), 2 * LEASE, silently=False)
@@ -245,7 +245,7 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
     a = leader(sim)
     b = other(sim, a)
     c = other(sim, a, b)
-    yield lambda: len(a.keeper.followers) == 2
+    yield lambda: len(a.lighthouse.followers) == 2
     yield lambda: "r0" in sim.latest and "r1" in sim.latest
     for node in (b, c):
         sim.part_group("r0", node, 20.0)
@@ -261,7 +261,7 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
     sim.part_lighthouses(a, c, 20.0, silently=True)
     yield lambda: sim.leader is b
     yield 0.1
-    b.loop.call_soon(partial(b.keeper.leadership.give_up, "told to", stand_back=True))
+    b.loop.call_soon(partial(b.lighthouse.leadership.give_up, "told to", stand_back=True))
     yield lambda: sim.leader is c
     yield from comes_to(sim, group(sim, 1), c)
     yield 6.0
@@ -288,8 +288,8 @@ def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Failover) -> Scr
     sim.kill_lighthouse(a, LONG)
     yield lambda: sim.leader is b
     b.store.fates["revoke"] = "hangs"
-    sim.store.revoke(b.keeper.leadership._lease)
-    yield lambda: sim.leader is b and b.keeper.term.epoch > 2
+    sim.store.revoke(b.lighthouse.leadership._lease)
+    yield lambda: sim.leader is b and b.lighthouse.term.epoch > 2
 
 
 @trace()
@@ -329,7 +329,7 @@ def a_leader_that_no_group_reaches_gives_way(sim: Failover) -> Script:
 
 def a_stranger_asks_the_next_leader(sim: Failover) -> Script:
     """A leads r0 and is cut off from B and the store, and does not hear of it; r1, a member of nothing, asks B."""
-    yield lambda: sim.leader is not None and len(leader(sim).keeper.followers) == 1
+    yield lambda: sim.leader is not None and len(leader(sim).lighthouse.followers) == 1
     a = leader(sim)
     b = other(sim, a)
     yield lambda: "r1" in sim.latest and "r0" in sim.latest

@@ -1,8 +1,8 @@
 """Every short history of a few replica groups: commits, partial commits, cuts, deaths, resumes, zombies.
 
-Explored breadth first with the real ``Standing``, ``make_plan`` and order of states. What is abstract: weights are the
-events that made them; the lighthouse is its rule for quorum_ids; a group that takes no part in a round is cut off or
-frozen, so whoever comes back later with an old state is a zombie.
+Explored breadth first with the real ``GroupProgress``, ``make_plan`` and order of states. What is abstract: weights are
+the events that made them; the lighthouse is its rule for quorum_ids; a group that takes no part in a round is cut off
+or frozen, so whoever comes back later with an old state is a zombie.
 
 Beside the lineages, which are to be judged, each state carries the truth about itself. What must hold:
 
@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.step.progress import Standing
+from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import DIVERGED as DIVERGED_NAME
 from keepstep_mesh.protocol.lineage import NEW, begins_anew, origin
 from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
@@ -56,15 +56,15 @@ class Group(NamedTuple):
     is_loaded: bool
     truth: Truth
 
-    def standing(self) -> Standing:
-        standing = Standing(self.replica_id, self.lineage)
-        standing.step, standing.commit_failures = self.step, int(self.failed)
-        standing._fell_behind = self.fell_behind
-        return standing
+    def progress(self) -> GroupProgress:
+        progress = GroupProgress(self.replica_id, self.lineage)
+        progress.step, progress.commit_failures = self.step, int(self.failed)
+        progress._fell_behind = self.fell_behind
+        return progress
 
-    def at(self, standing: Standing, truth: Truth, *, is_loaded: bool = False) -> Group:
-        failed = standing.commit_failures > 0
-        return Group(self.replica_id, standing.step, standing.lineage, failed, standing._fell_behind, is_loaded, truth)
+    def at(self, progress: GroupProgress, truth: Truth, *, is_loaded: bool = False) -> Group:
+        failed = progress.commit_failures > 0
+        return Group(self.replica_id, progress.step, progress.lineage, failed, progress._fell_behind, is_loaded, truth)
 
 
 class World(NamedTuple):
@@ -141,20 +141,20 @@ class Model:
             yield f"{fresh.replica_id} starts", self._with(world, i, fresh), None
             for checkpoint in world.checkpoints if self._lineages else self._old_checkpoints:
                 for target in (fresh, group) if self._in_process else (fresh,):
-                    standing = target.standing()
-                    standing.resume(checkpoint.manager(with_lineage=self._lineages))
-                    loaded = target.at(standing, checkpoint.truth, is_loaded=True)
+                    progress = target.progress()
+                    progress.resume(checkpoint.manager(with_lineage=self._lineages))
+                    loaded = target.at(progress, checkpoint.truth, is_loaded=True)
                     what = f"{target.replica_id} loads step {checkpoint.step} of {checkpoint.lineage!r}"
                     changed = self._with(world, i, loaded)
                     yield what, changed, self._apart(changed)
             lineages = {lineage for _, lineage, _ in world.held}
             if self._broken and f"{DIVERGED_NAME}{group.replica_id}" not in lineages:
                 for soundness in (TORN, DIVERGED):
-                    standing = group.standing()
-                    (standing.tear if soundness == TORN else standing.diverge)()
+                    progress = group.progress()
+                    (progress.tear if soundness == TORN else progress.diverge)()
                     truth = Truth((group.replica_id, number, soundness), soundness, group.truth.resumed)
-                    changed = self._with(world, i, group.at(standing, truth))
-                    yield f"{group.replica_id} breaks to {standing.lineage!r}", changed, self._apart(changed)
+                    changed = self._with(world, i, group.at(progress, truth))
+                    yield f"{group.replica_id} breaks to {progress.lineage!r}", changed, self._apart(changed)
 
     def _new(self, name: str, number: int) -> Group:
         replica_id = f"{name}:{number}"
@@ -172,7 +172,7 @@ class Model:
         whole = [one for one in world.groups if one.truth.soundness != TORN]
         held = {(one.step, one.lineage, one.truth.weights) for one in whole}
         written = {
-            Checkpoint(one.step, one.standing().state_dict().get("lineage"), one.truth)
+            Checkpoint(one.step, one.progress().state_dict().get("lineage"), one.truth)
             for one in whole
             if one.step and not one.is_loaded
         }
@@ -206,24 +206,24 @@ class Model:
         common = Truth((reference.truth.weights, number), SOUND, resumed)
         changed = list(world.groups)
         for rank, i in enumerate(members):
-            group, standing = world.groups[i], world.groups[i].standing()
+            group, progress = world.groups[i], world.groups[i].progress()
             if i not in committing:
-                standing.discard()
-                changed[i] = group.at(standing, group.truth, is_loaded=group.is_loaded)
+                progress.discard()
+                changed[i] = group.at(progress, group.truth, is_loaded=group.is_loaded)
                 continue
             healed = rank in plan.cohort or marked is None
             truth = common
             if marked is not None and i in marked:
-                standing.commit_synchronized(plan.max_step, plan.lineage, 0, quorum_id, 1)
+                progress.commit_synchronized(plan.max_step, plan.lineage, 0, quorum_id, 1)
                 truth = Truth(("average", number), SOUND, resumed)
             elif healed:
-                standing.step, standing.lineage = plan.max_step, plan.lineage
-                standing.commit(quorum_id, 1, behind=False)
+                progress.step, progress.lineage = plan.max_step, plan.lineage
+                progress.commit(quorum_id, 1, behind=False)
             else:
-                standing.commit(quorum_id, 1, behind=True)
+                progress.commit(quorum_id, 1, behind=True)
                 soundness = min(group.truth.soundness, BEHIND) if group.truth.soundness < UNTRAINED else BEHIND
                 truth = Truth((group.truth.weights, number, group.replica_id), soundness, group.truth.resumed)
-            changed[i] = group.at(standing, truth)
+            changed[i] = group.at(progress, truth)
         after = self._noted(world._replace(groups=tuple(changed), quorum_id=quorum_id, members=ids))
         return after, broken or self._apart(after)
 

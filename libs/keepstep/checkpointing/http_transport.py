@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from keepstep.checkpointing.direct.http_client import Fetch
 from keepstep.checkpointing.direct.http_server import CheckpointServer
-from keepstep.checkpointing.direct.rate_limiter import Budget
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.state.restoring import Spare
 from keepstep.checkpointing.state.staging import Snapshot, StagingArea
 from keepstep.checkpointing.state.state_manifest import build_manifest
@@ -50,7 +50,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_chunks = num_chunks
         self._token = ClientToken.of(token)
         self._hostname = hostname or outward_address()
-        self._budget = Budget(uplink)
+        self._budget = RateLimiter(uplink)
         self._server = CheckpointServer(self._hostname, timeout.total_seconds(), self._token, self._budget)
         if not self._token and not self._server.is_loopback:
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())

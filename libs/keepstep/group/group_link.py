@@ -21,7 +21,7 @@ from keepstep.group.group_server import GroupServer
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings, RankLink
 from keepstep.runtime import environment
-from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
 from keepstep_mesh.errors import KeepstepError
@@ -123,7 +123,7 @@ def _name_of_group() -> str:
 
 
 def connect_group(
-    mesh: MeshThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
+    mesh: LoopThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
 ) -> tuple[RankLink, Store | None]:
     """Rank 0: starts the group server and its lighthouse session. Others: connect to it.
 
@@ -147,7 +147,7 @@ def connect_group(
             on_failed,
             on_push,
         )
-        mesh.call(server.start(), limit + SLACK)
+        mesh.call(server.start(), limit + CALL_MARGIN_SECONDS)
         if store is not None:
             store.tell(server)
         return server, store.served if store is not None else None
@@ -163,7 +163,7 @@ def connect_group(
         settings.quorum_retries,
     )
     limit = _left(deadline)
-    mesh.call(client.start(limit), limit + SLACK)
+    mesh.call(client.start(limit), limit + CALL_MARGIN_SECONDS)
     return client, store.served
 
 

@@ -20,7 +20,7 @@ from keepstep.group.merging import CommitBarrier, DisagreeError, GroupAsk, merge
 from keepstep.group.quorum_plan import make_plan
 from keepstep.group.rank_link import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, Leaving, denial, denied, rank_beats
 from keepstep.group.rank_lists import ListSender
-from keepstep.group.slow_quorum_log import Impatience
+from keepstep.group.slow_quorum_log import SlowQuorumLog
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
@@ -145,7 +145,7 @@ class GroupServer:
         self._wish = ""
         """Why the group left in the middle of a request."""
         self._tasks = OwnedTasks(self._broke)
-        self._impatience = Impatience(self._session, session.replica_id, self._tasks.start)
+        self._impatience = SlowQuorumLog(self._session, session.replica_id, self._tasks.start)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._on_loopback = False

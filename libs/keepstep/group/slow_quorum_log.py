@@ -22,7 +22,7 @@ AGAIN_SECONDS = 60.0
 ANSWER_SECONDS = 5.0
 
 
-class Impatience:
+class SlowQuorumLog:
     """``run``: owns the question to the lighthouse, as a task."""
 
     def __init__(

@@ -17,11 +17,11 @@ from keepstep_mesh.net.fork_safety import fork_error
 
 T = TypeVar("T")
 
-SLACK = 15.0
+CALL_MARGIN_SECONDS = 15.0
 """Seconds that a caller waits beyond a deadline that the mesh thread keeps."""
 
 
-class MeshThread:
+class LoopThread:
     """An event loop in a thread of its own.
 
     Args:

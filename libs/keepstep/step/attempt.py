@@ -28,11 +28,11 @@ from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode, make_plan
 from keepstep.group.rank_link import Leaving, RankLink
 from keepstep.runtime.exits import EvictedExit, GroupFailedExit
-from keepstep.runtime.loop_thread import SLACK, MeshThread
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep.step.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.step.live_state import LiveState
 from keepstep.step.managed_work import ManagedWork
-from keepstep.step.progress import Standing
+from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry, StepTimes
@@ -59,13 +59,13 @@ TORN_FOR_GOOD = (
 class StepContext:
     """What all attempts of this process work with. ``timeout``: of collectives, heals and votes."""
 
-    mesh: MeshThread
+    mesh: LoopThread
     link: RankLink
     settings: LinkSettings
     reconfigurer: Reconfigurer
     transport: CheckpointTransport[dict[str, Any]]
     state: LiveState
-    standing: Standing
+    progress: GroupProgress
     steps: StepLog
     telemetry: StepTelemetry
     log: Logger
@@ -100,14 +100,14 @@ class StepContext:
 
     def tear(self) -> None:
         """The state is of no step any more: this group heals from another, and nobody from it."""
-        self.standing.tear()
-        self.steps.write("torn", 0, 0, lineage=self.standing.lineage)
+        self.progress.tear()
+        self.steps.write("torn", 0, 0, lineage=self.progress.lineage)
 
     def diverge(self) -> None:
         """This group's weights were found to be others than the cohort's: nobody heals from it until it has healed."""
-        self.log.error("weights differ from those of the other groups", step=self.standing.step)
-        self.standing.diverge()
-        self.steps.write("diverged", self.standing.step, 0, lineage=self.standing.lineage)
+        self.log.error("weights differ from those of the other groups", step=self.progress.step)
+        self.progress.diverge()
+        self.steps.write("diverged", self.progress.step, 0, lineage=self.progress.lineage)
 
 
 class Attempt:
@@ -167,7 +167,7 @@ class Attempt:
         """Asks; waits, and heals, where that comes before the forward pass. Call it again after ``quorum_failed``."""
         self._ready = self._context.mesh.spawn(self._get_ready(ask))
         self._heal_before_step(ask)
-        self._began_at = (self._context.standing.step, self._context.standing.lineage)
+        self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
     def _heal_before_step(self, ask: RankAsk) -> None:
         """In a synchronous or first step: exchanges live state, and asks again, until no member of the quorum heals."""
@@ -191,13 +191,13 @@ class Attempt:
         ``heal_timeout``; a collective would wait for them up to its own timeout. Whether to ask again follows from the
         quorum, so all groups, and all ranks of a group, do.
         """
-        context, standing = self._context, self._context.standing
+        context, progress = self._context, self._context.progress
         self.timeout = ask.timeout_ms / 1000 + (self._heal_limit() or 0.0)
         again = replace(
             ask,
-            step=standing.step,
-            lineage=standing.lineage,
-            batches_committed=standing.batches_committed,
+            step=progress.step,
+            lineage=progress.lineage,
+            batches_committed=progress.batches_committed,
             commit_failures=max(failed_heals, 1 if context.reconfigurer.broken else 0),
             timeout_ms=round(self.timeout * 1000),
             root=None,
@@ -222,7 +222,7 @@ class Attempt:
             return False
         if self.synchronized:
             return False
-        if (context.standing.step, context.standing.lineage) != self._began_at:
+        if (context.progress.step, context.progress.lineage) != self._began_at:
             return False
         return not (self._ready.done() and context.reconfigurer.broken)
 
@@ -241,7 +241,7 @@ class Attempt:
             context.link.healing(Healing(0, 0, 0.0, plan.max_step, source))
         try:
             built = await context.reconfigurer.follow(plan)
-            context.steps.quorum(context.standing.step, plan, built=built)
+            context.steps.quorum(context.progress.step, plan, built=built)
         except Exception as error:  # noqa: BLE001  a process group that cannot be built is a failed step, whatever it says
             self.report(error)
         return plan
@@ -253,7 +253,7 @@ class Attempt:
             if self._ready is None:
                 raise RuntimeError("this step's quorum was never asked for")
             asking = 2 * self.timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
-            limit = asking + context.timeout.total_seconds() + SLACK
+            limit = asking + context.timeout.total_seconds() + CALL_MARGIN_SECONDS
             try:
                 self.plan = self._wait_ready(self._ready, limit)
             except Leaving as error:
@@ -268,7 +268,7 @@ class Attempt:
                     first_layout_difference(
                         error.peer_address, context.settings.token, context.layout, settings=context.job_settings
                     ),
-                    SLACK,
+                    CALL_MARGIN_SECONDS,
                 )
                 context.end_for(LayoutMismatch(f"{error}. {difference}", error.peer_address))
             except Banned as error:
@@ -276,9 +276,9 @@ class Attempt:
             except SessionClosed:
                 context.raise_fatal()
                 raise
-            if self.plan.diverged and not is_diverged(context.standing.lineage):
+            if self.plan.diverged and not is_diverged(context.progress.lineage):
                 context.diverge()
-        torn = self._context.standing.torn or self.plan.torn  # so is a group of which one rank is, or healed alone
+        torn = self._context.progress.torn or self.plan.torn  # so is a group of which one rank is, or healed alone
         if torn and not (self.plan.heal and self.allow_heal):
             self._context.end_for(KeepstepError(TORN_FOR_GOOD))
         return self.plan
@@ -296,7 +296,7 @@ class Attempt:
         finally:
             self._times.quorum_seconds += time.monotonic() - began
 
-    def counted_on(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether peers may count on our part in it. A request that is not answered yet is withdrawn."""
         if not self.done and self.answered is None and self._ready is not None:
             self._ready.cancel()
@@ -313,7 +313,7 @@ class Attempt:
         if not self.done and self.error is None:
             self.error = error
             reason = f"{type(error).__name__}: {error}"
-            context.log.warning("step will not commit", step=context.standing.step, reason=reason)
+            context.log.warning("step will not commit", step=context.progress.step, reason=reason)
             context.reconfigurer.abort(f"this group reported {reason}")
 
     # ---- collectives
@@ -430,7 +430,7 @@ class Attempt:
             context.state.stage(context.transport, destinations, plan.max_step, context.timeout)
         except Exception as error:  # noqa: BLE001  whatever it is, it is the joiner that goes without
             reason = f"{type(error).__name__}: {error}"
-            context.log.error("nobody can heal from this group", step=context.standing.step, reason=reason)
+            context.log.error("nobody can heal from this group", step=context.progress.step, reason=reason)
             self._refuse(plan, reason)
 
     def _refuse(self, plan: QuorumPlan, reason: str) -> None:
@@ -480,32 +480,32 @@ class Attempt:
 
     def _heal(self, plan: QuorumPlan, source: int, meter: HealMeter) -> None:
         """Takes over the state of ``source`` as it was at ``max_step``."""
-        context, standing = self._context, self._context.standing
+        context, progress = self._context, self._context.progress
         started, seconds = time.monotonic(), context.timeout.total_seconds()
         member, settings = plan.members[source], context.settings
-        if standing.step > plan.max_step:
-            given_up = {"step": standing.step, "lineage": standing.lineage}
+        if progress.step > plan.max_step:
+            given_up = {"step": progress.step, "lineage": progress.lineage}
             context.log.warning("goes back", to_step=plan.max_step, to_lineage=plan.lineage, **given_up)
         asked = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
         try:
-            metadata = context.mesh.call(asked, seconds + SLACK)
+            metadata = context.mesh.call(asked, seconds + CALL_MARGIN_SECONDS)
         except (KeepstepError, TimeoutError) as error:
             raise KeepstepError(f"{member.replica_id}: {error}") from error
 
         try:
             self._receive(plan, source, metadata, meter)
-            if standing.step != plan.max_step:
-                raise KeepstepError(f"{member.replica_id} sent step {standing.step} instead of step {plan.max_step}")
+            if progress.step != plan.max_step:
+                raise KeepstepError(f"{member.replica_id} sent step {progress.step} instead of step {plan.max_step}")
         except BaseException as error:
             if not isinstance(error, TransferError) or error.torn:
                 context.tear()
             raise
-        standing.lineage = plan.lineage
+        progress.lineage = plan.lineage
         took, received = time.monotonic() - started, meter.bytes_done
         facts = {"source": member.replica_id, "via": self._via, "bytes": received, "seconds": round(took, 3)}
-        context.log.info("healed", step=standing.step, **facts)
+        context.log.info("healed", step=progress.step, **facts)
         context.steps.write(
-            *("healed", standing.step, plan.quorum_id),
+            *("healed", progress.step, plan.quorum_id),
             epoch=plan.epoch,
             lineage=plan.lineage,
             seconds=took,
@@ -595,7 +595,7 @@ class Attempt:
             self.error = KeepstepError(
                 f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
             )
-            context.log.warning("step will not commit", step=context.standing.step, reason=str(self.error))
+            context.log.warning("step will not commit", step=context.progress.step, reason=str(self.error))
         ok = self.error is None
         if context.settings.world_size == 1:
             return ok
@@ -604,7 +604,7 @@ class Attempt:
         seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
         seconds += (self._heal_limit() or 0.0) if plan.heal else 0.0
         try:
-            committed = context.mesh.call(context.link.vote(vote, seconds), seconds + SLACK)
+            committed = context.mesh.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
         except (TimeoutError, KeepstepError, OSError) as error:
             reason = f"the commit decision of step {plan.max_step} cannot be known: {type(error).__name__}: {error}"
             context.fail_group(reason)
@@ -615,28 +615,28 @@ class Attempt:
 
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """What became of the step is what the group stands at."""
-        context, standing = self._context, self._context.standing
+        context, progress = self._context, self._context.progress
         self.done = True
         context.link.finished_step()
         if committed and plan is not None:
             participants = self.participation(plan)[1]
-            facts = {"epoch": plan.epoch, "participants": participants, "lineage": standing.lineage}
+            facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}
             behind = plan.heal and not self._healed
             if behind:
                 facts["behind"] = True
             if self.synchronized:
                 facts["synchronized"] = True
-                batches = (plan.reference_batches if behind else 0) or standing.batches_committed
-                standing.commit_synchronized(plan.max_step, plan.lineage, batches, plan.quorum_id, participants)
+                batches = (plan.reference_batches if behind else 0) or progress.batches_committed
+                progress.commit_synchronized(plan.max_step, plan.lineage, batches, plan.quorum_id, participants)
             else:
-                standing.commit(plan.quorum_id, participants, behind=behind)
-            if standing.lineage != plan.quorum_id:
-                facts["new_lineage"] = standing.lineage
-            context.steps.write("committed", standing.step, plan.quorum_id, **facts)
-            context.telemetry.step(self._times, standing.step, plan.quorum_id, participants, committed=True)
+                progress.commit(plan.quorum_id, participants, behind=behind)
+            if progress.lineage != plan.quorum_id:
+                facts["new_lineage"] = progress.lineage
+            context.steps.write("committed", progress.step, plan.quorum_id, **facts)
+            context.telemetry.step(self._times, progress.step, plan.quorum_id, participants, committed=True)
             return
-        standing.discard()
+        progress.discard()
         epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
         reason = str(self.error)
-        context.steps.write("discarded", standing.step, quorum_id, epoch=epoch, reason=reason)
-        context.telemetry.step(self._times, standing.step, quorum_id, 0, committed=False, reason=reason[:500])
+        context.steps.write("discarded", progress.step, quorum_id, epoch=epoch, reason=reason)
+        context.telemetry.step(self._times, progress.step, quorum_id, 0, committed=False, reason=reason[:500])

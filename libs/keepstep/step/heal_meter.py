@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
-from keepstep_mesh.telemetry.throughput import Pace
+from keepstep_mesh.telemetry.throughput import ThroughputMeter
 
 REPORT_SECONDS = 0.25
 """Between two reports to the lighthouse."""
@@ -27,7 +27,7 @@ class HealMeter:
         self._source = source
         self._began = now
         self._moved = (0, 0)
-        self._pace = Pace(now)
+        self._pace = ThroughputMeter(now)
         self._next_line = LONG_SECONDS
 
     @property

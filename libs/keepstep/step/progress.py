@@ -12,7 +12,7 @@ from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, TORN, is_torn
 from keepstep_mesh.protocol.messages import Lineage
 
 
-class Standing:
+class GroupProgress:
     """``lineage``: of the weights that the group starts with."""
 
     def __init__(self, replica_id: str, lineage: Lineage) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.rank_link import RankLink
-from keepstep.runtime.loop_thread import MeshThread
+from keepstep.runtime.loop_thread import LoopThread
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.security.tls import as_safe
@@ -38,7 +38,7 @@ class StepTimes:
 class StepTelemetry:
     """Rank 0 tells; other ranks' calls do nothing."""
 
-    def __init__(self, mesh: MeshThread, link: RankLink, settings: LinkSettings) -> None:
+    def __init__(self, mesh: LoopThread, link: RankLink, settings: LinkSettings) -> None:
         self._mesh = mesh
         self._link = link
         self._asked = settings.session.addresses[0]

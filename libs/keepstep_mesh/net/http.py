@@ -19,7 +19,7 @@ from yarl import URL
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.net.fork_safety import open_socket
-from keepstep_mesh.security.audit import Caller, Ration
+from keepstep_mesh.security.audit import Caller, LogLimiter
 from keepstep_mesh.security.tls import TlsFiles, as_safe, watched_client_context
 from keepstep_mesh.security.tokens import Access, ClientToken, ForbiddenError, Role, Token, Tokens, derived, place_of
 from keepstep_mesh.security.web_pages import MisdirectedError, host_problem, origin_problem
@@ -230,13 +230,13 @@ def application(
     """
     gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
-    refusals = Ration()
+    refusals = LogLimiter()
     for route in routes:
         app.router.add_route(route.method, route.path, _guarded(route, gate, refusals))
     return app
 
 
-def _guarded(route: Route, gate: _Gate, refusals: Ration) -> Handler:
+def _guarded(route: Route, gate: _Gate, refusals: LogLimiter) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             token = gate.check(request, route.access)

@@ -30,7 +30,7 @@ class Caller:
         return " ".join(word for word in words if word)
 
 
-class Ration:
+class LogLimiter:
     """Which of many equal lines are written: one for each key in ``seconds``."""
 
     def __init__(self, seconds: float = REFUSAL_SECONDS, max_keys: int = MAX_ADDRESSES) -> None:

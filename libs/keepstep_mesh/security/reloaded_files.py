@@ -20,7 +20,7 @@ log = get_logger("keepstep.reloading")
 Stamp = tuple[int, int, int] | None
 
 
-class FromFiles(Generic[T]):
+class ReloadedFiles(Generic[T]):
     """``value`` is what ``read`` made of ``files``. Methods may be called from any thread.
 
     ``what``: a word for logs. Whatever ``read`` raises the first time is the caller's.

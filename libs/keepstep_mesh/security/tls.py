@@ -18,7 +18,7 @@ import aiohttp
 
 from keepstep_mesh.config.settings import Settings
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.security.reloaded_files import FromFiles
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 PEM_ADVICE = "docs/security.md has the openssl commands that make one"
 
@@ -111,9 +111,9 @@ def tls_of_client(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     return TlsFiles(*(settings.get(f"tls_{name}", Path, None) for name in ("cert", "key", "ca")))
 
 
-def watched_client_context(files: TlsFiles) -> FromFiles[ssl.SSLContext] | None:
+def watched_client_context(files: TlsFiles) -> ReloadedFiles[ssl.SSLContext] | None:
     """The context of a client, to be refreshed before a connection; None without files: the system's CAs."""
-    return FromFiles("certificates", files.all(), files.client_context) if files else None
+    return ReloadedFiles("certificates", files.all(), files.client_context) if files else None
 
 
 def as_safe(address: str, asked: str) -> str:

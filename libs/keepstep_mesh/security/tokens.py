@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from keepstep_mesh.config.logging import hide
 from keepstep_mesh.errors import AuthError
-from keepstep_mesh.security.reloaded_files import FromFiles
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 MIN_TOKEN_CHARACTERS = 16
 LOOK_SECONDS = 1.0
@@ -188,10 +188,10 @@ def tokens_of_service(environ: Mapping[str, str] = os.environ, token_file: Path 
     return Tokens(named=tuple(token for tokens in found.values() for token in tokens))
 
 
-def watched_tokens(environ: Mapping[str, str] = os.environ, token_file: Path | None = None) -> FromFiles[Tokens]:
+def watched_tokens(environ: Mapping[str, str] = os.environ, token_file: Path | None = None) -> ReloadedFiles[Tokens]:
     """The same, read again when the file changes."""
     files = () if token_file is None else (token_file,)
-    return FromFiles("tokens", files, partial(tokens_of_service, environ, token_file))
+    return ReloadedFiles("tokens", files, partial(tokens_of_service, environ, token_file))
 
 
 def _token_of_line(line: str, where: str) -> Token:
@@ -226,7 +226,7 @@ class ClientToken:
         self.source = f"the file {file}" if file else "KEEPSTEP_TOKEN" if fixed else ""
         """For people; empty: there is none."""
         files = () if file is None else (file,)
-        self._tokens = FromFiles("token", files, lambda: _client_tokens(fixed, file))
+        self._tokens = ReloadedFiles("token", files, lambda: _client_tokens(fixed, file))
         self._looked = time.monotonic()
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from keepstep_mesh.config.settings import Settings, base_url, bind_address, boolean, split_addresses
-from keepstep_mesh.security.reloaded_files import FromFiles
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.security.tls import TlsFiles, tls_of_client, tls_of_service
 from keepstep_mesh.security.tokens import ClientToken, Tokens, watched_tokens
 from keepstep_mesh.security.web_pages import host_names
@@ -26,7 +26,7 @@ class ListenSettings:
     """
 
     bind: str = "127.0.0.1:0"
-    tokens: Tokens | FromFiles[Tokens] = field(default_factory=Tokens)
+    tokens: Tokens | ReloadedFiles[Tokens] = field(default_factory=Tokens)
     tls: TlsFiles = field(default_factory=TlsFiles)
     insecure: bool = False
     advertise: str | None = None
@@ -41,7 +41,7 @@ class ListenSettings:
 
     def own_token(self) -> str | None:
         """The one of those it takes that it shows to other services."""
-        return (self.tokens.value if isinstance(self.tokens, FromFiles) else self.tokens).for_services()
+        return (self.tokens.value if isinstance(self.tokens, ReloadedFiles) else self.tokens).for_services()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.event_loop import new_event_loop
 from keepstep_mesh.net.fork_safety import claim, listening_socket
 from keepstep_mesh.net.http import MAX_BODY_BYTES, Handler, Problem, Route, application
-from keepstep_mesh.security.reloaded_files import FromFiles
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Access, Tokens, check_bind, is_loopback
 from keepstep_mesh.serving.listen_settings import ListenSettings
@@ -106,7 +106,7 @@ async def serving(
     host: str,
     port: int,
     *,
-    tokens: Tokens | FromFiles[Tokens] | None = None,
+    tokens: Tokens | ReloadedFiles[Tokens] | None = None,
     tls: TlsFiles | None = None,
     insecure: bool = False,
     allow_hosts: Collection[str] = (),
@@ -120,8 +120,8 @@ async def serving(
     ``reread``, when it is set, has the files of tokens and certificates read again at once. Raises ``BindError`` with
     what to do for a port that is taken, ``AuthError`` for one that would be open to all, ``TlsError`` for certificates.
     """
-    known = tokens if isinstance(tokens, FromFiles) else FromFiles("tokens", (), lambda: tokens or Tokens())
-    certificates = FromFiles("certificates", tls.all(), tls.server_context) if tls else None
+    known = tokens if isinstance(tokens, ReloadedFiles) else ReloadedFiles("tokens", (), lambda: tokens or Tokens())
+    certificates = ReloadedFiles("certificates", tls.all(), tls.server_context) if tls else None
     check_bind(host, known.value, insecure=insecure)
     stopping = False
 
@@ -222,7 +222,10 @@ class _Door:
 
 @asynccontextmanager
 async def _kept_fresh(
-    tokens: FromFiles[Tokens], certificates: FromFiles[ssl.SSLContext] | None, door: _Door, reread: asyncio.Event
+    tokens: ReloadedFiles[Tokens],
+    certificates: ReloadedFiles[ssl.SSLContext] | None,
+    door: _Door,
+    reread: asyncio.Event,
 ) -> AsyncIterator[None]:
     """Reads the files again when they have changed. Files may be slow, so this is done in a thread."""
 
@@ -383,7 +386,7 @@ def run_several(hosted: Sequence[Hosted], *, uvloop: bool = True) -> None:
             for one in hosted:
                 settings, reread = one.settings, asyncio.Event()
                 host, port = bind_address(settings.bind)
-                if settings.tls or (isinstance(settings.tokens, FromFiles) and settings.tokens.files):
+                if settings.tls or (isinstance(settings.tokens, ReloadedFiles) and settings.tokens.files):
                     rereads.append(reread)
                     loop.add_signal_handler(signal.SIGHUP, reread_all)
                 at = await stack.enter_async_context(

@@ -363,7 +363,7 @@ class LighthouseSession:
     # ---- out
 
     def _send(self, message: ToLighthouse) -> None:
-        """Sends within the session; what is said while there is none is lost, or said again by ``_let_in``."""
+        """Sends within the session; what is said while there is none is lost, or said again by ``_authorize``."""
         if self.lighthouse and self._link is not None:
             self.liveness.sent(self._loop.time())
             self._link.send(codec.encode(message))
@@ -429,7 +429,7 @@ class LighthouseSession:
             if type(message) is QuorumAnswer:
                 self._answered(message)
             else:
-                self._told(message)
+                self._on_message(message)
         except StaleLighthouseError as error:
             self._move(str(error))
         except ProtocolError as error:
@@ -446,12 +446,12 @@ class LighthouseSession:
             if asker is not None and not asker.done():
                 asker.set_result(quorum)
 
-    def _told(self, message: codec.Message) -> None:
+    def _on_message(self, message: codec.Message) -> None:
         match message:
             case MemberLost() | RoundBroken() | Drain():
                 self._on_push(message)
             case Welcome():
-                self._let_in(message)
+                self._authorize(message)
             case Timing():
                 self._set_timing(message)
                 if self._ended is None:
@@ -477,7 +477,7 @@ class LighthouseSession:
             case _:
                 raise ProtocolError(f"{message.kind!r} is not for workers")
 
-    def _let_in(self, welcome: Welcome) -> None:
+    def _authorize(self, welcome: Welcome) -> None:
         if self._welcomed.done():
             raise ProtocolError("welcomed twice")
         self._core.welcomed(welcome)

@@ -10,7 +10,7 @@ GRAIN = 0.1
 """Seconds; of counts that are closer together the last is kept."""
 
 
-class Pace:
+class ThroughputMeter:
     """Of something that began at ``now`` (seconds of a clock that only goes forward) with no byte."""
 
     def __init__(self, now: float) -> None:

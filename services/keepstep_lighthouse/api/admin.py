@@ -23,7 +23,7 @@ from keepstep_lighthouse.api.cluster import ClusterView
 from keepstep_lighthouse.jobs.event_log import Happened
 from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.term import TermOverError
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.events import (
@@ -164,7 +164,7 @@ SHAPES = {
 }
 
 
-def routes(lighthouse: Keeper, all_routes: Callable[[], list[Route]]) -> list[Route]:
+def routes(lighthouse: LighthouseNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
     """``all_routes``: what ``/openapi.json`` describes."""
     here = _Admin(lighthouse, all_routes)
     job, one = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{replica_id}"
@@ -200,7 +200,7 @@ def routes(lighthouse: Keeper, all_routes: Callable[[], list[Route]]) -> list[Ro
 
 
 class _Admin:
-    def __init__(self, lighthouse: Keeper, all_routes: Callable[[], list[Route]]) -> None:
+    def __init__(self, lighthouse: LighthouseNode, all_routes: Callable[[], list[Route]]) -> None:
         self._lighthouse = lighthouse
         self._all_routes = all_routes
         self._followers = 0

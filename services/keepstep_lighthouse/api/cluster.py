@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.leadership.term import EPOCH_KEY, parse_epoch
 from keepstep_lighthouse.registry.service_records import ServiceRecord
 from keepstep_lighthouse.store.contract import Store, StoreError
@@ -41,7 +41,7 @@ class ClusterView:
     store: StoreView
 
 
-async def lighthouses(lighthouse: Keeper, here: str) -> tuple[NodeView, ...]:
+async def lighthouses(lighthouse: LighthouseNode, here: str) -> tuple[NodeView, ...]:
     """All lighthouses of this cluster. ``here``: the address under which this one was asked."""
     epoch = lighthouse.term.epoch if lighthouse.term else 0
     if lighthouse.nodes is None or lighthouse.leadership is None:
@@ -59,7 +59,7 @@ async def lighthouses(lighthouse: Keeper, here: str) -> tuple[NodeView, ...]:
     return tuple(sorted(views, key=lambda one: one.address))
 
 
-async def view(lighthouse: Keeper, here: str) -> ClusterView:
+async def view(lighthouse: LighthouseNode, here: str) -> ClusterView:
     nodes = await lighthouses(lighthouse, here)
     leader = next((node for node in nodes if node.leads), None)
     kind = lighthouse.settings.store.partition("://")[0]

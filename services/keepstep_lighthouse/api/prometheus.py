@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.jobs.lighthouse_node import Keeper
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaState
 
 FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
@@ -23,7 +23,7 @@ UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
 
 
 class _Lighthouse(Collector):
-    def __init__(self, lighthouse: Keeper) -> None:
+    def __init__(self, lighthouse: LighthouseNode) -> None:
         self._lighthouse = lighthouse
 
     def collect(self) -> Iterator[Metric]:
@@ -105,7 +105,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     yield from (groups, group_step)
 
 
-def registry(lighthouse: Keeper) -> CollectorRegistry:
+def registry(lighthouse: LighthouseNode) -> CollectorRegistry:
     found = CollectorRegistry()
     found.register(_Lighthouse(lighthouse))
     return found

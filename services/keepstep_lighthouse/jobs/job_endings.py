@@ -56,11 +56,11 @@ class JobOwner(Protocol):
 
 
 class JobEndings:
-    def __init__(self, keeper: JobOwner) -> None:
+    def __init__(self, owner: JobOwner) -> None:
         self.floor = 0
         """quorum_id that new jobs begin with."""
         self._stored_floor: bytes | None = None
-        self._keeper = keeper
+        self._owner = owner
         self._evicted: OrderedDict[tuple[str, str], None] = OrderedDict()
         """(job, replica_id) of those that were connected when their job was deleted by force."""
         self._one_deletion = asyncio.Lock()
@@ -86,10 +86,10 @@ class JobEndings:
         evicted = [one.replica_id for one in job.core.replicas(time.monotonic()) if one.state is not ReplicaState.GONE]
         job.close()
         task = asyncio.create_task(self._delete(job, {"by": by, **detail}, sorted(evicted)))
-        return await asyncio.shield(self._keeper.owned(task))
+        return await asyncio.shield(self._owner.owned(task))
 
     async def _delete(self, job: Job, detail: dict[str, Data], evicted: list[str]) -> Happened:
-        keeper, key = self._keeper, records.JOB_PREFIX + job.name
+        owner, key = self._owner, records.JOB_PREFIX + job.name
         async with self._one_deletion:
             if writing := job.writing():
                 await asyncio.wait(writing)
@@ -100,14 +100,14 @@ class JobEndings:
             try:
                 await job.term.change(compare, (Write(key, None), Write(records.FLOOR_KEY, value)))
             except TermOverError as error:
-                keeper.term_failed(job.term, str(error))
+                owner.term_failed(job.term, str(error))
                 raise
             self.floor, self._stored_floor = floor, value
-        if keeper.jobs.get(job.name) is job:
-            del keeper.jobs[job.name]
+        if owner.jobs.get(job.name) is job:
+            del owner.jobs[job.name]
         detail |= {"quorum_id": quorum_id, "evicted": list[Data](evicted)}
-        happened = keeper.events.add(job.name, "job_deleted", "", detail, time.time())
-        keeper.events.forget(job.name)
+        happened = owner.events.add(job.name, "job_deleted", "", detail, time.time())
+        owner.events.forget(job.name)
         log.info("job_deleted", job=job.name, **detail)
         self._evict(job, evicted, str(detail["by"]))
         return happened
@@ -150,7 +150,7 @@ class JobEndings:
         """Delete the jobs that have expired, the longest unused first. Raises ``TermOverError``."""
         left = at_most
         while left != 0 and (names := self.expired()):
-            job, now = self._keeper.jobs[names[0]], time.monotonic()
+            job, now = self._owner.jobs[names[0]], time.monotonic()
             await self.delete(job, BY_TTL, job_ttl=job.core.record.policy.job_ttl, idle_seconds=now - job.used_at)
             left = None if left is None else left - 1
 
@@ -158,4 +158,4 @@ class JobEndings:
         return expired(self._uses(), time.monotonic())
 
     def _uses(self) -> list[JobUse]:
-        return [job.use for job in self._keeper.jobs.values()] if self._keeper.term is not None else []
+        return [job.use for job in self._owner.jobs.values()] if self._owner.term is not None else []

@@ -51,7 +51,7 @@ TERM_RETRY_FIRST, TERM_RETRY_MOST = 0.1, 5.0
 log = get_logger("keepstep.lighthouse")
 
 
-class Keeper:
+class LighthouseNode:
     """``store`` is set before ``keep_term`` (a store of its own) or ``stand_by`` (a shared one) runs."""
 
     def __init__(self, settings: LighthouseSettings) -> None:
@@ -190,11 +190,11 @@ class Keeper:
         for key, record in found.items():
             name = key.removeprefix(records.JOB_PREFIX)
             self._add_job(name, term, stored[key], record)
-            self._say_that_it_keeps_its_policy(name, record.policy)
+            self._warn_stored_policy_differs(name, record.policy)
         self._settled.set()
         log.info("term began", epoch=term.epoch, jobs=len(found), store=self.settings.store.partition("://")[0])
 
-    def _say_that_it_keeps_its_policy(self, job: str, policy: Policy) -> None:
+    def _warn_stored_policy_differs(self, job: str, policy: Policy) -> None:
         names = policy_changes(self.settings.policy, policy)
         if names and job not in self._said_to_keep:
             self._said_to_keep.add(job)
@@ -268,7 +268,7 @@ class Keeper:
     # ---- sessions
 
     def new_session(self, job: str) -> Session:
-        """To be accepted, and then given to ``has_come``."""
+        """To be accepted, and then given to ``add_session``."""
         return Session(
             next(self._numbers),
             job,
@@ -278,7 +278,7 @@ class Keeper:
             services=self.registry.addresses,
         )
 
-    def has_come(self, session: Session) -> None:
+    def add_session(self, session: Session) -> None:
         self.sessions[session.number] = session
         self._alone_since = 0.0
 

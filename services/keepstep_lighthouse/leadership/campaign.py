@@ -63,7 +63,7 @@ class Leadership:
         self._released.set()
         self._wake = asyncio.Event()
         self._look_at = 0.0
-        self._told = 0
+        self._notifications = 0
         """Changes that the watch told of."""
         self._revoking: set[asyncio.Task[None]] = set()
 
@@ -135,9 +135,9 @@ class Leadership:
         self._look_at = time.monotonic() + self.core.lease / 3
         try:
             async with asyncio.timeout(STORE_TIMEOUT):
-                told = self._told
+                told = self._notifications
                 value = await self._store.get(LEADER_KEY)
-                if told == self._told:
+                if told == self._notifications:
                     self._heard(value)
                 else:
                     self._look_at = 0.0  # the watch told something meanwhile, which may be newer
@@ -228,7 +228,7 @@ class Leadership:
                 async with self._store.watch(LEADER_KEY) as watch:
                     async for change in watch:
                         if change.key == LEADER_KEY:
-                            self._told += 1
+                            self._notifications += 1
                             self._heard(change.value)
                             self._wake.set()
             except StoreError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from keepstep_mesh.protocol.names import name_of
 from keepstep_metrics.history import stragglers
 from keepstep_metrics.history.histogram import BINS, bin_of
-from keepstep_metrics.history.records import MAX_TEXT, MAX_VALUES, Batch, Happening, StateSaid, Step, Upload
+from keepstep_metrics.history.records import MAX_TEXT, MAX_VALUES, Batch, EventRecord, StateRecord, Step, Upload
 from keepstep_metrics.history.sentences import sentence
 from keepstep_metrics.history.series import Series
 from keepstep_metrics.history.stragglers import Standing
@@ -239,7 +239,7 @@ class Job:
 
     # ---- what lighthouses and relays tell
 
-    def take_event(self, one: Happening, number: int) -> Event:
+    def take_event(self, one: EventRecord, number: int) -> Event:
         """The event, with its ``number`` here."""
         t, detail = one.t, one.detail
         self.epoch = max(self.epoch, one.epoch)
@@ -252,7 +252,7 @@ class Job:
         self.events.append(event)
         return event
 
-    def _name(self, one: Happening) -> str:
+    def _name(self, one: EventRecord) -> str:
         """The stable name of the group that an event is about: an order may give that itself, colons and all."""
         given = one.replica_id
         return given if one.event in ORDERS and given in self.groups else name_of(given)
@@ -270,7 +270,7 @@ class Job:
             if (timeline := self.groups[name].timeline).state in AT_WORK:
                 timeline.mark(t, State.LOST)
 
-    def _change_group(self, group: Group, one: Happening) -> None:
+    def _change_group(self, group: Group, one: EventRecord) -> None:
         t, detail, whole = one.t, one.detail, one.replica_id
         reason = str(detail.get("reason", ""))[:MAX_TEXT]
         match one.event:
@@ -419,7 +419,7 @@ class MetricsCore:
         for record in new:
             if record is None:
                 continue
-            name = record.job if isinstance(record, Happening | Upload) else batch.job
+            name = record.job if isinstance(record, EventRecord | Upload) else batch.job
             job = self._job(name, now) if name and self._counts(name, record.t, now) else None
             if job is None or (batch.source == "worker" and job.group(batch.name) is None):
                 self.left_out += 1
@@ -429,9 +429,9 @@ class MetricsCore:
             match record:
                 case Step():
                     job.take_step(batch.name, record, now)
-                case StateSaid():
+                case StateRecord():
                     self._take_state(job, batch.name, record)
-                case Happening():
+                case EventRecord():
                     self.last_event += 1
                     made.append((name, job.take_event(record, self.last_event)))
                     if record.event == DELETED:
@@ -455,7 +455,7 @@ class MetricsCore:
         while len(self.deleted) > MAX_DELETED:
             self.deleted.popitem(last=False)
 
-    def _take_state(self, job: Job, replica_id: str, one: StateSaid) -> None:
+    def _take_state(self, job: Job, replica_id: str, one: StateRecord) -> None:
         group = job.group(replica_id)
         if group is not None and replica_id not in group.ends and one.state in SAID:
             group.timeline.mark(one.t, State(one.state))

@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSaid:
+class StateRecord:
     """What a group does from ``t`` on, by its own word."""
 
     t: float
@@ -52,7 +52,7 @@ class StateSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class EventRecord:
     """An entry of a lighthouse's event log."""
 
     t: float
@@ -87,7 +87,7 @@ class BadBatchError(ValueError):
     """Says what is wrong with it."""
 
 
-Record = Step | StateSaid | Happening | Upload
+Record = Step | StateRecord | EventRecord | Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _record(plain: Any, source: str) -> Record | None:
                 },
             )
         case "state" if source == "worker":
-            return StateSaid(_real(plain, "t"), _text(plain, "state"))
+            return StateRecord(_real(plain, "t"), _text(plain, "state"))
         case "event" if source != "worker":
             detail = plain.get("detail", {})
             if not isinstance(detail, dict):
@@ -170,7 +170,7 @@ def _record(plain: Any, source: str) -> Record | None:
             job = _text(plain, "job", "")
             if job and (problem := names.problem(job, "job")) is not None:
                 raise BadBatchError(problem)
-            return Happening(
+            return EventRecord(
                 _real(plain, "t"),
                 _whole(plain, "id"),
                 job,

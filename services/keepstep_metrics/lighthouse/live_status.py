@@ -82,7 +82,7 @@ class Live:
     uploads: tuple[LiveUpload, ...] = ()
 
 
-class Asker:
+class LiveStatusPoller:
     """``address``: of a lighthouse, as it is known now. ``on_news`` is told the name of a job."""
 
     def __init__(

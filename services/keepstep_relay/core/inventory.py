@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from keepstep_mesh.telemetry.throughput import Pace
+from keepstep_mesh.telemetry.throughput import ThroughputMeter
 from keepstep_relay.core.events import Facts, Key, State, Table, Tier, UploadEnded
 
 NEVER = float("inf")
@@ -59,11 +59,11 @@ class Checkpoint:
     """Of chunks that its tables waited for."""
     came_at: float = field(init=False)
     """When the last of them did, or else the beginning."""
-    pace: Pace = field(init=False)
+    pace: ThroughputMeter = field(init=False)
     """Of ``came_bytes``."""
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.began)
+        self.pace = ThroughputMeter(self.began)
         self.came_at = self.began
 
     @property

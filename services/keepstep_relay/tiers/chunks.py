@@ -40,7 +40,7 @@ from keepstep_relay.core.inventory import Chunk
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
-from keepstep_relay.tiers.locks import Bells, Turns
+from keepstep_relay.tiers.locks import KeyedLock, Notifier
 from keepstep_relay.tiers.memory_tier import MemoryTier
 
 T = TypeVar("T")
@@ -70,8 +70,8 @@ class ChunkStore:
         self.memory = MemoryTier(memory_bytes, lambda size: self.make_room(size))  # noqa: PLW0108 - another takes its place
         self.disk = disk
         self.durable = durable
-        self.bells = Bells()
-        self.turns = Turns()
+        self.bells = Notifier()
+        self.turns = KeyedLock()
         self.times_changed = asyncio.Event()
         """The core may name an earlier deadline than before."""
         self.damaged: Counter[str] = Counter()

@@ -14,7 +14,7 @@ class _Turn:
     users: int = 0
 
 
-class Turns:
+class KeyedLock:
     """``async with turns(key)``: one at a time for each key, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Turns:
                 del self._turns[key]
 
 
-class Bells:
+class Notifier:
     """Whoever waits for a key is woken by the next ``ring`` of it, and has to look whether it is what he waits for."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from tests.support.lighthouse_driver import lighthouse as in_loop
 from keepstep.group.group_server import GroupServer
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings
-from keepstep.runtime.loop_thread import MeshThread
+from keepstep.runtime.loop_thread import LoopThread
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
 from keepstep_mesh.protocol.messages import RankAsk
@@ -39,7 +39,7 @@ class Pair:
     def __init__(self, lighthouse: Lighthouse) -> None:
         self.lighthouse = lighthouse
         self.failed: list[str] = []
-        self.threads = [MeshThread("rank 0"), MeshThread("rank 1")]
+        self.threads = [LoopThread("rank 0"), LoopThread("rank 1")]
         self.server = GroupServer(
             GroupSettings(2, "127.0.0.1"),
             SessionSettings((lighthouse.address,), "default", "a:1"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_mesh.security.reloaded_files import FromFiles
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def number(tmp_path: Path) -> Path:
 
 
 def test_it_is_read_again_when_the_file_was_written(number: Path) -> None:
-    one = FromFiles("number", [number], lambda: int(number.read_text()))
+    one = ReloadedFiles("number", [number], lambda: int(number.read_text()))
     assert (one.value, one.refresh()) == (1, False)
     number.write_text("22")
     assert (one.refresh(), one.value, one.refresh()) == (True, 22, False)
 
 
 def test_it_is_read_again_when_the_file_was_replaced_by_one_of_the_same_size_and_time(number: Path) -> None:
-    one = FromFiles("number", [number], lambda: int(number.read_text()))
+    one = ReloadedFiles("number", [number], lambda: int(number.read_text()))
     before = number.stat()
     other = number.with_name("other")
     other.write_text("2")
@@ -39,14 +39,14 @@ def test_a_link_that_leads_elsewhere_is_a_change(number: Path, tmp_path: Path) -
     other, link = tmp_path / "other", tmp_path / "link"
     other.write_text("2")
     link.symlink_to(number)
-    one = FromFiles("number", [link], lambda: int(link.read_text()))
+    one = ReloadedFiles("number", [link], lambda: int(link.read_text()))
     link.unlink()
     link.symlink_to(other)
     assert (one.refresh(), one.value) == (True, 2)
 
 
 def test_a_broken_file_is_reported_once_and_the_old_value_stays(number: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = FromFiles("number", [number], lambda: int(number.read_text()))
+    one = ReloadedFiles("number", [number], lambda: int(number.read_text()))
     number.write_text("rubbish")
     assert [one.refresh(), one.refresh()] == [False, False]
     number.unlink()
@@ -61,7 +61,7 @@ def test_a_broken_file_is_reported_once_and_the_old_value_stays(number: Path, ca
 
 def test_by_force_it_is_read_though_nothing_seems_to_have_changed(number: Path) -> None:
     read = []
-    one = FromFiles("number", [number], lambda: read.append(1))
+    one = ReloadedFiles("number", [number], lambda: read.append(1))
     one.refresh()
     assert len(read) == 1
     assert one.refresh(force=True)
@@ -69,7 +69,7 @@ def test_by_force_it_is_read_though_nothing_seems_to_have_changed(number: Path) 
 
 
 def test_what_is_made_of_no_file_never_changes() -> None:
-    one = FromFiles("nothing", [], list)
+    one = ReloadedFiles("nothing", [], list)
     before = one.value
     assert not one.refresh(force=True)
     assert one.value is before
@@ -78,4 +78,4 @@ def test_what_is_made_of_no_file_never_changes() -> None:
 def test_a_first_reading_that_fails_is_for_the_caller(number: Path) -> None:
     number.write_text("rubbish")
     with pytest.raises(ValueError, match="rubbish"):
-        FromFiles("number", [number], lambda: int(number.read_text()))
+        ReloadedFiles("number", [number], lambda: int(number.read_text()))

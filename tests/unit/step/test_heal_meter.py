@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from keepstep.step.heal_meter import HealMeter, log_fields
-from keepstep_mesh.telemetry.throughput import Pace
+from keepstep_mesh.telemetry.throughput import ThroughputMeter
 
 MIB = 1 << 20
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
-    pace = Pace(100.0)
+    pace = ThroughputMeter(100.0)
     assert pace.rate(100.0) == 0
     pace.count(50, 101.0)
     assert pace.rate(102.0) == 25.0
@@ -21,7 +21,7 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
 
 
 def test_a_rate_falls_to_nothing_when_nothing_moves() -> None:
-    pace = Pace(0.0)
+    pace = ThroughputMeter(0.0)
     for tenth in range(1, 11):
         pace.count(100 * tenth, tenth / 10)
     assert pace.rate(1.0) == pytest.approx(1000.0)
@@ -30,7 +30,7 @@ def test_a_rate_falls_to_nothing_when_nothing_moves() -> None:
 
 
 def test_who_begins_again_is_measured_from_there() -> None:
-    pace = Pace(0.0)
+    pace = ThroughputMeter(0.0)
     pace.count(1000, 1.0)
     pace.count(10, 2.0)
     pace.count(110, 3.0)
@@ -38,7 +38,7 @@ def test_who_begins_again_is_measured_from_there() -> None:
 
 
 def test_very_many_counts_take_little_room() -> None:
-    pace = Pace(0.0)
+    pace = ThroughputMeter(0.0)
     for number in range(100_000):
         pace.count(number, number / 10_000)
     assert len(pace._counts) < 200

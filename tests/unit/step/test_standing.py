@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from keepstep.step.progress import Standing
+from keepstep.step.progress import GroupProgress
 
 
-def at(step: int, lineage: int | str) -> Standing:
-    standing = Standing("a:1", lineage)
+def at(step: int, lineage: int | str) -> GroupProgress:
+    standing = GroupProgress("a:1", lineage)
     standing.step = step
     return standing
 
 
-def restored(state: dict[str, Any], replica_id: str = "b:2") -> Standing:
-    standing = Standing(replica_id, f"new:{replica_id}")
+def restored(state: dict[str, Any], replica_id: str = "b:2") -> GroupProgress:
+    standing = GroupProgress(replica_id, f"new:{replica_id}")
     standing.resume(state)
     return standing
 
 
 def test_a_commit_gives_the_state_the_lineage_of_its_quorum():
-    standing = Standing("a:1", "new:a:1")
+    standing = GroupProgress("a:1", "new:a:1")
     standing.discard()
     standing.commit(7, participants=2, behind=False)
     assert standing.state_dict() == {"step": 1, "batches_committed": 2, "lineage": 7}
@@ -30,14 +30,14 @@ def test_a_commit_gives_the_state_the_lineage_of_its_quorum():
 
 
 def test_failures_are_counted_until_a_commit():
-    standing = Standing("a:1", "new:a:1")
+    standing = GroupProgress("a:1", "new:a:1")
     standing.discard()
     standing.discard()
     assert (standing.step, standing.commit_failures) == (0, 2)
 
 
 def test_a_commit_of_a_group_that_took_part_behind_gives_it_a_lineage_that_nobody_else_has():
-    first, other = at(5, 3), Standing("b:1", 4)
+    first, other = at(5, 3), GroupProgress("b:1", 4)
     first.commit(7, participants=2, behind=True)
     other.commit(7, participants=2, behind=True)
     assert (first.step, first.lineage, other.lineage) == (6, "behind:a:1:1", "behind:b:1:1")

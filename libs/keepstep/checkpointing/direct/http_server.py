@@ -40,7 +40,7 @@ from keepstep.checkpointing.direct import holders
 from keepstep.checkpointing.direct.admission import Admission
 from keepstep.checkpointing.direct.connection import QUEUE_FIELD
 from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
-from keepstep.checkpointing.direct.rate_limiter import Budget
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger
@@ -116,7 +116,7 @@ class CheckpointServer:
         budget: what all readers together may take of the uplink; None: everything.
     """
 
-    def __init__(self, host: str, timeout: float, token: ClientToken, budget: Budget | None = None) -> None:
+    def __init__(self, host: str, timeout: float, token: ClientToken, budget: RateLimiter | None = None) -> None:
         self._timeout = timeout
         self._token = token
         self._host = host

@@ -7,7 +7,7 @@ import threading
 BURST_SECONDS = 0.1
 
 
-class Budget:
+class RateLimiter:
     """``bytes_per_second``: that may leave; None: no limit. Any thread may ask."""
 
     def __init__(self, bytes_per_second: float | None) -> None:

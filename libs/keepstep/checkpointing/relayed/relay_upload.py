@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
-from keepstep.checkpointing.direct.rate_limiter import Budget
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, home, put_chunk
 from keepstep.checkpointing.state.staging import Snapshot
@@ -55,7 +55,7 @@ class Upload:
     """One snapshot, which is held until the end. ``start`` it once; ``abort`` it from any thread."""
 
     def __init__(
-        self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, budget: Budget
+        self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, budget: RateLimiter
     ) -> None:
         self._snapshot = snapshot
         self._exchange = exchange
