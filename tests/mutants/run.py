@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.mutations import MUTATIONS, Check, Mutation, Seeds, Test, Trace
+from tests.mutants.mutation import Check, Mutation, Seeds, Test, Trace
+from tests.mutants.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("libs", "services", "tests", "pyproject.toml")

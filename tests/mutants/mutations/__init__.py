@@ -1,0 +1,7 @@
+"""Planted mistakes, one file per package. ``MUTATIONS`` lists all of them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutations import jobs, leadership, mesh, quorum, worker
+
+MUTATIONS = leadership.MUTATIONS + quorum.MUTATIONS + jobs.MUTATIONS + mesh.MUTATIONS + worker.MUTATIONS

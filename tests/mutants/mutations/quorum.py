@@ -1,0 +1,237 @@
+"""Mistakes in the quorum of a job: ``keepstep_lighthouse.quorum``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Seeds, Test, Trace
+
+LIGHTHOUSE = "services/keepstep_lighthouse"
+SETTINGS = "tests/unit/quorum/test_core_settings.py"
+HEAL_ROUNDS = "tests/unit/quorum/test_core_heal_rounds.py"
+VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
+
+MUTATIONS = (
+    Mutation(
+        "a quorum_id raised for a failed commit is not written",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "        state.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "        if not same:\n"
+        "            state.persist(state.record)\n",
+        Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
+    ),
+    Mutation(
+        "an eviction is not written",
+        f"{LIGHTHOUSE}/quorum/changes/orders.py",
+        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.persist(record)\n",
+        "    record = bans.evict(state.record, incarnations, order, now_unix)\n    state.record = record\n",
+        Trace("an_eviction_whose_write_is_lost_is_told_when_it_is_written"),
+    ),
+    Mutation(
+        "who holds the answer of a round that only some members heard of is not told",
+        f"{LIGHTHOUSE}/quorum/takeover.py",
+        "        if self._lowest_asked is None or self._lowest_asked > self.held_step:\n",
+        "        if self.held_step > -2:\n",
+        Trace("a_round_that_only_some_members_heard_of"),
+    ),
+    Mutation(
+        "there is no fence after a takeover",
+        f"{LIGHTHOUSE}/quorum/takeover.py",
+        "        self._fenced_until = max(fenced_until, self._fenced_until)\n",
+        "        self._fenced_until = 0.0\n",
+        Trace("a_stranger_asks_the_next_leader"),
+    ),
+    Mutation(
+        "a quorum_id that a group has seen is not raised above",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        if seen > state.record.quorum_id:\n",
+        "        if seen < 0:\n",
+        Test(
+            "tests/scenarios/test_scenarios.py::"
+            "test_the_lighthouse_decides_as_the_scenario_says[25_store_restored_from_a_backup]"
+        ),
+    ),
+    Mutation(
+        "there is no grace after a takeover",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        if restarted and record.members:\n",
+        "        if restarted and not record:\n",
+        Trace("a_stranger_asks_the_next_leader"),
+    ),
+    Mutation(
+        "a group that goes to another lighthouse counts as lost",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        'departures.part(state, group, "moved", "goes on with another lighthouse", now)',
+        'departures.lose(state, group, "moved", now)',
+        Test("tests/unit/quorum/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+    ),
+    Mutation(
+        "a cancelled request stays open",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "request.request == number:\n            self._groups.withdraw(group)\n",
+        "request.request == number:\n            pass\n",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "a quorum that lost a member in between keeps its quorum_id",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        if same and not failed and not state.round.lost and not anew",
+        "        if same and not failed and not anew",
+        Test(
+            "tests/unit/quorum/test_core_rules.py::"
+            "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
+        ),
+    ),
+    Mutation(
+        "a quorum whose member reports a failed commit keeps its quorum_id",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        failed = any(request.commit_failures for request in requests)\n",
+        "        failed = False\n",
+        Seeds(1, 0, 500),
+    ),
+    Mutation(
+        "a quorum is confirmed although a member does not ask",
+        f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
+        "groups.members_asking == quorum_size",
+        "groups.members_asking >= quorum_size - 1",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "min_replicas is not kept",
+        f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
+        ">= max(1, policy.min_replicas)",
+        ">= 1",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "an evicted group may come back",
+        f"{LIGHTHOUSE}/quorum/bans.py",
+        "    if replica_id in record.evicted:\n",
+        "    if not replica_id:\n",
+        Trace("an_eviction_outlives_the_leader"),
+    ),
+    Mutation(
+        "a readmission lifts the ban of a name that begins like the target",
+        f"{LIGHTHOUSE}/quorum/bans.py",
+        "if ban.target in (target, *incarnations)]",
+        "if target in (ban.target, name_of(ban.target))]",
+        Test(
+            "tests/unit/mesh/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
+        ),
+    ),
+    Mutation(
+        "members are not told that one of them is lost",
+        f"{LIGHTHOUSE}/quorum/changes/departures.py",
+        "    if sessions := state.member_sessions(lambda _: True):\n",
+        "    if sessions := ():\n",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "members left behind by a quorum are not told",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        if left_behind:\n",
+        "        if left_behind and not state.record:\n",
+        Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[15_healing]"),
+    ),
+    Mutation(
+        "an answer that was lost with its connection is not given again",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "session is not None and request.request == group.answered_request:\n",
+        "session is None:\n",
+        Test(
+            "tests/scenarios/test_scenarios.py::"
+            "test_the_lighthouse_decides_as_the_scenario_says[05_answer_lost_with_the_connection]"
+        ),
+    ),
+    Mutation(
+        "a list that is not uniform keeps its version",
+        f"{LIGHTHOUSE}/quorum/announcing.py",
+        "        if last is not None and last.uniform and uniform and same:\n",
+        "        if last is not None and same:\n",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "groups with other settings train together",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        "    if job_settings.differ(one.settings, other.settings):\n        return True\n",
+        "",
+        Test(
+            f"{SETTINGS}::test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it"
+        ),
+    ),
+    Mutation(
+        "settings are compared only where parameters differ",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        'if settings not in ("", state.settings) or layout',
+        "if layout",
+        Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
+    ),
+    Mutation(
+        "a round heals although a member allows none",
+        f"{LIGHTHOUSE}/quorum/announcing.py",
+        "allow_heal = all(request.allow_heal for",
+        "allow_heal = any(request.allow_heal for",
+        Seeds(1, 0, 200),
+    ),
+    Mutation(
+        "half of the roots are taken for most of them",
+        f"{LIGHTHOUSE}/quorum/rules/verification.py",
+        "return root if 2 * len(groups) > sum",
+        "return root if 2 * len(groups) >= sum",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "roots of different states are compared",
+        f"{LIGHTHOUSE}/quorum/rules/verification.py",
+        "            if _state(root) == (step, lineage):\n",
+        "            if root.step <= step:\n",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "a group that did not get the answer that it diverged counts as healthy",
+        f"{LIGHTHOUSE}/quorum/groups.py",
+        "        group.diverged = group.diverged and stands_still and not healed\n",
+        "        group.diverged = False\n",
+        Test(VERIFICATION),
+    ),
+    Mutation(
+        "a diverged group that healed before a step heals for ever",
+        f"{LIGHTHOUSE}/quorum/groups.py",
+        "        group.diverged = group.diverged and stands_still and not healed\n",
+        "        group.diverged = group.diverged and stands_still\n",
+        Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
+    ),
+    Mutation(
+        "a heal that failed makes a diverged group sound",
+        f"{LIGHTHOUSE}/quorum/groups.py",
+        "        healed = group.healing is not None and group.healing.ended and not group.healing.error\n",
+        "        healed = group.healing is not None and group.healing.ended\n",
+        Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
+    ),
+    Mutation(
+        "a quorum before which groups heal counts as a step",
+        f"{LIGHTHOUSE}/quorum/groups.py",
+        "request.commit_failures == 0 and not (group.answer and request.step == group.answer.step)\n",
+        "request.commit_failures == 0\n",
+        Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),
+    ),
+    Mutation(
+        "a job that goes on from a checkpoint keeps its quorum_id",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "        anew = any(",
+        "        anew = False and any(",
+        Test(
+            "tests/unit/quorum/test_core_lineages.py::"
+            "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"
+        ),
+    ),
+    Mutation(
+        "whether a member had its answer is told by its step alone",
+        f"{LIGHTHOUSE}/quorum/machine.py",
+        "where_it_was == (group.step, group.lineage) and session",
+        "request.step <= answer.step and session",
+        Test(
+            "tests/unit/quorum/test_core_lineages.py::"
+            "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
+        ),
+    ),
+)

@@ -1,0 +1,132 @@
+"""Mistakes in the worker library: ``keepstep``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation, Test, Trace
+
+BUFFERS = "tests/services/manager/models/test_synced_buffers.py"
+GROUPS = "tests/services/manager/agreement/test_verification.py"
+SYNCHRONIZED = "tests/services/manager/agreement/test_synchronized.py"
+HISTORIES = "tests/unit/lighthouse/test_lineage_model.py::test_no_short_history_breaks_a_rule"
+ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
+
+MUTATIONS = (
+    Mutation(
+        "groups at an equal step count as equal, whatever their lineage",
+        "libs/keepstep/group/quorum_plan.py",
+        "(m.step, m.lineage) == (step, lineage)",
+        "m.step == step",
+        Trace("two_groups_at_an_equal_step_with_different_weights"),
+    ),
+    Mutation(
+        "a trainer does not say its settings",
+        "libs/keepstep/manager.py",
+        "            settings=context.job_settings,\n        )\n",
+        "        )\n",
+        Test(
+            "tests/services/manager/agreement/test_agreement.py::"
+            "test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_go_on_equal[init_sync]"
+        ),
+    ),
+    Mutation(
+        "a group divides by its own policy of healing instead of the round's",
+        "libs/keepstep/step/attempt.py",
+        "        self.allow_heal = self.allow_heal and plan.allow_heal\n",
+        "",
+        Test(
+            "tests/services/manager/agreement/test_agreement.py::"
+            "test_all_members_take_one_divisor_in_a_round_in_which_only_one_of_them_allows_no_heal"
+        ),
+    ),
+    Mutation(
+        "every float buffer is averaged",
+        "libs/keepstep/data_parallel/synced_buffers.py",
+        "elif averaged or _is_running_statistic(owner, attribute):",
+        "elif averaged or tensor.is_floating_point():",
+        Test(f"{BUFFERS}::test_constants_of_every_dtype_stay_as_they_are_bit_for_bit[DistributedDataParallel]"),
+    ),
+    Mutation(
+        "statistics that do not train are averaged",
+        "libs/keepstep/data_parallel/synced_buffers.py",
+        "if buffer.owner.training else",
+        "if buffer.owner else",
+        Test(f"{BUFFERS}::test_statistics_of_a_norm_that_does_not_train_stay_bit_for_bit"),
+    ),
+    Mutation(
+        "what is done with a buffer is not compared",
+        "libs/keepstep/data_parallel/synced_buffers.py",
+        "{self.dtype} {self.treatment.value}",
+        "{self.dtype}",
+        Test(f"{BUFFERS}::test_a_group_that_treats_a_buffer_in_another_way_is_refused[averaged]"),
+    ),
+    Mutation(
+        "a source that abandons a step tells its joiners nothing",
+        "libs/keepstep/step/attempt.py",
+        "        self.refuse_joiners(reason)\n",
+        "",
+        Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
+    ),
+    Mutation(
+        "all joiners of a source are served at once",
+        "libs/keepstep/checkpointing/direct/admission.py",
+        "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
+        "            if self.ahead(reader) < 0:\n",
+        Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
+    ),
+    Mutation(
+        "a group that takes part behind keeps its lineage",
+        "libs/keepstep/step/progress.py",
+        "        elif not self._keeps_apart():\n",
+        "        elif self.step < 0:\n",
+        Test(HISTORIES),
+    ),
+    Mutation(
+        "a group that takes part behind gets the lineage of the others",
+        "libs/keepstep/step/attempt.py",
+        "progress.commit(plan.quorum_id, participants, behind=behind)",
+        "progress.commit(plan.quorum_id, participants, behind=False)",
+        Test(f"{SYNCHRONIZED}::test_groups_that_do_not_say_so_are_not_equal_and_heal_next_time"),
+    ),
+    Mutation(
+        "a group that was made equal keeps its count of batches",
+        "libs/keepstep/step/attempt.py",
+        "batches = (plan.reference_batches if behind else 0) or progress",
+        "batches = progress",
+        Test(f"{SYNCHRONIZED}::test_groups_that_say_that_they_are_equal_are_and_nobody_heals"),
+    ),
+    Mutation(
+        "beside a group that cannot heal before the forward pass others count all groups",
+        "libs/keepstep/step/attempt.py",
+        "(self._first_step and plan.first_step)\n",
+        "(self._first_step and plan.max_step == 0)\n",
+        Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
+    ),
+    Mutation(
+        "a group whose heal failed forgets that it diverged",
+        "libs/keepstep/step/attempt.py",
+        "                context.diverge()\n",
+        "                pass\n",
+        Test(f"{GROUPS}::test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy"),
+    ),
+    Mutation(
+        "what a failed step left behind is compared",
+        "libs/keepstep/step/attempt.py",
+        "        if self.error is None:  # else BatchNorm's",
+        "        if True:  # else BatchNorm's",
+        Test(f"{GROUPS}::test_what_a_failed_step_left_behind_is_not_compared"),
+    ),
+    Mutation(
+        "rank 0 leaves out a member list that has changed",
+        "libs/keepstep/group/rank_lists.py",
+        "        if known == self._number:\n",
+        "        if known:\n",
+        Test("tests/unit/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
+    ),
+    Mutation(
+        "a member stores a short address though not all members can read it",
+        "libs/keepstep/step/reconfigurer.py",
+        "        version = min(member.info.rendezvous for member in plan.members)\n",
+        "        version = max(member.info.rendezvous for member in plan.members)\n",
+        Test("tests/unit/group/test_rendezvous_size.py::test_addresses_are_short_when_every_member_can_read_them"),
+    ),
+)
