@@ -102,7 +102,7 @@ def spare_due(options: argparse.Namespace, step: int) -> int | None:
 
 async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
     """One session a client, all on one plain asyncio loop as the trainer has it."""
-    from keepstep_mesh.protocol.messages import MemberInfo
+    from keepstep_mesh.protocol.membership import MemberInfo
     from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
 
     sessions, infos = [], []

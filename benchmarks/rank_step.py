@@ -23,7 +23,9 @@ from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings
 from keepstep.group.rank_lists import ListKeeper
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Member, MemberInfo, QuorumAnswer, QuorumRequest, RankAsk, RankQuorum
+from keepstep_mesh.protocol.group_messages import RankAsk, RankQuorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo
+from keepstep_mesh.protocol.messages import QuorumAnswer, QuorumRequest
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ScriptedSession, scripted_lighthouse
 

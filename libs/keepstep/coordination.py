@@ -26,9 +26,10 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.addresses import address_towards_any
+from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import NEW
-from keepstep_mesh.protocol.messages import Data, MemberInfo, RankAsk, RankVote
-from keepstep_mesh.protocol.messages import Quorum as MeshQuorum
+from keepstep_mesh.protocol.membership import Data, MemberInfo
+from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
 from keepstep_mesh.security.tls import tls_of_service
 from keepstep_mesh.security.tokens import ClientToken, Tokens, tokens_of_service
 from keepstep_mesh.session.lighthouse_session import LighthouseSession

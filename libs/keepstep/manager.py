@@ -41,8 +41,9 @@ from keepstep.step.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned, Drained, KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
+from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.lineage import NEW
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RankAsk, RoundBroken, ServiceAddress
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken, ServiceAddress
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.session.session_events import Push
 

@@ -17,12 +17,12 @@ from aiohttp import web
 from keepstep_mesh.net.http import Route
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import Member
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
     Hello,
     Leave,
-    Member,
     QuorumAnswer,
     QuorumRequest,
     Welcome,

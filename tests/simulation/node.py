@@ -24,7 +24,7 @@ from keepstep_lighthouse.quorum.events import Announce, Tell
 from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.net.websocket import UpgradeError
-from keepstep_mesh.protocol.messages import Data
+from keepstep_mesh.protocol.membership import Data
 
 if TYPE_CHECKING:
     from tests.simulation.mesh import Mesh

@@ -15,7 +15,7 @@ from tests.simulation.simulator import Simulation
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_lighthouse.quorum.events import JobRecord
-from keepstep_mesh.protocol.messages import Member, Quorum
+from keepstep_mesh.protocol.membership import Member, Quorum
 
 SEEDS = 60
 

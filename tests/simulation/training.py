@@ -21,7 +21,7 @@ from tests.simulation.worker import Collective, Worker
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.machine import JobCore
-from keepstep_mesh.protocol.messages import Lineage
+from keepstep_mesh.protocol.membership import Lineage
 
 FAULT_SECONDS = 12.0
 RECOVERY_SECONDS = 120.0

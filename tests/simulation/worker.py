@@ -14,6 +14,7 @@ from tests.simulation.network import FIN, Connection
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, is_diverged
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Denied,
@@ -23,15 +24,11 @@ from keepstep_mesh.protocol.messages import (
     Goodbye,
     Healing,
     Leave,
-    Lineage,
-    MemberInfo,
     MemberLost,
-    Quorum,
     QuorumAnswer,
     QuorumRequest,
     Refused,
     RoundBroken,
-    StateRoot,
     Welcome,
 )
 from keepstep_mesh.session.session_machine import SessionCore

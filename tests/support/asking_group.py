@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from keepstep_mesh.protocol.messages import MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.lighthouse_session import LighthouseSession

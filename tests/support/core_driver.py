@@ -33,15 +33,8 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.protocol.messages import (
-    Healing,
-    HeldAnswer,
-    Lineage,
-    MemberInfo,
-    QuorumRequest,
-    StateRoot,
-    ToWorker,
-)
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
 UNIX_AT_START = 1_000_000.0

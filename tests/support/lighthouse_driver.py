@@ -12,15 +12,8 @@ import aiohttp
 
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import (
-    PROTOCOL_VERSION,
-    Hello,
-    MemberInfo,
-    QuorumAnswer,
-    QuorumRequest,
-    Refused,
-    Welcome,
-)
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import PROTOCOL_VERSION, Hello, QuorumAnswer, QuorumRequest, Refused, Welcome
 
 DEADLINE = 30.0
 M = TypeVar("M")

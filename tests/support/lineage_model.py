@@ -22,7 +22,7 @@ from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import DIVERGED as DIVERGED_NAME
 from keepstep_mesh.protocol.lineage import NEW, begins_anew, origin
-from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://here")
 TORN, DIVERGED, UNTRAINED, BEHIND, SOUND = range(5)

@@ -30,6 +30,8 @@ from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.fork_safety import listening_socket
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankHello, RankQuorum, RankReady, RankVote
+from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -39,14 +41,6 @@ from keepstep_mesh.protocol.messages import (
     Healing,
     Heartbeat,
     Leave,
-    MemberInfo,
-    Quorum,
-    RankAsk,
-    RankDecision,
-    RankHello,
-    RankQuorum,
-    RankReady,
-    RankVote,
     Refused,
     ServiceAddress,
     Services,

@@ -17,17 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn
-from keepstep_mesh.protocol.messages import (
-    MAX_HEAL_ERROR,
-    Healing,
-    Lineage,
-    RankAsk,
-    RankDecision,
-    RankVote,
-    StateRoot,
-)
+from keepstep_mesh.protocol.membership import Lineage, StateRoot
+from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
 class DisagreeError(KeepstepError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_mesh.protocol.lineage import is_diverged, is_torn, reference_state
-from keepstep_mesh.protocol.messages import Lineage, Member, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, Quorum
 
 ROTATING = 2
 """``MemberInfo.rendezvous`` of members that rotate the host; older ones meet at the first of the cohort."""

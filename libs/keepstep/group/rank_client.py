@@ -18,6 +18,15 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import connector
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.group_messages import (
+    RankAsk,
+    RankDecision,
+    RankDenied,
+    RankHello,
+    RankQuorum,
+    RankReady,
+    RankVote,
+)
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -26,13 +35,6 @@ from keepstep_mesh.protocol.messages import (
     Healing,
     Heartbeat,
     Leave,
-    RankAsk,
-    RankDecision,
-    RankDenied,
-    RankHello,
-    RankQuorum,
-    RankReady,
-    RankVote,
     Refused,
     ServiceAddress,
     Services,

@@ -10,7 +10,8 @@ from typing import Protocol
 from keepstep.group.merging import DisagreeError
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.protocol.messages import Healing, RankAsk, RankDenied, RankQuorum, RankVote, ServiceAddress
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankQuorum, RankVote
+from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""

@@ -38,8 +38,10 @@ from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry, StepTimes
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import Banned, Drained, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.messages import Healing, Lineage, RankAsk, RankVote, StateRoot
+from keepstep_mesh.protocol.membership import Lineage, StateRoot
+from keepstep_mesh.protocol.messages import Healing
 
 MAX_HEAL_ROUNDS = 5
 """Quorums in a row in which groups heal before the step, after which the step fails: it has to be seen."""

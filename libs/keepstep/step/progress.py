@@ -9,7 +9,7 @@ from typing import Any
 
 from keepstep_mesh.protocol import lineage as lineages
 from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, TORN, is_torn
-from keepstep_mesh.protocol.messages import Lineage
+from keepstep_mesh.protocol.membership import Lineage
 
 
 class GroupProgress:

@@ -16,14 +16,15 @@ from typing import Any
 import msgpack
 
 from keepstep_mesh.errors import ProtocolError, VersionError
-from keepstep_mesh.protocol import messages
+from keepstep_mesh.protocol.group_messages import RankQuorum, WithinGroup
+from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, MemberInfo
 from keepstep_mesh.protocol.messages import (
-    MAX_DATA_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Hello,
     QuorumAnswer,
-    RankQuorum,
+    ToLighthouse,
+    ToWorker,
 )
 
 MAX_FRAME_BYTES = 1024 * 1024
@@ -34,7 +35,7 @@ MAX_TEXT = 4096
 MAX_ITEMS = 65536
 
 Decoder = Callable[[Any, str], Any]
-Message = messages.ToLighthouse | messages.ToWorker | messages.WithinGroup
+Message = ToLighthouse | ToWorker | WithinGroup
 
 
 def _is(kind: type, name: str) -> Decoder:
@@ -191,12 +192,12 @@ def _decoder(hint: Any, name: str) -> Decoder:
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _DECODERS: dict[str, Decoder] = {}
 for _kind in (
-    *typing.get_args(messages.ToLighthouse),
-    *typing.get_args(messages.ToWorker),
-    *typing.get_args(messages.WithinGroup),
+    *typing.get_args(ToLighthouse),
+    *typing.get_args(ToWorker),
+    *typing.get_args(WithinGroup),
 ):
     _DECODERS[_kind.kind] = _record(_kind, _kind.kind)
-_INFO = _record(messages.MemberInfo, "info")
+_INFO = _record(MemberInfo, "info")
 
 
 def _plain(value: Any) -> Any:
@@ -241,7 +242,7 @@ def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Mes
     return typing.cast("Message", decoder(value[1:], value[0]))
 
 
-def check_info(info: messages.MemberInfo) -> None:
+def check_info(info: MemberInfo) -> None:
     """Raises ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
     _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from keepstep_mesh.protocol.messages import Lineage
+from keepstep_mesh.protocol.membership import Lineage
 
 NEW = "new:"
 LOADED = "loaded:"

@@ -9,81 +9,21 @@ Workers open a session with ``Hello`` and must have had ``Welcome`` before anyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, StateRoot
 
 PROTOCOL_VERSION = 2
 """What this build speaks. 2: ``Timing`` and ``Services``, sent to workers that speak it."""
 OLDEST_PROTOCOL_VERSION = 1
 """The oldest version that this build still understands."""
 
-MAX_DATA_BYTES = 64 * 1024
-"""Limit of ``MemberInfo.data``, packed."""
-
 MAX_HEAL_ERROR = 1000
 """Characters of ``Healing.error`` that are told."""
 
-Lineage = int | str
-"""Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
-
 Detail = str | float | bool | None
 """What a service may say of itself."""
-
-Data = object
-"""Any msgpack value. Checked for size, never for shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberInfo:
-    """What changes rarely about a group; sent with a request only when it changed within the session."""
-
-    address: str = ""
-    """Base URL of the group server, ``http://host:port``."""
-    store_address: str = ""
-    """Where members meet to build their process groups; ``http://host:port`` for ours, ``host:port`` for a TCPStore."""
-    world_size: int = 1
-    """Ranks of the group."""
-    layout: str = ""
-    """Digest of parameter names, shapes, dtypes and bucket layout; empty while unknown."""
-    data: Data = None
-    handles: tuple[str, ...] = ()
-    """Per-rank reconfigure handles of the process group, if it has them."""
-    rendezvous: int = 1
-    """Version of what its ranks understand of what members store where they meet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One group of a quorum, as announced."""
-
-    replica_id: str
-    step: int
-    lineage: Lineage
-    commit_failures: int
-    shrink_only: bool
-    info: MemberInfo
-    batches_committed: int = 0
-    """0 also from a lighthouse that does not know it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateRoot:
-    """Root digest of the live state that a group held at (``step``, ``lineage``): equal for equal states."""
-
-    step: int
-    lineage: Lineage
-    digest: str
-    """Hexadecimal. Of a group of several ranks: over those of its ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAnswer:
-    """The answer that a group works under: it got it and has neither committed nor failed that step yet."""
-
-    epoch: int
-    quorum_id: int
-    step: int
-    """``max_step`` of that answer."""
 
 
 # ---- worker to lighthouse
@@ -344,141 +284,6 @@ class Goodbye:
     kind: ClassVar[str] = "bye"
 
 
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """A quorum as a client sees it: an answer with its member list put back.
-
-    In steady state all members stand at one (step, lineage) and ``listed`` is the very tuple that came when the list
-    last changed; so a round costs a client O(1), however many members there are.
-    """
-
-    epoch: int
-    quorum_id: int
-    created_ms: int
-    joiners: int
-    step: int
-    lineage: Lineage
-    """The reference state's; with ``uniform`` everybody's."""
-    uniform: bool
-    """True: what ``listed`` says of steps, lineages, batches and failures is old; all stand at (step, lineage)."""
-    listed: tuple[Member, ...]
-    """The members, sorted by replica_id, as last sent."""
-    verify: bool = False
-    """As in the answer."""
-    allow_heal: bool = True
-    """As in the answer."""
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members with their facts of this round. O(members)."""
-        if not self.uniform:
-            return self.listed
-        return tuple(
-            replace(member, step=self.step, lineage=self.lineage, commit_failures=0, shrink_only=False)
-            for member in self.listed
-        )
-
-
-# ---- within a group: a local rank and its rank 0 (``Heartbeat``, ``Healing``, ``Leave``, ``Goodbye``, ``Failed``,
-# ``MemberLost``, ``RoundBroken``, ``Drain`` and ``Evicted`` travel here too)
-
-
-@dataclass(frozen=True, slots=True)
-class RankHello:
-    """A local rank opens its connection to the group server."""
-
-    kind: ClassVar[str] = "rank_hello"
-    version: int
-    oldest_version: int
-    group_rank: int
-    world_size: int
-    restart: int
-    """The launcher's restart count; ranks of different counts never meet."""
-    keeps_list: bool = False
-    """The rank keeps the last member list: rank 0 need not send it again on this connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    kind: ClassVar[str] = "rank_ready"
-    version: int
-    replica_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankAsk:
-    """A local rank is ready for the next step. The group asks the lighthouse when all its ranks have."""
-
-    kind: ClassVar[str] = "rank_ask"
-    request: int
-    step: int
-    lineage: Lineage
-    shrink_only: bool
-    commit_failures: int
-    timeout_ms: int
-    leaving: str = ""
-    """Not empty: this rank was told to leave (SIGTERM), and so the group does."""
-    layout: str = ""
-    handle: str = ""
-    checkpoint: str = ""
-    """What a peer's transport needs to fetch this rank's state."""
-    root: StateRoot | None = None
-    """Of this rank's part of the state."""
-    batches_committed: int = 0
-    allow_heal: bool = True
-    """As in ``QuorumRequest``."""
-    settings: str = ""
-    """As in ``QuorumRequest``, with every request."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankQuorum:
-    kind: ClassVar[str] = "rank_quorum"
-    request: int
-    attempt: int
-    """Number of the group's request; part of the key of its votes."""
-    quorum: Quorum
-    """``listed`` is empty when it is the list that was sent last on this connection (``RankHello.keeps_list``)."""
-    list_number: int = 0
-    """Changes with the member list; 0: from a rank 0 that sends every list."""
-    heal_timeout_ms: int = 0
-    """As in the welcome."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankDenied:
-    """``code``: one of ``DENIALS``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
-
-    kind: ClassVar[str] = "rank_denied"
-    request: int
-    code: str
-    reason: str
-    peer_address: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankVote:
-    """A local rank's vote on one attempt at one step. Votes of another key are never counted together."""
-
-    kind: ClassVar[str] = "rank_vote"
-    epoch: int
-    quorum_id: int
-    step: int
-    attempt: int
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankDecision:
-    kind: ClassVar[str] = "rank_decision"
-    epoch: int
-    quorum_id: int
-    step: int
-    attempt: int
-    ok: bool
-
-
-WithinGroup = RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision
 ToLighthouse = Hello | QuorumRequest | CancelRequest | Heartbeat | Healing | Leave | Moved | Failed
 ToWorker = (
     Welcome

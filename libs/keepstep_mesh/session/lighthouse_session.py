@@ -22,6 +22,7 @@ from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Denied,
@@ -32,18 +33,14 @@ from keepstep_mesh.protocol.messages import (
     Healing,
     Heartbeat,
     Leave,
-    Lineage,
-    MemberInfo,
     MemberLost,
     Moved,
     NotLeader,
-    Quorum,
     QuorumAnswer,
     Refused,
     RoundBroken,
     ServiceAddress,
     Services,
-    StateRoot,
     Timing,
     ToLighthouse,
     Welcome,

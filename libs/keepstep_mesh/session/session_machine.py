@@ -19,18 +19,13 @@ from collections.abc import Iterable
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    HeldAnswer,
     Hello,
-    Lineage,
-    Member,
-    MemberInfo,
-    Quorum,
     QuorumAnswer,
     QuorumRequest,
-    StateRoot,
     Welcome,
 )
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.messages import Data
+from keepstep_mesh.protocol.membership import Data
 
 KEPT_PER_JOB = 10_000
 KEPT_IN_ALL = 100_000

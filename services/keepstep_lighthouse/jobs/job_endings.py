@@ -26,7 +26,8 @@ from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_lighthouse.store.contract import Compare, Write
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Data, Evicted
+from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.protocol.messages import Evicted
 from keepstep_mesh.protocol.names import name_of
 
 LOOK_SECONDS = 60.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep_mesh.protocol.messages import Data, Healing, HeldAnswer, Member, QuorumRequest, ToWorker
+from keepstep_mesh.protocol.membership import Data, HeldAnswer, Member
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 
 # ---- events
 

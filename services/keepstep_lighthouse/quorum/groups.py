@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from keepstep_lighthouse.quorum.events import Announce
-from keepstep_mesh.protocol.messages import Healing, Lineage, MemberInfo, QuorumRequest
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 from keepstep_mesh.protocol.names import name_of
 
 NEVER = float("inf")

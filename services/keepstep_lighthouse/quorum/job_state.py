@@ -12,7 +12,8 @@ from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.views import Gone
 from keepstep_mesh.protocol.lineage import is_torn
-from keepstep_mesh.protocol.messages import Data, ToWorker
+from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.protocol.messages import ToWorker
 
 
 class JobState:

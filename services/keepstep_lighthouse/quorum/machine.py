@@ -72,16 +72,8 @@ from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verd
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
 from keepstep_mesh.protocol.lineage import begins_anew, origin, reference_state
-from keepstep_mesh.protocol.messages import (
-    Denied,
-    Drain,
-    Goodbye,
-    HeldAnswer,
-    MemberLost,
-    QuorumRequest,
-    Refused,
-    RoundBroken,
-)
+from keepstep_mesh.protocol.membership import HeldAnswer
+from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
 
 LATE_SECONDS = 0.25
 """A tick that comes later than this was slept through, see above."""

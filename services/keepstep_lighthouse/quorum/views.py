@@ -10,7 +10,8 @@ from enum import Enum
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
 from keepstep_lighthouse.quorum.groups import Group, Groups
 from keepstep_lighthouse.quorum.rules import reasons
-from keepstep_mesh.protocol.messages import Healing, Lineage
+from keepstep_mesh.protocol.membership import Lineage
+from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.protocol.names import name_of
 
 MAX_GONE = 100

@@ -9,7 +9,7 @@ import re
 from tests.services.cli.scene import Job, Said, keepstep, running
 from tests.support.lighthouse_driver import eventually
 
-from keepstep_mesh.protocol.messages import StateRoot
+from keepstep_mesh.protocol.membership import StateRoot
 
 
 async def compared(job: Job, *roots: str, flags: tuple[str, ...] = ()) -> Said:

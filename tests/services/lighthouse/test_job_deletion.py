@@ -34,7 +34,8 @@ from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.contract import Compare, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.messages import Evicted, HeldAnswer, QuorumAnswer, RoundBroken
+from keepstep_mesh.protocol.membership import HeldAnswer
+from keepstep_mesh.protocol.messages import Evicted, QuorumAnswer, RoundBroken
 
 SHORT = Policy(min_replicas=1, reconnect_grace=0.0, job_ttl=0.05)
 KEPT = Policy(min_replicas=1, reconnect_grace=0.0)

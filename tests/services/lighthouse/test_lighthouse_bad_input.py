@@ -34,7 +34,8 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.jobs import sessions
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Heartbeat, MemberInfo, QuorumAnswer, QuorumRequest, Welcome
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Heartbeat, QuorumAnswer, QuorumRequest, Welcome
 
 QUIET = Policy(min_replicas=2, reconnect_grace=DEADLINE, heartbeat_timeout=4 * DEADLINE)
 

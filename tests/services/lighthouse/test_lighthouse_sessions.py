@@ -13,6 +13,7 @@ from tests.support.lighthouse_driver import DEADLINE, connection, eventually, li
 from keepstep_lighthouse.jobs import sessions
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
 from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
@@ -21,9 +22,7 @@ from keepstep_mesh.protocol.messages import (
     Goodbye,
     Healing,
     Heartbeat,
-    HeldAnswer,
     Leave,
-    MemberInfo,
     MemberLost,
     Moved,
     QuorumAnswer,

@@ -46,7 +46,8 @@ from keepstep_lighthouse.store.contract import (
 )
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.messages import Evicted, MemberInfo, MemberLost, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Evicted, MemberLost, QuorumAnswer, Welcome
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
 

@@ -12,7 +12,7 @@ from tests.support.lighthouse_driver import DEADLINE, eventually, lighthouse
 
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.net.http import client_session, leader_of
-from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens, watched_tokens
 from keepstep_mesh.session.lighthouse_session import LighthouseSession

@@ -15,7 +15,8 @@ from tests.support.lighthouse_driver import eventually, lighthouse
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import client_session
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberInfo, MemberLost, Quorum
+from keepstep_mesh.protocol.membership import MemberInfo, Quorum
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import DEADLINE, ChaosProxy

@@ -18,7 +18,7 @@ import pytest
 from tests.support.command import environment
 
 from keepstep_mesh.net.http import client_session
-from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings

@@ -13,7 +13,8 @@ from tests.support.lighthouse_driver import DEADLINE, connection, eventually, ro
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer, StateRoot
+from keepstep_mesh.protocol.membership import StateRoot
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer
 
 
 def entry_of(answer: dict[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,8 @@ import pytest
 from tests.services.session.worker import INFO, cut_off, in_session
 
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
-from keepstep_mesh.protocol.messages import (
-    CancelRequest,
-    Denied,
-    HeldAnswer,
-    MemberInfo,
-    MemberLost,
-    Moved,
-    QuorumRequest,
-)
+from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
+from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumRequest
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 

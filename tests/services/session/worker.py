@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from keepstep_mesh.protocol.messages import MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import MemberInfo, Quorum
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session.session_settings import SessionSettings

@@ -25,16 +25,8 @@ from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import (
-    Evicted,
-    Healing,
-    MemberLost,
-    RankAsk,
-    RankHello,
-    RankVote,
-    Refused,
-    ServiceAddress,
-)
+from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankVote
+from keepstep_mesh.protocol.messages import Evicted, Healing, MemberLost, Refused, ServiceAddress
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.session.session_settings import SessionSettings

@@ -18,7 +18,7 @@ from keepstep.group.rank_link import GroupSettings
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
-from keepstep_mesh.protocol.messages import RankAsk
+from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.session.session_settings import SessionSettings
 
 DEADLINE = 30.0

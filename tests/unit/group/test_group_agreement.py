@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.group.merging import DisagreeError, GroupAsk, merge_asks
-from keepstep_mesh.protocol.messages import RankAsk
+from keepstep_mesh.protocol.group_messages import RankAsk
 
 
 def merge(*asks: RankAsk) -> GroupAsk:

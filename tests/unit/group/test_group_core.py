@@ -8,7 +8,8 @@ import pytest
 
 from keepstep.group.merging import CommitBarrier, DisagreeError, GroupAsk, merge_asks
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.messages import RankAsk, RankDecision, RankVote, StateRoot
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
+from keepstep_mesh.protocol.membership import StateRoot
 
 
 def ask(

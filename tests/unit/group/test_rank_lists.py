@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from keepstep.group.rank_lists import ListKeeper, ListSender
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum, RankHello, RankQuorum
+from keepstep_mesh.protocol.group_messages import RankHello, RankQuorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 

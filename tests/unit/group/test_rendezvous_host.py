@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.group.quorum_plan import make_plan
-from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 
 def plans(quorum_id: int, versions: dict[str, int], step_of_c: int = 5) -> set[str]:

@@ -22,7 +22,7 @@ from keepstep.rendezvous import key_value_server
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousError, RendezvousStore, Table
 from keepstep.step.reconfigurer import Reconfigurer
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.protocol.messages import Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
 OWN = "http://127.0.0.1:1"
 NEW = Table("job", 1, 7, 0)

@@ -11,7 +11,7 @@ from tests.support.lineage_model import Model, _plan
 
 from keepstep.group import quorum_plan
 from keepstep_mesh.protocol.lineage import State, origin, soundness
-from keepstep_mesh.protocol.messages import Lineage
+from keepstep_mesh.protocol.membership import Lineage
 
 
 @pytest.mark.parametrize(

@@ -13,23 +13,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepstep_mesh.errors import ProtocolError, VersionError
-from keepstep_mesh.protocol import codec, messages
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.group_messages import WithinGroup
+from keepstep_mesh.protocol.membership import MAX_DATA_BYTES, Member, MemberInfo
 from keepstep_mesh.protocol.messages import (
-    MAX_DATA_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Heartbeat,
     Hello,
-    Member,
-    MemberInfo,
+    Leave,
     QuorumAnswer,
     QuorumRequest,
+    ToLighthouse,
+    ToWorker,
 )
 
 KINDS = [
-    *typing.get_args(messages.ToLighthouse),
-    *typing.get_args(messages.ToWorker),
-    *typing.get_args(messages.WithinGroup),
+    *typing.get_args(ToLighthouse),
+    *typing.get_args(ToWorker),
+    *typing.get_args(WithinGroup),
 ]
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
@@ -150,7 +152,7 @@ def test_a_header_that_promises_a_huge_list_costs_nothing() -> None:
 
 def test_long_texts_and_lists_are_refused() -> None:
     with pytest.raises(ProtocolError, match=r"leave\.reason has 5000 characters"):
-        codec.decode(codec.encode(messages.Leave("x" * 5000)))
+        codec.decode(codec.encode(Leave("x" * 5000)))
     many = MemberInfo(handles=("",) * (codec.MAX_ITEMS + 1))
     with pytest.raises(ProtocolError):
         codec.decode(codec.encode(QuorumRequest(1, 0, "", False, 0, 1, many)))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_mesh.errors import ProtocolError
-from keepstep_mesh.protocol.messages import HeldAnswer, Member, MemberInfo, QuorumAnswer, Welcome
+from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
+from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
 from keepstep_mesh.session.session_machine import (
     BACKOFF_MOST,
     CONNECT_SECONDS,

@@ -8,7 +8,8 @@ import pytest
 from tests.support.core_driver import Driver, announced
 
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.messages import Healing, StateRoot
+from keepstep_mesh.protocol.membership import StateRoot
+from keepstep_mesh.protocol.messages import Healing
 
 HEALED = Healing(100, 100, 10.0, 0, "a", "direct", 4.0, ended=True)
 UNDER_WAY = replace(HEALED, bytes_done=1, ended=False)

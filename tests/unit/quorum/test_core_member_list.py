@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.core_driver import Driver, announced
 
 from keepstep_lighthouse.quorum.events import Persist, Policy
-from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.protocol.membership import MemberInfo
 
 
 def test_quorum_id_goes_on_growing_after_a_restart() -> None:

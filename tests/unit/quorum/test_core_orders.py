@@ -10,7 +10,8 @@ from tests.support.core_driver import Driver, announced, announces, logged, memb
 from keepstep_lighthouse.quorum.bans import MAX_EVICTED
 from keepstep_lighthouse.quorum.events import Announce, Ban, Decision, EndSession, JobRecord, Persist, Policy, Tell
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.protocol.messages import Drain, Evicted, HeldAnswer, MemberLost, Refused, RoundBroken
+from keepstep_mesh.protocol.membership import HeldAnswer
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, Refused, RoundBroken
 
 
 def kinds(decisions: Sequence[Decision]) -> list[type[Decision]]:

@@ -8,7 +8,7 @@ from tests.support.core_driver import Driver
 from keepstep_lighthouse.quorum.events import Policy, Reason
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
-from keepstep_mesh.protocol.messages import MemberInfo
+from keepstep_mesh.protocol.membership import MemberInfo
 
 
 def view_of(driver: Driver, replica_id: str) -> ReplicaView:

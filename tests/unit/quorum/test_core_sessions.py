@@ -20,15 +20,8 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.machine import LATE_SECONDS
 from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
-from keepstep_mesh.protocol.messages import (
-    Goodbye,
-    Healing,
-    HeldAnswer,
-    MemberLost,
-    QuorumRequest,
-    Refused,
-    RoundBroken,
-)
+from keepstep_mesh.protocol.membership import HeldAnswer
+from keepstep_mesh.protocol.messages import Goodbye, Healing, MemberLost, QuorumRequest, Refused, RoundBroken
 
 HOLDS = HeldAnswer(1, 1, 0)
 

@@ -13,7 +13,8 @@ from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Po
 from keepstep_lighthouse.quorum.machine import LATE_SECONDS
 from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.protocol.messages import Denied, HeldAnswer, MemberInfo, StateRoot
+from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot
+from keepstep_mesh.protocol.messages import Denied
 
 GONE = ReplicaState.GONE
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1", "d:1"])

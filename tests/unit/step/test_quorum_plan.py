@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import make_plan
 from keepstep_mesh.protocol.lineage import origin, soundness
-from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
 
 def member(name: str, step: int, lineage: Lineage, commit_failures: int = 0) -> Member:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep_mesh.protocol.messages import Lineage, Member, MemberInfo, Quorum
+from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://host:1", "http://host:1")
 NAMES = tuple("abcdefgh")

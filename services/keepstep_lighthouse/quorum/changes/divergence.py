@@ -7,7 +7,7 @@ from keepstep_lighthouse.quorum.events import DrainOrdered
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.verification import Comparison
 from keepstep_mesh.protocol.lineage import is_torn
-from keepstep_mesh.protocol.messages import Data
+from keepstep_mesh.protocol.membership import Data
 
 
 def mark(state: JobState, comparison: Comparison) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.groups import Group
 from keepstep_lighthouse.quorum.job_state import JobState
-from keepstep_mesh.protocol.messages import Data, Healing
+from keepstep_mesh.protocol.membership import Data
+from keepstep_mesh.protocol.messages import Healing
 
 
 def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:

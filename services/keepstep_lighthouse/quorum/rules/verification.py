@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.groups import Group
 from keepstep_mesh.protocol.lineage import worth
-from keepstep_mesh.protocol.messages import Lineage, StateRoot
+from keepstep_mesh.protocol.membership import Lineage, StateRoot
 
 
 @dataclass(frozen=True, slots=True)
