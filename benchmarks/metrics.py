@@ -22,35 +22,33 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import msgpack
 import psutil
 
 from keepstep_mesh.net.http import Identity
-from keepstep_mesh.telemetry.record_sender import Sender, pack_batch
+from keepstep_mesh.protocol.telemetry_records import BatchHead, EventRecord, StepRecord, pack_batch, pack_record
+from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_metrics.history.machine import Job, MetricsCore
-from keepstep_metrics.history.records import Happening, Step
 from keepstep_metrics.history.series import LEVELS
 
 STEP_SECONDS = 0.005
 
 
-def record(t: float, number: int) -> dict[str, object]:
-    return {
-        "t": t,
-        "kind": "step",
-        "step": number,
-        "quorum_id": 7,
-        "committed": True,
-        "reason": "",
-        "participants": 8,
-        "seconds": 0.1,
-        "quorum_seconds": 0.001,
-        "heal_seconds": 0.0,
-        "busy_seconds": 0.09,
-        "values": {"loss": 1.5},
-    }
+def step_record(t: float, number: int) -> StepRecord:
+    return StepRecord(
+        t=t,
+        step=number,
+        quorum_id=7,
+        committed=True,
+        participants=8,
+        seconds=0.1,
+        quorum_seconds=0.001,
+        busy_seconds=0.09,
+        values={"loss": 1.5},
+    )
 
 
 @asynccontextmanager
@@ -79,9 +77,9 @@ async def ingest(groups: int, steps: int, seconds: int) -> dict[str, float]:
 
         async def send(group: int, second: int) -> None:
             first, now = second * steps + 1, time.time()
-            told = [msgpack.packb(record(now + at / steps, first + at)) for at in range(steps)]
-            head = {"source": "worker", "name": f"g{group}:1", "job": "job", "boot": f"b{group}"}
-            body = pack_batch({**head, "first": first, "dropped": 0}, told)
+            told = [pack_record(step_record(now + at / steps, first + at)) for at in range(steps)]
+            head = BatchHead(source="worker", name=f"g{group}:1", job="job", boot=f"b{group}", first=first)
+            body = pack_batch(head, told)
             async with slots:
                 began = time.perf_counter()
                 async with http.post(f"{url}/v1/ingest", data=body) as answer:
@@ -118,11 +116,20 @@ def memory(groups: int) -> dict[str, float]:
     job = core.jobs["job"] = Job("job", start)
     for number, at in enumerate(day(), 1):
         for group in range(groups):
-            told = Step(start + at, number, 7, True, "", groups, 1.0, 0.0, 0.0, 0.9, {"loss": 1.5})
+            told = replace(step_record(start + at, number), seconds=1.0, participants=groups, busy_seconds=0.9)
             job.take_step(f"g{group}:{int(at // 8640)}", told, start + at)
             if number % 240 == group % 240:
-                what = Happening(start + at, number, "job", "lost", f"g{group}:{int(at // 8640)}", 1, {"reason": "x"})
-                job.take_event(what, number)
+                replica_id = f"g{group}:{int(at // 8640)}"
+                lost = EventRecord(
+                    t=start + at,
+                    id=number,
+                    job="job",
+                    event="lost",
+                    replica_id=replica_id,
+                    epoch=1,
+                    detail={"reason": "x"},
+                )
+                job.take_event(lost, number)
     job.last_seen = start + 86400
     held = process.memory_info().rss - before
     began = time.perf_counter()
@@ -146,8 +153,7 @@ async def sender(steps: int) -> dict[str, float]:
             before = time.process_time()
             for number in range(steps // 10):
                 if turn % 2:
-                    told = record(time.time(), number)
-                    telling.record("step", **{name: value for name, value in told.items() if name != "kind"})
+                    telling.record(step_record(time.time(), number))
                 await asyncio.sleep(STEP_SECONDS)
             cpu[turn % 2 == 1] += time.process_time() - before
         running.cancel()

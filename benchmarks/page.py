@@ -20,9 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from metrics import record, service
+from metrics import service, step_record
 
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.telemetry.record_sender import Sender
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -44,9 +45,9 @@ async def train(names: list[str], url: str, steps: int) -> None:
         number = 0
         while True:
             number += 1
-            told = record(time.time(), number)
+            told = step_record(time.time(), number)
             for sender in senders:
-                sender.record(**told)
+                sender.record(told)
             await asyncio.sleep(1 / steps)
 
 
@@ -72,9 +73,15 @@ async def look(groups: int, steps: int) -> dict[str, float]:
         shown: list[float] = []
         began, before = time.perf_counter(), process.cpu_times()
         for number, name in enumerate(names[:LOSSES]):
-            about = {"job": "job", "replica_id": f"{name}:1", "epoch": 1, "detail": {"reason": "killed"}}
+            loss = {
+                "event": "lost",
+                "job": "job",
+                "replica_id": f"{name}:1",
+                "epoch": 1,
+                "detail": {"reason": "killed"},
+            }
             told = time.perf_counter()
-            lighthouse.record("event", id=number + 1, event="lost", **about)
+            lighthouse.record(EventRecord(t=time.time(), id=number + 1, **loss))
             await page.until(f"{row(name)}.includes('lost')")
             shown.append(time.perf_counter() - told)
         took, after = time.perf_counter() - began, process.cpu_times()

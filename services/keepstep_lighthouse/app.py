@@ -26,6 +26,7 @@ from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.net.addresses import reachable
 from keepstep_mesh.net.http import Handler, Identity, Problem, Route
 from keepstep_mesh.protocol import names
+from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.service import Service
@@ -105,8 +106,17 @@ class Lighthouse(LighthouseNode, Embedded):
 
         def tell(one: Happened) -> None:
             if one.job:
-                what = {"id": one.id, "job": one.job, "event": one.kind, "epoch": one.epoch}
-                sender.record("event", t=one.time, replica_id=one.replica_id, detail=one.detail, **what)
+                sender.record(
+                    EventRecord(
+                        t=one.time,
+                        id=one.id,
+                        job=one.job,
+                        event=one.kind,
+                        replica_id=one.replica_id,
+                        epoch=one.epoch,
+                        detail=one.detail,
+                    )
+                )
 
         self.events.on_event = tell
         return sender

@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.net.http import Identity, Route
+from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.service import Service
 from keepstep_metrics.api import prometheus, routes
 from keepstep_metrics.history.machine import KEPT_SECONDS
-from keepstep_metrics.history.records import BadBatchError, read_batch
 from keepstep_metrics.lighthouse.draining import Drainer
 from keepstep_metrics.lighthouse.live_status import LiveStatusPoller
 from keepstep_metrics.node import MetricsNode

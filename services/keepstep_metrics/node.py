@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from keepstep_mesh.discovery.registration import Registrar
+from keepstep_mesh.protocol.telemetry_records import Batch
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.history.records import Batch
 from keepstep_metrics.lighthouse.live_status import Live, LiveStatusPoller
 from keepstep_metrics.notifier import ChangeNotifier
 from keepstep_metrics.settings import MetricsSettings
@@ -52,7 +52,7 @@ class MetricsNode:
             self.traffic.records += taken
             self.journal_bytes += len(body)
             self.store.add(now, body, events)
-            for job in {batch.job, *(job for job, _ in events)}:
+            for job in {batch.head.job, *(job for job, _ in events)}:
                 self.news.ring(job)
         return taken
 

@@ -18,6 +18,7 @@ from aiohttp import web
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.discovery.registration import Registrar, Registration, registered
 from keepstep_mesh.net.http import Handler, Identity, Problem, Route
+from keepstep_mesh.protocol.telemetry_records import UploadRecord
 from keepstep_mesh.security.tls import watched_client_context
 from keepstep_mesh.serving.embedded import Embedded
 from keepstep_mesh.serving.service import Service
@@ -115,17 +116,18 @@ class Relay(RelayNode, Embedded):
 
         def tell(one: UploadEnded, begun: float) -> None:
             sender.record(
-                "transfer",
-                t=time.time() - (time.monotonic() - one.came_at),
-                began=begun,
-                job=one.key.job,
-                checkpoint=one.key.id,
-                step=one.facts.step,
-                bytes=one.bytes_total,
-                bytes_done=one.bytes_done,
-                bytes_per_second=one.bytes_per_second,
-                state="committed" if one.committed else "aborted" if one.error else "ended",
-                error=one.error,
+                UploadRecord(
+                    t=time.time() - (time.monotonic() - one.came_at),
+                    began=begun,
+                    job=one.key.job,
+                    checkpoint=one.key.id,
+                    step=one.facts.step,
+                    bytes=one.bytes_total,
+                    bytes_done=one.bytes_done,
+                    bytes_per_second=one.bytes_per_second,
+                    state="committed" if one.committed else "aborted" if one.error else "ended",
+                    error=one.error,
+                )
             )
 
         self.checkpoints.on_upload = tell

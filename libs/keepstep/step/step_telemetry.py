@@ -16,6 +16,7 @@ from keepstep.group.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.telemetry_records import StateRecord, StepRecord
 from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
 
@@ -63,7 +64,7 @@ class StepTelemetry:
     def state(self, state: str) -> None:
         """What the group does from now on, of what takes long enough to be seen before the step ends."""
         if self._sender is not None:
-            self._sender.record("state", state=state)
+            self._sender.record(StateRecord(t=time.time(), state=state))
 
     def step(
         self, times: StepTimes, step: int, quorum_id: int, participants: int, *, committed: bool, reason: str = ""
@@ -77,17 +78,19 @@ class StepTelemetry:
         waited = times.quorum_seconds + times.heal_seconds
         busy = None if times.launched is None else max(0.0, times.launched - before - waited)
         self._sender.record(
-            "step",
-            step=step,
-            quorum_id=quorum_id,
-            committed=committed,
-            reason=reason,
-            participants=participants,
-            seconds=now - before,
-            quorum_seconds=times.quorum_seconds,
-            heal_seconds=times.heal_seconds,
-            busy_seconds=busy,
-            values=values,
+            StepRecord(
+                t=time.time(),
+                step=step,
+                quorum_id=quorum_id,
+                committed=committed,
+                reason=reason,
+                participants=participants,
+                seconds=now - before,
+                quorum_seconds=times.quorum_seconds,
+                heal_seconds=times.heal_seconds,
+                busy_seconds=busy,
+                values=values,
+            )
         )
 
     def close(self) -> None:

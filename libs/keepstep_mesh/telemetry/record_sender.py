@@ -1,8 +1,8 @@
-"""What a process tells the metrics service: records, in batches, in the background.
+"""Send records to the metrics service in the background, in batches.
 
-Nobody waits for it: a record goes into a bounded queue (``Outbox``, pure), and when the metrics service is away the
-oldest are dropped, and counted. A batch is sent until it is taken, or refused for good, one at a time; each record has
-a number, so that one that came twice is counted once.
+The caller never waits: a record goes into a bounded queue (``Outbox``). While the metrics service is unreachable, the
+queue drops its oldest records and counts them. The sender has one batch in flight and retries it until the service
+accepts it or refuses it for good. Records are numbered, so the service counts one that arrives twice only once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
 
 import aiohttp
-import msgpack
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Identity, Problem, raise_for_problem
+from keepstep_mesh.protocol.telemetry_records import BatchHead, Record, Source, pack_batch, pack_record
 from keepstep_mesh.security.tls import explained
 from keepstep_mesh.security.tokens import place_of
 
@@ -31,22 +31,19 @@ MAX_QUEUED = 20_000
 MAX_QUEUED_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BYTES = 512 * 1024
 MAX_RECORD_BYTES = 256 * 1024
-"""A larger record is dropped; the list of the members of a quorum is the longest that there is."""
-NEVER_TAKEN = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-"""Answers to a batch that is no better the next time."""
+"""The queue drops a larger record. The largest records are the member lists of quorums."""
+REFUSED_FOR_GOOD = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""A retry of such a batch gets the same answer."""
 REQUEST_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""After a batch that was not taken; doubled each time."""
+"""Seconds after a batch that failed; doubled after each failure."""
 LOG_AGAIN_SECONDS = 60.0
-
-Record = dict[str, Any]
-"""``t`` (Unix seconds), ``kind``, and what the kind adds."""
 
 log = get_logger("keepstep.telemetry")
 
 
 class Outbox:
-    """Records that wait, packed. Any thread may add."""
+    """A bounded queue of packed records. Safe to use from any thread."""
 
     def __init__(self, limit: int = MAX_QUEUED) -> None:
         self._limit = limit
@@ -54,16 +51,16 @@ class Outbox:
         self._queue: deque[bytes] = deque()
         self._bytes = 0
         self._first = 1
-        """Number of the oldest record that waits."""
+        """Number of the oldest record in the queue."""
         self.dropped = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Never raises: what cannot be packed is dropped."""
+    def add(self, record: Record) -> None:
+        """Append a record. Never raises: a record that cannot be packed counts as dropped."""
         try:
-            packed: bytes | None = msgpack.packb(record, default=repr, unicode_errors="backslashreplace")
+            packed: bytes | None = pack_record(record)
         except (ValueError, TypeError, OverflowError, RecursionError):
             packed = None
         with self._lock:
@@ -77,7 +74,7 @@ class Outbox:
                 self.dropped += 1
 
     def batch(self, max_bytes: int = MAX_BATCH_BYTES) -> tuple[int, list[bytes]]:
-        """The oldest records, and the number of the first; they stay until they are ``taken``."""
+        """Return the number of the oldest record and the oldest records. They stay in the queue until ``remove``."""
         with self._lock:
             chosen: list[bytes] = []
             size = 0
@@ -88,10 +85,10 @@ class Outbox:
                 chosen.append(one)
             return self._first, chosen
 
-    def taken(self, last: int, *, refused: bool = False) -> None:
-        """The records up to number ``last`` are no longer needed; those that were ``refused`` count as dropped.
+    def remove(self, last: int, *, refused: bool = False) -> None:
+        """Remove the records up to number ``last``, after the service answered. ``refused``: count them as dropped.
 
-        What was dropped meanwhile is not dropped twice.
+        A record that the queue dropped in the meantime is not counted again.
         """
         with self._lock:
             while self._queue and self._first <= last:
@@ -104,15 +101,20 @@ class Outbox:
 
 
 class Sender:
-    """Sends what is ``record``-ed while ``run`` runs.
+    """Sends records while ``run`` runs.
 
-    ``source``: ``worker``, ``lighthouse`` or ``relay``. ``name``: replica_id, or name of the service. ``address``: of
-    the metrics service as it is known now; None: of none. ``interval``: seconds between batches.
+    Args:
+        source: What kind of process this is.
+        name: replica_id of a worker, name of a service.
+        address: Returns the current address of the metrics service; None while there is no metrics service.
+        identity: Token and TLS settings for requests to the metrics service.
+        job: Job of a worker; empty for a service.
+        interval: Seconds between batches.
     """
 
     def __init__(
         self,
-        source: str,
+        source: Source,
         name: str,
         address: Callable[[], str | None],
         identity: Identity,
@@ -120,7 +122,7 @@ class Sender:
         job: str = "",
         interval: float = 1.0,
     ) -> None:
-        self._head = {"source": source, "name": name, "job": job, "boot": uuid.uuid4().hex}
+        self._head = BatchHead(source=source, name=name, job=job, boot=uuid.uuid4().hex, first=1)
         self._address = address
         self._identity = identity
         self._interval = interval
@@ -131,12 +133,12 @@ class Sender:
     def dropped(self) -> int:
         return self._outbox.dropped
 
-    def record(self, kind: str, **what: Any) -> None:
-        """Any thread; never blocks, never raises for want of a service. ``t`` is now unless it is given."""
-        self._outbox.add({"t": time.time(), "kind": kind, **what})
+    def record(self, record: Record) -> None:
+        """Queue a record. Safe to call from any thread; never blocks and never raises."""
+        self._outbox.add(record)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send the queued records, until cancelled."""
         pause = FIRST_PAUSE
         while True:
             address = self._address() if len(self._outbox) else None
@@ -154,7 +156,7 @@ class Sender:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def flush(self, seconds: float) -> None:
-        """Sends what waits, for the last time. Never raises."""
+        """Send all queued records, within ``seconds``. Never raises."""
         address = self._address() if len(self._outbox) else None
         if address is None:
             return
@@ -167,44 +169,31 @@ class Sender:
             self._failed(address, error)
 
     async def _send(self, http: aiohttp.ClientSession, address: str) -> bool:
-        """Whether there was something to send."""
+        """Send one batch. Return False if the queue is empty."""
         first, records = self._outbox.batch()
         if not records:
             return False
         last = first + len(records) - 1
-        body = pack_batch({**self._head, "first": first, "dropped": self._outbox.dropped}, records)
+        body = pack_batch(replace(self._head, first=first, dropped=self._outbox.dropped), records)
         async with http.post(
             f"{address}{PATH}", data=body, headers={"Content-Type": "application/msgpack"}, allow_redirects=False
         ) as answer:
-            if answer.status in NEVER_TAKEN:
-                self._outbox.taken(last, refused=True)
+            if answer.status in REFUSED_FOR_GOOD:
+                self._outbox.remove(last, refused=True)
             await raise_for_problem(answer)
             if answer.status != HTTPStatus.OK:
-                raise Problem(answer.status, "what answers there is no metrics service")
-        self._outbox.taken(last)
+                raise Problem(answer.status, "unexpected answer: is this the address of a metrics service?")
+        self._outbox.remove(last)
         return True
 
     def _failed(self, address: str, error: Exception) -> None:
         now = time.monotonic()
         if now - self._logged >= LOG_AGAIN_SECONDS:
             self._logged = now
-            older = "; update it first if it is of an older release" if isinstance(error, AuthError) else ""
+            older = "; if it runs an older release, update it first" if isinstance(error, AuthError) else ""
             log.warning(
-                "the metrics service does not take what it is told; trying on",
+                "could not send records to the metrics service; retrying",
                 reason=explained(error, address) + older,
-                waiting=len(self._outbox),
+                queued=len(self._outbox),
                 dropped=self.dropped,
             )
-
-
-def pack_batch(head: Mapping[str, Any], records: list[bytes]) -> bytes:
-    """One msgpack map: ``head``, and ``records`` that are packed already."""
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(len(head) + 1)
-    for name, value in head.items():
-        packer.pack(name)
-        packer.pack(value)
-    packer.pack("records")
-    packer.pack_array_header(len(records))
-    whole: bytes = packer.bytes() + b"".join(records)
-    return whole

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from keepstep_mesh.net.http import Problem, Route, read_whole
+from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
@@ -19,7 +20,6 @@ from keepstep_metrics.api import dashboard_page, views
 from keepstep_metrics.api.stream import stream
 from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.machine import MAX_WHOLE, Event, Job
-from keepstep_metrics.history.records import read_batch
 from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.storage.event_store import StoreError
 
@@ -152,7 +152,7 @@ class _Api:
         except StoreError as error:
             metrics.traffic.refused += 1
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
-        return json_answer(Taken(taken, batch.first + len(batch.records) - 1))
+        return json_answer(Taken(taken, batch.head.first + len(batch.records) - 1))
 
     # ---- out
 

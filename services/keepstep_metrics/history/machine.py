@@ -12,9 +12,17 @@ from statistics import median
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.telemetry_records import (
+    MAX_TEXT,
+    MAX_VALUES,
+    Batch,
+    EventRecord,
+    StateRecord,
+    StepRecord,
+    UploadRecord,
+)
 from keepstep_metrics.history import stragglers
 from keepstep_metrics.history.histogram import BINS, bin_of
-from keepstep_metrics.history.records import MAX_TEXT, MAX_VALUES, Batch, EventRecord, StateRecord, Step, Upload
 from keepstep_metrics.history.sentences import sentence
 from keepstep_metrics.history.series import Series
 from keepstep_metrics.history.stragglers import Standing
@@ -166,7 +174,7 @@ class Job:
 
     # ---- steps
 
-    def take_step(self, replica_id: str, one: Step, now: float) -> None:
+    def take_step(self, replica_id: str, one: StepRecord, now: float) -> None:
         group = self.group(replica_id)
         if group is None:
             return
@@ -180,7 +188,7 @@ class Job:
         else:
             group.steps.count(t, 1)
 
-    def _fill(self, group: Group, replica_id: str, one: Step, t: float) -> None:
+    def _fill(self, group: Group, replica_id: str, one: StepRecord, t: float) -> None:
         begin, end = t - one.seconds, min(t, group.ends.get(replica_id, t))
         if group.timeline and replica_id not in group.ends and group.timeline.state in (State.LOST, State.GONE):
             group.timeline.mark(begin, State.WAITING_QUORUM)  # nobody told that it came
@@ -191,7 +199,7 @@ class Job:
         fill(begin + waited, min(healed, end), State.HEALING)
         fill(healed, end, State.TRAINING if one.committed else State.RETRYING)
 
-    def _count_commit(self, group: Group, one: Step, t: float) -> None:
+    def _count_commit(self, group: Group, one: StepRecord, t: float) -> None:
         group.steps.add(t, (1, 0, one.seconds))
         group.step = one.step
         if not one.heal_seconds and one.quorum_seconds < SHORT_WAIT:
@@ -323,13 +331,13 @@ class Job:
                 one.seconds_left = None
                 return
 
-    def take_upload(self, relay: str, one: Upload) -> None:
+    def take_upload(self, relay: str, one: UploadRecord) -> None:
         key = ("upload", one.checkpoint, relay, one.began)
         found = next((old for old in reversed(self.transfers) if (old.kind, old.name, old.via, old.began) == key), None)
         if found is None:
             found = Transfer("upload", one.checkpoint, one.step, one.began, via=relay)
             self.transfers.append(found)
-        found.bytes_done, found.bytes_total = one.bytes_done, one.bytes_total
+        found.bytes_done, found.bytes_total = one.bytes_done, one.bytes
         found.bytes_per_second = one.bytes_per_second
         if one.state != "uploading":
             found.ended = one.t
@@ -404,41 +412,42 @@ class MetricsCore:
 
     def apply(self, batch: Batch, now: float) -> tuple[int, list[tuple[str, Event]]]:
         """How many records were new, and the events that they made, each with its job."""
-        key = batch.name, batch.boot
+        head = batch.head
+        key = head.name, head.boot
         seen = self._senders.pop(key, 0)
-        self._senders[key] = max(seen, batch.first + len(batch.records) - 1)
-        newly_dropped = max(0, batch.dropped - self.dropped.get(key, 0))
+        self._senders[key] = max(seen, head.first + len(batch.records) - 1)
+        newly_dropped = max(0, head.dropped - self.dropped.get(key, 0))
         self.dropped_total = min(self.dropped_total + newly_dropped, MAX_WHOLE)
-        self.dropped[key] = batch.dropped
+        self.dropped[key] = head.dropped
         while len(self._senders) > MAX_SENDERS:
             gone = next(iter(self._senders))
             del self._senders[gone]
             self.dropped.pop(gone, None)
         made: list[tuple[str, Event]] = []
-        new = batch.records[max(0, seen + 1 - batch.first) :]
+        new = batch.records[max(0, seen + 1 - head.first) :]
         for record in new:
             if record is None:
                 continue
-            name = record.job if isinstance(record, EventRecord | Upload) else batch.job
+            name = record.job if isinstance(record, EventRecord | UploadRecord) else head.job
             job = self._job(name, now) if name and self._counts(name, record.t, now) else None
-            if job is None or (batch.source == "worker" and job.group(batch.name) is None):
+            if job is None or (head.source == "worker" and job.group(head.name) is None):
                 self.left_out += 1
                 continue
             job.last_seen = max(job.last_seen, now)
             job.changes += 1
             match record:
-                case Step():
-                    job.take_step(batch.name, record, now)
+                case StepRecord():
+                    job.take_step(head.name, record, now)
                 case StateRecord():
-                    self._take_state(job, batch.name, record)
+                    self._take_state(job, head.name, record)
                 case EventRecord():
                     self.last_event += 1
                     made.append((name, job.take_event(record, self.last_event)))
                     if record.event == DELETED:
                         self._delete(*made[-1])
-                case Upload():
-                    job.take_upload(batch.name, record)
-        if (job := self.jobs.get(batch.job)) is not None:
+                case UploadRecord():
+                    job.take_upload(head.name, record)
+        if (job := self.jobs.get(head.job)) is not None:
             for slow in job.judge(now):
                 self.last_event += 1
                 made.append((job.name, job.straggler_event(slow, now, self.last_event)))

@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 from tests.support.lighthouse_driver import eventually
-from tests.support.metrics_driver import JOB, client, metrics, metrics_process, step
+from tests.support.metrics_driver import JOB, client, metrics, metrics_process
 
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.telemetry import record_sender
 from keepstep_mesh.telemetry.record_sender import Sender
@@ -42,7 +43,7 @@ async def sending(address: str, identity: Identity | None = None) -> AsyncIterat
 
 def tell(sender: Sender, count: int, **more: object) -> None:
     for number in range(count):
-        sender.record(**{**step(time.time(), number + 1, 0.001), **more})
+        sender.record(StepRecord(**{"t": time.time(), "step": number + 1, "seconds": 0.001, "committed": True, **more}))
 
 
 async def test_what_a_frozen_service_was_sent_is_counted_once_when_it_goes_on() -> None:

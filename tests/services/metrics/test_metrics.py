@@ -34,6 +34,7 @@ from tests.support.relay_driver import client as relay_client
 from tests.support.relay_driver import relay, state
 
 from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.serving.service import all_routes
 from keepstep_mesh.telemetry.record_sender import Sender
@@ -322,8 +323,8 @@ async def test_a_sender_outlives_a_restart_of_the_service_and_nothing_is_lost_or
     try:
         for number in range(1, 4):
             for at in range(5):
-                record = step(time.time(), 5 * number + at - 4, 0.001)
-                sender.record(record.pop("kind"), **record)
+                record = StepRecord(t=time.time(), step=5 * number + at - 4, seconds=0.001, committed=True)
+                sender.record(record)
             async with metrics(data_dir=tmp_path) as one, client(one.address) as asking:
                 addresses.append(one.address)
                 told = await asking.until("goodput", lambda it, wanted=5 * number: it["steps_committed"] >= wanted)

@@ -12,10 +12,10 @@ from tests.support.lighthouse_driver import eventually, lighthouse, round_of, wo
 from tests.support.metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, step
 
 from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_metrics.app import FILE
 from keepstep_metrics.history import machine
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.history.records import read_batch
 
 T = 1_700_000_000.0
 

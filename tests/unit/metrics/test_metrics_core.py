@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.metrics_driver import JOB, Teller, event, step
 
+from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import views
 from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
-from keepstep_metrics.history.records import BadBatchError, read_batch
 from keepstep_metrics.history.timeline import State
 from keepstep_metrics.lighthouse.live_status import NOTHING
 
@@ -328,10 +328,10 @@ def test_a_group_that_was_not_heard_of_for_a_day_goes_and_one_that_waits_stays()
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"source": "nobody"}, "source is one of"),
+        ({"source": "nobody"}, "source must be one of"),
         ({"job": "a/b"}, "no name of a job"),
         ({"name": ""}, "must not be empty"),
-        ({"first": -1}, "first must be a whole number"),
+        ({"first": -1}, "first must be an integer"),
         ({"records": {}}, "records must be a list"),
         ({"records": [1]}, "must be a map"),
         ({"records": [{"kind": "step", "t": float("nan")}]}, "t must be a finite number"),
