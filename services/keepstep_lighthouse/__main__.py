@@ -13,11 +13,12 @@ from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.settings import LighthouseSettings, read_like, read_settings
 from keepstep_mesh.config.settings import duration
 from keepstep_mesh.serving import program
-from keepstep_mesh.serving.service import Endpoint, Hosted
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint
 
 
 def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None]) -> Hosted:
-    """For ``service.run_several``. ``started`` is told where it listens."""
+    """For ``process.run_services``. ``started`` is told where it listens."""
     return Hosted(lambda: Lighthouse(settings).service(), settings, started)
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from keepstep_mesh.config.settings import duration
 from keepstep_mesh.serving import program
-from keepstep_mesh.serving.service import Endpoint, Hosted
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint
 from keepstep_metrics.app import Metrics
 from keepstep_metrics.settings import MetricsSettings, read_settings
 
 
 def hosted_metrics(settings: MetricsSettings, started: Callable[[Endpoint], None]) -> Hosted:
-    """For ``service.run_several``. ``started`` is told where it listens."""
+    """For ``process.run_services``. ``started`` is told where it listens."""
     return Hosted(lambda: Metrics(settings).service(), settings, started)
 
 

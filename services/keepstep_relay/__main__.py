@@ -9,14 +9,15 @@ from pathlib import Path
 
 from keepstep_mesh.config.settings import byte_size, duration
 from keepstep_mesh.serving import program
-from keepstep_mesh.serving.service import Endpoint, Hosted
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import LIMITS, RelaySettings, read_settings
 from keepstep_relay.tiers.allocator import keep_freed_memory
 
 
 def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None]) -> Hosted:
-    """For ``service.run_several``. ``started`` is told where it listens."""
+    """For ``process.run_services``. ``started`` is told where it listens."""
     keep_freed_memory()
     return Hosted(lambda: Relay(settings).service(), settings, started)
 

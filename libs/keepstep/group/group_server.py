@@ -48,7 +48,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from keepstep_mesh.security.tokens import ClientToken, is_loopback
 from keepstep_mesh.security.web_pages import HOST_ADVICE, host_problem, origin_problem
-from keepstep_mesh.serving.service import FIRST_REQUEST_SECONDS, accepting, heard_from
+from keepstep_mesh.serving.open_port import FIRST_REQUEST_SECONDS, FirstRequestLimit
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session.session_settings import SessionSettings
@@ -149,8 +149,8 @@ class GroupServer:
 
     async def start(self, connect: bool = True) -> None:
         """Listens, then opens the lighthouse session. OSError when the port is taken."""
-        silent: set[asyncio.BaseProtocol] = set()
-        app = web.Application(middlewares=[heard_from(silent), self._authorize], client_max_size=2 * 1024 * 1024)
+        limit = FirstRequestLimit(FIRST_REQUEST_SECONDS)
+        app = web.Application(middlewares=[limit.middleware, self._authorize], client_max_size=2 * 1024 * 1024)
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),
@@ -164,9 +164,8 @@ class GroupServer:
         await self._runner.setup()
         host, port = self._settings.host, self._settings.port
         try:
-            accepted = accepting(self._runner, silent, FIRST_REQUEST_SECONDS)
             listener = listening_socket(host, port)  # blocks only for a name, and nothing else runs on this loop yet
-            self._server = await asyncio.get_running_loop().create_server(accepted, sock=listener)
+            self._server = await asyncio.get_running_loop().create_server(limit.acceptor(self._runner), sock=listener)
             bound, port = self._server.sockets[0].getsockname()[:2]
             self._on_loopback = is_loopback(bound)
             self.address = f"http://{in_url(host)}:{port}"

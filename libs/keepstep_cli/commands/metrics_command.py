@@ -36,7 +36,7 @@ def metrics(**flags: Any) -> None:
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_METRICS_DATA_DIR.
     """
     try:
-        from keepstep_mesh.serving.service import run_several
+        from keepstep_mesh.serving.process import run_services
         from keepstep_metrics.__main__ import hosted_metrics
         from keepstep_metrics.settings import read_settings
     except ImportError as error:
@@ -48,6 +48,6 @@ def metrics(**flags: Any) -> None:
     configure_logs(flags)
     settings = checked(read_settings, flags, "--bind")
     try:
-        run_several([hosted_metrics(settings, partial(announce, "metrics"))])
+        run_services([hosted_metrics(settings, partial(announce, "metrics"))])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -59,7 +59,7 @@ def relay(**flags: Any) -> None:
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """
     try:
-        from keepstep_mesh.serving.service import run_several
+        from keepstep_mesh.serving.process import run_services
         from keepstep_relay.__main__ import hosted_relay
         from keepstep_relay.settings import read_settings
     except ImportError as error:
@@ -69,6 +69,6 @@ def relay(**flags: Any) -> None:
     configure_logs(flags)
     settings = checked(read_settings, flags, "--bind")
     try:
-        run_several([hosted_relay(settings, partial(announce, "relay"))])
+        run_services([hosted_relay(settings, partial(announce, "relay"))])
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -19,7 +19,8 @@ from keepstep_cli.running.service_options import FILE, service_options
 from keepstep_cli.running.services import announce, checked, configure_logs
 
 if TYPE_CHECKING:
-    from keepstep_mesh.serving.service import Endpoint, Hosted, Service
+    from keepstep_mesh.serving.process import Hosted
+    from keepstep_mesh.serving.service import Endpoint, Service
 
 RELAY_PORTS_ABOVE, METRICS_PORTS_ABOVE = 10, 20
 NAMES = (
@@ -170,7 +171,7 @@ def _serve(
     try:
         from keepstep_lighthouse.__main__ import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
-        from keepstep_mesh.serving.service import run_several
+        from keepstep_mesh.serving.process import run_services
     except ImportError as error:
         raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
@@ -197,7 +198,7 @@ def _serve(
         if beside is not None:
             hosted.append(_relay_beside(settings.bind, listens, beside[0]))
             hosted.append(_metrics_beside(settings.bind, listens, beside[1]))
-        run_several(hosted)
+        run_services(hosted)
     except (KeepstepError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     finally:

@@ -1,19 +1,18 @@
-"""A service within a loop that is there: started and stopped, rather than run until a signal."""
+"""A service on the current event loop, started and stopped by its owner instead of a signal."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 
-from keepstep_mesh.config.settings import bind_address
 from keepstep_mesh.net.addresses import in_url, reachable
 from keepstep_mesh.security.tokens import is_loopback, place_of
 from keepstep_mesh.serving.listen_settings import ListenSettings
-from keepstep_mesh.serving.service import Endpoint, Service, serving
+from keepstep_mesh.serving.service import Endpoint, Service, serving_with
 
 
 class Embedded(ABC):
-    """``name``: for people."""
+    """Base of the embedded services. ``name`` appears in messages."""
 
     def __init__(self, name: str, settings: ListenSettings) -> None:
         self._name = name
@@ -23,15 +22,15 @@ class Embedded(ABC):
         self._listening = asyncio.Event()
         self._endpoint: Endpoint | None = None
         self.known_address = ""
-        """Under which others are told of it, once it listens."""
+        """The address that others use, once it listens."""
         self._places: tuple[str, ...] = ()
 
     @abstractmethod
     def service(self) -> Service:
-        """What is served; its ``listening`` is ``self._listens``."""
+        """Create the service; its ``listening`` must be ``self._listens``."""
 
     async def start(self) -> None:
-        """Listens when it returns. Raises ``KeepstepError`` or ``ValueError`` that says what to do."""
+        """Start to listen. Raises ``KeepstepError`` or ``ValueError`` with what to do."""
         listens: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(listens), name=f"keepstep {self._name}")
         try:
@@ -42,19 +41,9 @@ class Embedded(ABC):
             raise
 
     async def _live(self, listens: asyncio.Future[Endpoint]) -> None:
-        """A task of its own: who starts and who stops may be different tasks."""
-        settings = self._listen_settings
+        """Run in a task of its own, because different tasks may call ``start`` and ``stop``."""
         try:
-            host, port = bind_address(settings.bind)
-            async with serving(
-                self.service(),
-                host,
-                port,
-                tokens=settings.tokens,
-                tls=settings.tls,
-                insecure=settings.insecure,
-                allow_hosts=settings.hosts,
-            ) as endpoint:
+            async with serving_with(self.service(), self._listen_settings) as endpoint:
                 listens.set_result(endpoint)
                 await self._stopped.wait()
         except Exception as error:
@@ -63,14 +52,14 @@ class Embedded(ABC):
             listens.set_exception(error)
 
     async def stop(self) -> None:
-        """Harmless when it was not started, or stopped before."""
+        """Stop the service. Does nothing if it is not running."""
         self._stopped.set()
         if self._life is not None:
             await self._life
 
     @property
     def address(self) -> str:
-        """``http://host:port``, with the real port; ``https`` with TLS."""
+        """URL with the real port; ``https`` with TLS."""
         if self._endpoint is None:
             raise RuntimeError(f"the {self._name} is not started; await start() first")
         return self._endpoint.url
@@ -87,5 +76,5 @@ class Embedded(ABC):
         self._listening.set()
 
     def places(self) -> tuple[str, ...]:
-        """For a service that registers: where it is."""
+        """The places of a service that registers (``tokens.place_of``)."""
         return self._places

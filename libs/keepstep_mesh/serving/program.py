@@ -10,7 +10,8 @@ from typing import Any
 
 from keepstep_mesh.config import logging
 from keepstep_mesh.errors import KeepstepError
-from keepstep_mesh.serving.service import Endpoint, Hosted, run_several
+from keepstep_mesh.serving.process import Hosted, run_services
+from keepstep_mesh.serving.service import Endpoint
 
 
 def parser_of(package: str, description: str, bind: str) -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def main(
     flags = vars(parser.parse_args(arguments))
     try:
         logging.configure(level=flags.pop("log_level"))
-        run_several([hosted(flags, lambda endpoint: print(f"{name} {endpoint.url}", flush=True))])  # noqa: T201
+        run_services([hosted(flags, lambda endpoint: print(f"{name} {endpoint.url}", flush=True))])  # noqa: T201
     except (KeepstepError, ValueError) as error:
         print(f"keepstep {name}: {error}", file=sys.stderr)  # noqa: T201 - the last word of a command
         return 1

@@ -102,7 +102,7 @@ async def test_a_service_that_cannot_start_says_why() -> None:
         taken = job.lighthouse.address.removeprefix("http://")
         said = await keepstep("lighthouse", "--bind", taken)
         assert said.code == 1
-        assert "it is taken" in said.err
+        assert "address in use" in said.err
         assert "Traceback" not in said.err
     said = await keepstep("lighthouse", "--bind", "0.0.0.0:0")
     assert said.code == 1

@@ -15,7 +15,7 @@ from keepstep_mesh.net.http import client_session, raise_for_problem
 
 PROGRAM = Path(__file__).with_name("forking.py")
 SECONDS = 100.0
-NO_TOKEN = "no token is set service=lighthouse open_to=this machine only\n"
+NO_TOKEN = "no token is set service=lighthouse open_to=this machine\n"
 
 
 @pytest.fixture

@@ -42,11 +42,11 @@ async def status(url: str, token: str, tls: TlsFiles | None = None) -> int:
 
 
 async def test_during_a_rotation_both_tokens_count_and_after_it_the_new_one(tmp_path: Path) -> None:
-    file, reread = tmp_path / "tokens", asyncio.Event()
+    file, reload = tmp_path / "tokens", asyncio.Event()
     file.write_text(f"worker = {OLD}\n")
     described = Service("test", [Route("GET", "/", nothing, Access.READ)])
     tokens = watched_tokens({}, file)
-    async with serving(described, "127.0.0.1", 0, tokens=tokens, reread=reread) as endpoint:
+    async with serving(described, "127.0.0.1", 0, tokens=tokens, reload=reload) as endpoint:
         for text, expected in (
             (f"worker = {OLD}\nworker = {NEW}\n", (200, 200)),
             (f"worker = {NEW}\n", (401, 200)),
@@ -55,8 +55,8 @@ async def test_during_a_rotation_both_tokens_count_and_after_it_the_new_one(tmp_
             (f"worker = {OLD}\n", (200, 401)),
         ):
             file.write_text(text)
-            reread.set()
-            await eventually(lambda: not reread.is_set())
+            reload.set()
+            await eventually(lambda: not reload.is_set())
             async with asyncio.timeout(DEADLINE):
                 while (await status(endpoint.url, OLD), await status(endpoint.url, NEW)) != expected:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)  # no answer tells that the next one is another

@@ -20,7 +20,8 @@ from keepstep_mesh.errors import AuthError, ProtocolError
 from keepstep_mesh.net import http as mesh_http
 from keepstep_mesh.net.http import PROBLEM_JSON, ROLE, Problem, Route, client_session, raise_for_problem, read_json
 from keepstep_mesh.security.tokens import Access, Tokens
-from keepstep_mesh.serving.service import BindError, Service, serving
+from keepstep_mesh.serving.open_port import BindError
+from keepstep_mesh.serving.service import Service, serving
 from keepstep_mesh.testing import DEADLINE
 
 WORKER, ADMIN = "w" * 20, "a" * 20
@@ -103,7 +104,9 @@ async def test_a_taken_port_says_what_to_do_and_starts_nothing() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BindError, match=rf"test cannot listen on 127\.0\.0\.1:{port}: it is taken.*another port"):
+        with pytest.raises(
+            BindError, match=rf"test cannot listen on 127\.0\.0\.1:{port}: address in use.*another port"
+        ):
             async with serving(Service("test", [], lifespan), "127.0.0.1", port):
                 pass
     assert not entered
@@ -293,7 +296,8 @@ import sys
 from contextlib import asynccontextmanager
 from keepstep_mesh.config import logging
 from keepstep_mesh.serving.listen_settings import ListenSettings
-from keepstep_mesh.serving.service import Hosted, Service, run_several
+from keepstep_mesh.serving.process import Hosted, run_services
+from keepstep_mesh.serving.service import Service
 
 @asynccontextmanager
 async def lifespan():
@@ -302,7 +306,7 @@ async def lifespan():
 
 logging.configure(as_json=True)
 one = Hosted(lambda: Service("test", [], lifespan), ListenSettings(), lambda at: print(at.url, flush=True))
-run_several([one], uvloop=sys.argv[1] == "uvloop")
+run_services([one], uvloop=sys.argv[1] == "uvloop")
 """
 
 

@@ -359,10 +359,10 @@ async def test_certificates_do_not_stand_in_for_tokens_beyond_loopback(authority
 async def test_tokens_that_travel_in_plain_text_are_worth_a_warning(authority: Authority, caplog) -> None:
     tokens = Tokens(worker="w" * 20)
     async with serving(Service("test", []), "0.0.0.0", 0, tokens=tokens):
-        assert "tokens travel unencrypted" in caplog.text
+        assert "tokens are sent unencrypted" in caplog.text
     caplog.clear()
     async with serving(Service("test", []), "0.0.0.0", 0, tokens=tokens, tls=authority.service()):
-        assert "tokens travel unencrypted" not in caplog.text
+        assert "tokens are sent unencrypted" not in caplog.text
 
 
 # ---- new certificates while it runs
@@ -388,7 +388,7 @@ async def until(true: Callable[[], Coroutine[Any, Any, bool]]) -> None:
 
 @both_loops
 def test_a_new_certificate_is_shown_to_who_comes_and_who_is_in_stays(loop: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(service, "REREAD_SECONDS", 0.05)
+    monkeypatch.setattr(service, "FILE_CHECK_SECONDS", 0.05)
     ours, new = Authority(tmp_path), Authority(tmp_path, "new")
     files = ours.service(mutual=True)
     assert files.cert is not None
@@ -434,15 +434,15 @@ def test_a_new_certificate_is_shown_to_who_comes_and_who_is_in_stays(loop: str, 
 
 
 async def test_a_broken_new_certificate_is_reported_and_the_old_one_stays(authority: Authority, caplog) -> None:
-    files, reread = authority.service(), asyncio.Event()
+    files, reload = authority.service(), asyncio.Event()
     assert files.cert is not None
 
     async def reported() -> bool:
         return "the old one still counts" in caplog.text
 
-    async with running(files, reread=reread) as (endpoint, _), asyncio.timeout(DEADLINE):
+    async with running(files, reload=reload) as (endpoint, _), asyncio.timeout(DEADLINE):
         before = await serial(endpoint, authority.trusted())
         files.cert.write_text("rubbish\n")
-        reread.set()
+        reload.set()
         await until(reported)
         assert await serial(endpoint, authority.trusted()) == before
