@@ -1,0 +1,1 @@
+"""Every service over real sockets, a folder for each."""

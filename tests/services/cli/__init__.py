@@ -1,0 +1,1 @@
+"""The `keepstep` command, as a process."""

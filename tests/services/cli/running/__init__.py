@@ -1,0 +1,1 @@
+"""Commands that start groups and services and stay with them."""

@@ -1,0 +1,1 @@
+"""Several lighthouses and services that share one store."""

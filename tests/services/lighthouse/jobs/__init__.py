@@ -1,0 +1,1 @@
+"""The life of a job in the lighthouse: events, orders, stragglers, deletion."""

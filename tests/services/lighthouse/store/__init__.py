@@ -1,0 +1,1 @@
+"""The stores below the lighthouse, and the lighthouse when its store fails."""

@@ -1,0 +1,1 @@
+"""The Manager in real replica groups."""

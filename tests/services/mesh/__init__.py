@@ -1,0 +1,1 @@
+"""What every service has in common: listening, tokens, TLS, WebSockets."""

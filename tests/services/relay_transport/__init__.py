@@ -1,0 +1,1 @@
+"""Heals through relays."""

@@ -1,0 +1,1 @@
+"""The worker's session client against a scripted lighthouse."""

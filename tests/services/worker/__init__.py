@@ -1,0 +1,1 @@
+"""Group servers and checkpoint transports."""

@@ -1,0 +1,1 @@
+"""Drivers, servers and models that tests share."""

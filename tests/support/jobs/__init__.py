@@ -1,0 +1,1 @@
+"""Real training jobs: trainers, process groups, and the lighthouses they train under."""

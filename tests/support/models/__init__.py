@@ -1,0 +1,1 @@
+"""State machines of keepstep, driven by hand or in virtual time."""

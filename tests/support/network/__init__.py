@@ -1,0 +1,1 @@
+"""Networks, servers, name servers and certificates that fail as a test orders."""

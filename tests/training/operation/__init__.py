@@ -1,0 +1,1 @@
+"""What an operator does with a running job, and what the operator sees of it."""

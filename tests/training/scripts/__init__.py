@@ -1,0 +1,1 @@
+"""Training scripts as a user writes and starts them."""

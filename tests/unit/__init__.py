@@ -1,0 +1,1 @@
+"""One module at a time, a folder for each package or room."""

@@ -1,0 +1,1 @@
+"""keepstep.group and keepstep.rendezvous."""

@@ -1,0 +1,1 @@
+"""keepstep_lighthouse, all but the quorum."""

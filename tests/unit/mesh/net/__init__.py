@@ -1,0 +1,1 @@
+"""Addresses, the event loop, sockets in forked children, web pages."""

@@ -1,0 +1,1 @@
+"""Messages, their encoding, and names."""

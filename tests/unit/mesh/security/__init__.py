@@ -1,0 +1,1 @@
+"""Tokens, files that are read again when they change, the audit log."""

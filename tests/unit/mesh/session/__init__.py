@@ -1,0 +1,1 @@
+"""The worker's session with the lighthouse, as a state machine."""

@@ -1,0 +1,1 @@
+"""The queue of records for the metrics service."""

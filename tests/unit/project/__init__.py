@@ -1,0 +1,1 @@
+"""The repository itself: documents, deployment, rules of the code."""
