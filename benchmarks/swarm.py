@@ -18,7 +18,7 @@ from transfer import TENSOR_BYTES, End
 
 sys.path.insert(0, str(ROOT))
 
-from tests.support.namespaces import Namespaces, why_not
+from tests.support.network.namespaces import Namespaces, why_not
 
 JOINERS = 8
 SIZE = 128 << 20

@@ -1,0 +1,1 @@
+"""All tests of keepstep; CONTRIBUTING.md says what each folder tests."""

@@ -27,7 +27,7 @@ import pytest
 import pytest_asyncio
 
 if TYPE_CHECKING:
-    from tests.support.etcd_server import EtcdCluster
+    from tests.support.services.etcd_server import EtcdCluster
 
 
 GRACE_SECONDS = 5.0
@@ -179,7 +179,7 @@ def repository() -> Path:
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
     from keepstep_lighthouse.store.opening import open_store
-    from tests.support.etcd_server import EtcdCluster
+    from tests.support.services.etcd_server import EtcdCluster
 
     async def warm_up() -> None:
         """What gRPC opens once in a process is no leak of the first test that uses it."""

@@ -12,8 +12,8 @@ import pytest
 
 from tests.browser.devtools import CHROMIUM, Page, chromium
 from tests.browser.told import HEADLINE, LIVE, TOAST, row
-from tests.support.metrics_driver import client, metrics_process
-from tests.training.job import Job, free_port
+from tests.support.jobs.job import Job, free_port
+from tests.support.services.metrics_driver import client, metrics_process
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser.devtools import CHROMIUM, Page, chromium
 from tests.browser.told import HEADLINE, JOB, LIVE, PROBLEM, SHOWN, ToldMesh, shown
-from tests.support.metrics_driver import Teller, client, metrics, step
+from tests.support.services.metrics_driver import Teller, client, metrics, step
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt-get install chromium)")
 

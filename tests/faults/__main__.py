@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.faults.outcome import Outcome, table
 from tests.faults.rows import ROWS, play
-from tests.support import namespaces
+from tests.support.network import namespaces
 
 RESULTS = Path(__file__).resolve().parents[2] / ".faults"
 """Git-ignored; the logs of each row are there too."""

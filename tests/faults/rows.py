@@ -23,12 +23,12 @@ import aiohttp
 import psutil
 
 from tests.faults.outcome import Limit, Outcome
-from tests.support import namespaces
-from tests.support.etcd_server import EtcdCluster
-from tests.support.namespaces import Namespaces
-from tests.support.relay_driver import metric, relay_process
-from tests.training.job import DEADLINE, Group, discarded
-from tests.training.mesh import Mesh, Others
+from tests.support.jobs.job import DEADLINE, Group, discarded
+from tests.support.jobs.mesh import Mesh, Others
+from tests.support.network import namespaces
+from tests.support.network.namespaces import Namespaces
+from tests.support.services.etcd_server import EtcdCluster
+from tests.support.services.relay_driver import metric, relay_process
 
 LEASE = 10.0
 """The default of ``--lease``, as the other times of the lighthouses are theirs."""

@@ -15,9 +15,9 @@ import pytest
 
 from tests.faults.outcome import Limit, Outcome, table
 from tests.faults.rows import ROWS, Row, Run
-from tests.support.command import killed_at_the_end
-from tests.support.namespaces import FOLDER
-from tests.training.job import Job
+from tests.support.jobs.job import Job
+from tests.support.network.namespaces import FOLDER
+from tests.support.services.command import killed_at_the_end
 
 DEADLINE = 120.0
 

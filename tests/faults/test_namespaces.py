@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import killed_at_the_end
-from tests.support.namespaces import Host, Namespaces, why_not
+from tests.support.network.namespaces import Host, Namespaces, why_not
+from tests.support.services.command import killed_at_the_end
 
 DEADLINE = 30.0
 
@@ -97,7 +97,7 @@ def test_whatever_runs_on_a_host_ends_with_it() -> None:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
-    script = "import os, signal; from tests.support import namespaces as n; x = n.Namespaces().__enter__()"
+    script = "import os, signal; from tests.support.network import namespaces as n; x = n.Namespaces().__enter__()"
     script += "; h = x.host('a').namespace; print(h)"
     script += "; import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run(

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.core_driver import Driver
-
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, JobRecord, LogEntry, Persist, Tell
 from keepstep_mesh.protocol.membership import Data, HeldAnswer, Lineage, MemberInfo, StateRoot
 from keepstep_mesh.protocol.messages import Denied, Drain, Evicted, Goodbye, MemberLost, Refused, RoundBroken
+from tests.support.models.core_driver import Driver
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
 IDS = r"(?P<ids>[\w:]+(?:, [\w:]+)*)"

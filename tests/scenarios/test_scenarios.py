@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from tests.scenarios.dialogue import replay, scenario_files
 
 

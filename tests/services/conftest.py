@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoint_peer import MINUTE
 
 from keepstep.checkpointing import HTTPTransport
+from tests.support.checkpoints.checkpoint_peer import MINUTE
 
 
 @pytest.fixture

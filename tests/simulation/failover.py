@@ -14,12 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from tests.simulation.failover_faults import FAULTS, faults_of
-from tests.simulation.faults import Fault, inject
-from tests.simulation.mesh import Mesh
-from tests.simulation.node import Node
-from tests.simulation.worker import Worker
-
 from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.records import JOB_PREFIX
@@ -28,6 +22,11 @@ from keepstep_lighthouse.leadership.term import EPOCH_KEY
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Tell
 from keepstep_lighthouse.store.contract import Write
 from keepstep_mesh.protocol.messages import Evicted
+from tests.simulation.failover_faults import FAULTS, faults_of
+from tests.simulation.faults import Fault, inject
+from tests.simulation.mesh import Mesh
+from tests.simulation.node import Node
+from tests.simulation.worker import Worker
 
 JOB_KEY = JOB_PREFIX + "job"
 Script = Generator[float | Callable[[], bool], None, None]

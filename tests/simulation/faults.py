@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
 from tests.simulation.training import FAULT_SECONDS, Training
 from tests.simulation.worker import Worker
-
-from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
 
 if TYPE_CHECKING:
     from tests.simulation.network import Connection

@@ -5,8 +5,6 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import FIN, Connection
-
 from keepstep_lighthouse.quorum.events import (
     Announce,
     Asked,
@@ -38,6 +36,7 @@ from keepstep_mesh.protocol.messages import (
     QuorumRequest,
     Welcome,
 )
+from tests.simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
     from tests.simulation.simulator import Simulation

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.leadership.campaign import LEADER_KEY
+from keepstep_lighthouse.quorum.events import Announce, Policy, Tell
+from keepstep_lighthouse.store.contract import Write
 from tests.simulation.network import Connection
 from tests.simulation.node import Node, address_of, simulated
 from tests.simulation.roaming import Roaming
@@ -18,11 +22,6 @@ from tests.simulation.shared_store import SharedStore
 from tests.simulation.training import FAULT_SECONDS, Training, Violation
 from tests.simulation.wires import Socket
 from tests.simulation.worker import Worker
-
-from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.leadership.campaign import LEADER_KEY
-from keepstep_lighthouse.quorum.events import Announce, Policy, Tell
-from keepstep_lighthouse.store.contract import Write
 
 LEASES = (3.0, 3.0, 6.0)
 RATES = (0.95, 1.05)

@@ -9,10 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from tests.simulation.process import ProcessLoop, clocks_of_processes
-from tests.simulation.shared_store import StoreClient
-from tests.simulation.wires import IdentityOf, Socket, Wire
-
 from keepstep_lighthouse.jobs import bad_messages, event_log, job, lighthouse_node, sessions
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.job import Job
@@ -25,6 +21,9 @@ from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.net.websocket import UpgradeError
 from keepstep_mesh.protocol.membership import Data
+from tests.simulation.process import ProcessLoop, clocks_of_processes
+from tests.simulation.shared_store import StoreClient
+from tests.simulation.wires import IdentityOf, Socket, Wire
 
 if TYPE_CHECKING:
     from tests.simulation.mesh import Mesh

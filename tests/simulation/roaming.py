@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import FIN, Connection
-from tests.simulation.wires import PING, PONG, CloseFrame
-from tests.simulation.worker import Worker
-
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Heartbeat, Moved, NotLeader, QuorumAnswer, Refused, Welcome
 from keepstep_mesh.session.liveness import Liveness
 from keepstep_mesh.session.session_machine import Addresses, StaleLighthouseError
+from tests.simulation.network import FIN, Connection
+from tests.simulation.wires import PING, PONG, CloseFrame
+from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
     from tests.simulation.mesh import Mesh

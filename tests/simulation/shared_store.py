@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from tests.simulation.network import Timeline
-from tests.simulation.process import ProcessLoop
-
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
 from keepstep_lighthouse.store.contract import (
     Change,
@@ -25,6 +22,8 @@ from keepstep_lighthouse.store.contract import (
     Write,
     WriteFailedError,
 )
+from tests.simulation.network import Timeline
+from tests.simulation.process import ProcessLoop
 
 EXPIRY_SECONDS = 0.5
 """A lease may live so much longer than it has to."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from keepstep_lighthouse.quorum.events import Announce, JobRecord, Persist, Policy, Tick
 from tests.simulation.faults import Fault, faults_of, inject
 from tests.simulation.lighthouse import Lighthouse, Store
 from tests.simulation.network import Connection
 from tests.simulation.training import FAULT_SECONDS, Training, Violation
 from tests.simulation.worker import Worker
-
-from keepstep_lighthouse.quorum.events import Announce, JobRecord, Persist, Policy, Tick
 
 __all__ = ["Simulation", "Violation"]
 

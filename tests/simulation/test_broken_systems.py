@@ -8,14 +8,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from tests.simulation import worker
-from tests.simulation.history import report_on
-from tests.simulation.lighthouse import Lighthouse, Store
-from tests.simulation.simulator import Simulation
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_lighthouse.quorum.events import JobRecord
 from keepstep_mesh.protocol.membership import Member, Quorum
+from tests.simulation import worker
+from tests.simulation.history import report_on
+from tests.simulation.lighthouse import Lighthouse, Store
+from tests.simulation.simulator import Simulation
 
 SEEDS = 60
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.simulation.traces import TRACES
 from tests.simulation.training import Violation
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from tests.simulation.failover import Failover, Script
 from tests.simulation.node import Node
 from tests.simulation.worker import Worker
-
-from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 
 LEASE = 3.0
 LONG = 60.0

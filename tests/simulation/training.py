@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from random import Random
 from typing import Any
 
-from tests.simulation.history import Logs, report_on
-from tests.simulation.network import Connection, Timeline
-from tests.simulation.worker import Collective, Worker
-
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.protocol.membership import Lineage
+from tests.simulation.history import Logs, report_on
+from tests.simulation.network import Connection, Timeline
+from tests.simulation.worker import Collective, Worker
 
 FAULT_SECONDS = 12.0
 RECOVERY_SECONDS = 120.0

@@ -13,10 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import FIN, Connection
-
 from keepstep_mesh.net.websocket import CLOSE_NORMAL
 from keepstep_mesh.protocol import codec
+from tests.simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
     from tests.simulation.node import Node

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import FIN, Connection
-
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.lineage import BEHIND, DIVERGED, is_diverged
@@ -32,6 +30,7 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 from keepstep_mesh.session.session_machine import SessionCore
+from tests.simulation.network import FIN, Connection
 
 if TYPE_CHECKING:
     from tests.simulation.training import Training

@@ -1,0 +1,1 @@
+"""Real training processes, killed, frozen, cut off and operated."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
-from tests.support.cohort import Cohort
+
+from tests.support.jobs.cohort import Cohort
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ MUTATIONS = (
         "        elif hello.epoch_seen < term.epoch or (",
         "        elif hello or (",
         Test(
-            "tests/services/lighthouse/test_lighthouse_terms.py::test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody"
+            "tests/services/lighthouse/store/test_lighthouse_terms.py::test_raising_the_epoch_in_a_store_that_fails_welcomes_nobody"
         ),
     ),
     Mutation(
@@ -70,6 +70,8 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/jobs/job_endings.py",
         "            floor = max(self.floor, quorum_id + 1)\n",
         "            floor = self.floor\n",
-        Test("tests/services/lighthouse/test_job_deletion.py::test_a_zombie_of_a_deleted_job_never_counts_as_equal"),
+        Test(
+            "tests/services/lighthouse/jobs/test_job_deletion.py::test_a_zombie_of_a_deleted_job_never_counts_as_equal"
+        ),
     ),
 )

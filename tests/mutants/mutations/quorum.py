@@ -115,7 +115,7 @@ MUTATIONS = (
         "if ban.target in (target, *incarnations)]",
         "if target in (ban.target, name_of(ban.target))]",
         Test(
-            "tests/unit/mesh/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
+            "tests/unit/mesh/protocol/test_group_names.py::test_a_ban_and_its_readmission_reach_the_group_of_that_name_and_no_other"
         ),
     ),
     Mutation(

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from tests.support.asking_group import Group
-from tests.support.command import process
-from tests.support.lighthouse_driver import lighthouse
-
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.security.tokens import Tokens
+from tests.support.services.asking_group import Group
+from tests.support.services.command import process
+from tests.support.services.lighthouse_driver import lighthouse
 
 DEADLINE = 60.0
 WORKER, ADMIN = "worker-token-of-the-test", "admin-token-of-the-test"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, together
 
 from keepstep import HTTPTransport
 from keepstep_mesh.errors import KeepstepError
+from tests.services.manager.groups import SECOND, manager, together
 
 
 def test_at_the_first_step_all_groups_take_over_one_state_and_all_contribute(lighthouse):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 from keepstep_mesh.errors import KeepstepError
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 
 def what_comes_of(work: Callable[[], Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, together
 
 from keepstep.coordination import LighthouseServer
+from tests.services.manager.groups import SECOND, manager, together
 
 
 @pytest.fixture

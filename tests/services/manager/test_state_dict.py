@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.services.manager.groups import events, manager, together
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from tests.services.cli.scene import keepstep
-from tests.services.manager.groups import manager
-from tests.services.relay.test_relay_access import ACCESS, url_of
-from tests.support.access_table import TOKENS, check_access
-from tests.support.lighthouse_driver import eventually, lighthouse
-from tests.support.metrics_driver import metrics
-from tests.support.relay_driver import DEADLINE, relay
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.net.http import Problem, client_session
 from keepstep_mesh.security.tokens import Tokens, derived, place_of, watched_tokens
+from tests.services.cli.scene import keepstep
+from tests.services.manager.groups import manager
+from tests.services.relay.test_relay_access import ACCESS, url_of
+from tests.support.services.access_table import TOKENS, check_access
+from tests.support.services.lighthouse_driver import eventually, lighthouse
+from tests.support.services.metrics_driver import metrics
+from tests.support.services.relay_driver import DEADLINE, relay
 
 RAW = {str(TOKENS.worker), str(TOKENS.service), str(TOKENS.admin)}
 

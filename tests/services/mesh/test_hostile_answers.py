@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from tests.services.cli.scene import keepstep
-from tests.support.hostile_server import KINDS, hostile
-from tests.support.lighthouse_driver import eventually
 
 from keepstep.group import group_peers
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
@@ -23,6 +20,9 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net import http
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_answer, read_json_answer
 from keepstep_metrics.lighthouse.live_status import _uploads
+from tests.services.cli.scene import keepstep
+from tests.support.network.hostile_server import KINDS, hostile
+from tests.support.services.lighthouse_driver import eventually
 
 SECONDS = 1.5
 """Given to each question."""

@@ -8,12 +8,11 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from tests.services.manager.groups import manager
-from tests.support.lighthouse_driver import eventually, lighthouse
-from tests.support.metrics_driver import client, metrics
-
 from keepstep.runtime.exits import EvictedExit
 from keepstep_lighthouse.quorum.events import Policy
+from tests.services.manager.groups import manager
+from tests.support.services.lighthouse_driver import eventually, lighthouse
+from tests.support.services.metrics_driver import client, metrics
 
 JOB = "/v1/jobs/default"
 NAMES = ["a:0", "a:1"]

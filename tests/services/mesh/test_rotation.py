@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from tests.support.asking_group import Group
-from tests.support.certificates import Authority
-from tests.support.command import process
-from tests.support.lighthouse_driver import DEADLINE, eventually, lighthouse
 
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.errors import AuthError
@@ -24,6 +20,10 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from tests.support.network.certificates import Authority
+from tests.support.services.asking_group import Group
+from tests.support.services.command import process
+from tests.support.services.lighthouse_driver import DEADLINE, eventually, lighthouse
 
 OLD, NEW, ADMIN = "old-" * 5, "new-" * 5, "admin-" * 4
 

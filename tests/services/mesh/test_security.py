@@ -15,13 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.command import environment
 
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.command import environment
 
 DEADLINE = 60.0
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "security.md"

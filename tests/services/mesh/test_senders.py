@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from tests.support.lighthouse_driver import eventually
-from tests.support.metrics_driver import JOB, client, metrics, metrics_process
 
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.telemetry import record_sender
 from keepstep_mesh.telemetry.record_sender import Sender
+from tests.support.services.lighthouse_driver import eventually
+from tests.support.services.metrics_driver import JOB, client, metrics, metrics_process
 
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3)
 

@@ -16,7 +16,6 @@ import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
-from tests.support.certificates import Authority
 
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.http import Route, client_session
@@ -26,6 +25,7 @@ from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving import service
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
+from tests.support.network.certificates import Authority
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}

@@ -11,10 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.asking_group import Group
-from tests.support.lighthouse_driver import lighthouse
-from tests.support.metrics_driver import metrics
-from tests.support.relay_driver import relay
 
 from keepstep.checkpointing.direct.http_server import CheckpointServer
 from keepstep.group.group_server import GroupServer
@@ -24,6 +20,10 @@ from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tokens import ClientToken, Tokens
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import ChaosProxy
+from tests.support.services.asking_group import Group
+from tests.support.services.lighthouse_driver import lighthouse
+from tests.support.services.metrics_driver import metrics
+from tests.support.services.relay_driver import relay
 
 EVIL = {"Host": "evil.example:29510"}
 SERVICES: dict[str, Callable[..., Any]] = {"lighthouse": lighthouse, "relay": relay, "metrics": metrics}

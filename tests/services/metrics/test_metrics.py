@@ -15,9 +15,19 @@ from typing import Any
 import openapi_spec_validator
 import pytest
 from jsonschema import Draft202012Validator
-from tests.support.access_table import ASKERS, TOKENS, check_access
-from tests.support.lighthouse_driver import eventually, lighthouse
-from tests.support.metrics_driver import (
+
+from keepstep_mesh.net.http import Identity
+from keepstep_mesh.protocol.telemetry_records import StepRecord
+from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.serving.service import all_routes
+from keepstep_mesh.telemetry.record_sender import Sender
+from keepstep_metrics.app import Metrics
+from keepstep_metrics.settings import MetricsSettings, read_settings
+from keepstep_relay.app import Relay
+from keepstep_relay.core.events import Limits
+from tests.support.services.access_table import ASKERS, TOKENS, check_access
+from tests.support.services.lighthouse_driver import eventually, lighthouse
+from tests.support.services.metrics_driver import (
     DEADLINE,
     JOB,
     Client,
@@ -29,19 +39,9 @@ from tests.support.metrics_driver import (
     metrics_process,
     step,
 )
-from tests.support.relay_driver import Client as RelayClient
-from tests.support.relay_driver import client as relay_client
-from tests.support.relay_driver import relay, state
-
-from keepstep_mesh.net.http import Identity
-from keepstep_mesh.protocol.telemetry_records import StepRecord
-from keepstep_mesh.security.tokens import ClientToken
-from keepstep_mesh.serving.service import all_routes
-from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_metrics.app import Metrics
-from keepstep_metrics.settings import MetricsSettings, read_settings
-from keepstep_relay.app import Relay
-from keepstep_relay.core.events import Limits
+from tests.support.services.relay_driver import Client as RelayClient
+from tests.support.services.relay_driver import client as relay_client
+from tests.support.services.relay_driver import relay, state
 
 JOB_PATH, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
 ALL = "worker service admin"

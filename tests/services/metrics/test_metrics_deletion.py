@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.lighthouse_driver import eventually, lighthouse, round_of, worker
-from tests.support.metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, step
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_metrics.app import FILE
 from keepstep_metrics.history import machine
 from keepstep_metrics.history.machine import MetricsCore
+from tests.support.services.lighthouse_driver import eventually, lighthouse, round_of, worker
+from tests.support.services.metrics_driver import DEADLINE, JOB, Client, Teller, client, event, following, metrics, step
 
 T = 1_700_000_000.0
 

@@ -18,8 +18,13 @@ import aiohttp
 import msgpack
 import pytest
 from aiohttp import web
-from tests.support.lighthouse_driver import eventually, lighthouse
-from tests.support.metrics_driver import (
+
+from keepstep_mesh.discovery.registration import Registration, registered
+from keepstep_metrics.api import stream
+from keepstep_metrics.app import FILE, Metrics, MetricsSettings
+from keepstep_metrics.storage.event_store import Store, StoreError
+from tests.support.services.lighthouse_driver import eventually, lighthouse
+from tests.support.services.metrics_driver import (
     DEADLINE,
     JOB,
     Client,
@@ -31,11 +36,6 @@ from tests.support.metrics_driver import (
     metrics_process,
     step,
 )
-
-from keepstep_mesh.discovery.registration import Registration, registered
-from keepstep_metrics.api import stream
-from keepstep_metrics.app import FILE, Metrics, MetricsSettings
-from keepstep_metrics.storage.event_store import Store, StoreError
 
 
 async def deliver(asking: Client, body: bytes) -> int:

@@ -20,16 +20,16 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 import yaml
-from tests.support import metrics_driver
-from tests.support.command import killed_at_the_end
-from tests.support.etcd_server import EtcdCluster, free_ports
-from tests.support.lighthouse_driver import DEADLINE, connection, lighthouse, round_of
-from tests.support.relay_driver import client, relay, state
 
 from keepstep_lighthouse.api.prometheus import FROM_ZERO
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol.messages import Healing, Welcome
 from keepstep_mesh.security.tokens import Tokens
+from tests.support.services import metrics_driver
+from tests.support.services.command import killed_at_the_end
+from tests.support.services.etcd_server import EtcdCluster, free_ports
+from tests.support.services.lighthouse_driver import DEADLINE, connection, lighthouse, round_of
+from tests.support.services.relay_driver import client, relay, state
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from tests.support.lighthouse_driver import eventually
-from tests.support.relay_driver import DEADLINE, Client, client, get, raw, relay, relay_process, state
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Limits
 from keepstep_relay.core.invariants import check_invariants
+from tests.support.services.lighthouse_driver import eventually
+from tests.support.services.relay_driver import DEADLINE, Client, client, get, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 NOWHERE = "0" * 32

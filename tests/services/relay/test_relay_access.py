@@ -12,10 +12,6 @@ import aiohttp
 import openapi_spec_validator
 import pytest
 from jsonschema import Draft202012Validator
-from tests.support.access_table import ASKERS, TOKENS, check_access
-from tests.support.certificates import Authority
-from tests.support.lighthouse_driver import lighthouse
-from tests.support.relay_driver import DEADLINE, Client, client, relay, state
 
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tls import TlsFiles
@@ -23,6 +19,10 @@ from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.serving.service import all_routes
 from keepstep_relay.app import Relay
 from keepstep_relay.settings import RelaySettings, read_settings
+from tests.support.network.certificates import Authority
+from tests.support.services.access_table import ASKERS, TOKENS, check_access
+from tests.support.services.lighthouse_driver import lighthouse
+from tests.support.services.relay_driver import DEADLINE, Client, client, relay, state
 
 ONE = state(1, 1000)
 CHECKPOINTS = "/v1/jobs/{job}/checkpoints"

@@ -16,8 +16,6 @@ from typing import Any
 import msgpack
 import pytest
 import pytest_asyncio
-from tests.support.lighthouse_driver import eventually
-from tests.support.relay_driver import DEADLINE, Client, client, raw, relay, state
 from yarl import URL
 
 from keepstep_mesh.errors import ManifestError
@@ -27,9 +25,11 @@ from keepstep_relay.api import bulk
 from keepstep_relay.app import Relay
 from keepstep_relay.core.events import Limits
 from keepstep_relay.core.invariants import check_invariants
+from tests.support.services.lighthouse_driver import eventually
+from tests.support.services.relay_driver import DEADLINE, Client, client, raw, relay, state
 
 ONE, TWO = state(1), state(2)
-GOLDEN = Path(__file__).parents[2] / "support" / "golden"
+GOLDEN = Path(__file__).parents[2] / "support" / "checkpoints" / "golden"
 
 
 @pytest_asyncio.fixture

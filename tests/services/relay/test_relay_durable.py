@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.relay_driver import DEADLINE, Client, State, client, flip, relay, state
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay import checkpoint_store
 from keepstep_relay.core.events import Key
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
+from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, relay, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20

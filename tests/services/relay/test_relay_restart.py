@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Limits
 from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.tiers.disk_tier import DiskTier
+from tests.support.services.relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20

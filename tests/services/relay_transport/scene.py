@@ -12,11 +12,10 @@ from datetime import timedelta
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from tests.support.checkpoint_ends import MIB, Proxy, blank, peer, same
-from tests.support.checkpoint_peer import JOB, MINUTE, exchange, state_of
-from tests.support.relay_driver import DEADLINE, client, metric, relay_process
-
 from keepstep.checkpointing import RelayTransport
+from tests.support.checkpoints.checkpoint_ends import MIB, Proxy, blank, peer, same
+from tests.support.checkpoints.checkpoint_peer import JOB, MINUTE, exchange, state_of
+from tests.support.services.relay_driver import DEADLINE, client, metric, relay_process
 
 CHUNK_MIB = 8
 Flip = Callable[[int, int, bytes], bytes | None]

@@ -11,15 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoint_ends import MIB
-from tests.support.checkpoint_peer import exchange, state_of
-from tests.support.relay_driver import Client, client, state
 
 from keepstep.checkpointing import TransferError
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint
 from keepstep.checkpointing.relayed.relay_fetch import MAX_FAILURES
-
-from .scene import CHUNK_MIB, JOB, Groups, before, flip_once, mortal_relay, received_mib, relay, sent_by, sent_mib
+from tests.services.relay_transport.scene import (
+    CHUNK_MIB,
+    JOB,
+    Groups,
+    before,
+    flip_once,
+    mortal_relay,
+    received_mib,
+    relay,
+    sent_by,
+    sent_mib,
+)
+from tests.support.checkpoints.checkpoint_ends import MIB
+from tests.support.checkpoints.checkpoint_peer import exchange, state_of
+from tests.support.services.relay_driver import Client, client, state
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

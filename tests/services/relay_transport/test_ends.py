@@ -13,13 +13,21 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.support.checkpoint_ends import MIB, eventually
-from tests.support.relay_driver import relay_process
-from tests.support.unanswered import unanswered_name
 
 from keepstep.checkpointing import TransferError
-
-from .scene import CHUNK_MIB, DEADLINE, Groups, arrived, relay, source, switched_off, until
+from tests.services.relay_transport.scene import (
+    CHUNK_MIB,
+    DEADLINE,
+    Groups,
+    arrived,
+    relay,
+    source,
+    switched_off,
+    until,
+)
+from tests.support.checkpoints.checkpoint_ends import MIB, eventually
+from tests.support.network.unanswered import unanswered_name
+from tests.support.services.relay_driver import relay_process
 
 AT_ONCE = 2.0
 """Seconds, on a busy machine."""

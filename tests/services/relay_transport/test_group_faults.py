@@ -10,11 +10,19 @@ import time
 
 import psutil
 import pytest
-from tests.support.checkpoint_ends import MIB, eventually, peer
 
 from keepstep.checkpointing import TransferError
-
-from .scene import CHUNK_MIB, Groups, arrived, received_mib, relay, sent_mib, source, until
+from tests.services.relay_transport.scene import (
+    CHUNK_MIB,
+    Groups,
+    arrived,
+    received_mib,
+    relay,
+    sent_mib,
+    source,
+    until,
+)
+from tests.support.checkpoints.checkpoint_ends import MIB, eventually, peer
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SOON = 10.0

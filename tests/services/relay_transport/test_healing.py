@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from tests.support.certificates import Authority
-from tests.support.checkpoint_ends import MIB, peer, same
-from tests.support.checkpoint_peer import state_of
 
 from keepstep.checkpointing import TransferError
-
-from .scene import CHUNK_MIB, Groups, before, held, received_mib, relay, sent_by, sent_mib
+from tests.services.relay_transport.scene import CHUNK_MIB, Groups, before, held, received_mib, relay, sent_by, sent_mib
+from tests.support.checkpoints.checkpoint_ends import MIB, peer, same
+from tests.support.checkpoints.checkpoint_peer import state_of
+from tests.support.network.certificates import Authority
 
 
 async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only():

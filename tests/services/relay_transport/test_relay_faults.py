@@ -10,16 +10,11 @@ from datetime import timedelta
 
 import psutil
 import pytest
-from tests.support.checkpoint_ends import MIB, same
-from tests.support.checkpoint_peer import exchange, state_of
-from tests.support.relay_driver import relay_process
-from tests.support.unanswered import unanswered_name
 
 from keepstep.checkpointing import RelayTransport
 from keepstep.checkpointing.relayed import relay_fetch
 from keepstep_mesh.testing import ChaosProxy
-
-from .scene import (
+from tests.services.relay_transport.scene import (
     CHUNK_MIB,
     DEADLINE,
     Groups,
@@ -32,6 +27,10 @@ from .scene import (
     switched_off,
     until,
 )
+from tests.support.checkpoints.checkpoint_ends import MIB, same
+from tests.support.checkpoints.checkpoint_peer import exchange, state_of
+from tests.support.network.unanswered import unanswered_name
+from tests.support.services.relay_driver import relay_process
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

@@ -9,14 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.checkpoint_ends import MIB, blank
-from tests.support.checkpoint_peer import MINUTE, exchange
 
 from keepstep.checkpointing.direct import http_server
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed import relay_fetch
-
-from .scene import CHUNK_MIB, DEADLINE, Groups, sent_by
+from tests.services.relay_transport.scene import CHUNK_MIB, DEADLINE, Groups, sent_by
+from tests.support.checkpoints.checkpoint_ends import MIB, blank
+from tests.support.checkpoints.checkpoint_peer import MINUTE, exchange
 
 SIZE = 64
 JOINERS = 4

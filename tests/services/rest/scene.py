@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from tests.support.lighthouse_driver import DEADLINE, Worker, lighthouse, round_of, workers
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy
+from tests.support.services.lighthouse_driver import DEADLINE, Worker, lighthouse, round_of, workers
 
 JOB = "/v1/jobs/job"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from tests.services.rest.routes import ACCESS, url_of
-from tests.support.access_table import ASKERS, TOKENS, check_access
-from tests.support.lighthouse_driver import connection, lighthouse
 
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_mesh.serving.service import all_routes
+from tests.services.rest.routes import ACCESS, url_of
+from tests.support.services.access_table import ASKERS, TOKENS, check_access
+from tests.support.services.lighthouse_driver import connection, lighthouse
 
 
 def test_the_table_has_every_route() -> None:

@@ -11,14 +11,14 @@ import openapi_spec_validator
 import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
-from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
-from tests.services.rest.scene import scene
-from tests.support.access_table import TOKENS
-from tests.support.lighthouse_driver import eventually, lighthouse
 
 from keepstep_mesh.net.http import application
 from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.serving import service
+from tests.services.rest.routes import ACCESS, BODIES, LAST, SESSIONS, url_of
+from tests.services.rest.scene import scene
+from tests.support.services.access_table import TOKENS
+from tests.support.services.lighthouse_driver import eventually, lighthouse
 
 
 async def test_the_description_is_openapi_and_has_what_the_router_has(monkeypatch: pytest.MonkeyPatch) -> None:

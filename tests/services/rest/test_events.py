@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.services.rest.scene import JOB, Rest, scene
-from tests.support.lighthouse_driver import DEADLINE, round_of
 
 from keepstep_lighthouse.api import admin
+from tests.services.rest.scene import JOB, Rest, scene
+from tests.support.services.lighthouse_driver import DEADLINE, round_of
 
 
 async def test_events_are_paged_and_their_numbers_grow() -> None:

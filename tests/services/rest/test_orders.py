@@ -7,14 +7,14 @@ import json
 from typing import Any
 
 import pytest
-from tests.services.rest.scene import JOB, scene
-from tests.support.lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.contract import WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_mesh.protocol.membership import StateRoot
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, QuorumAnswer
+from tests.services.rest.scene import JOB, scene
+from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, round_of
 
 
 def entry_of(answer: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.services.rest.scene import JOB, scene
-from tests.support.lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 from keepstep_mesh.protocol.messages import Healing, Heartbeat, Leave
+from tests.services.rest.scene import JOB, scene
+from tests.support.services.lighthouse_driver import DEADLINE, eventually, round_of, worker
 
 
 async def test_health_readiness_and_metrics() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tests.services.session.worker import beats, in_session
-
 from keepstep_mesh.protocol.messages import Leave, Moved, NotLeader, QuorumRequest, Timing
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from tests.services.session.worker import beats, in_session
 
 
 async def test_a_broken_session_moves_on_to_the_next_address() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.session.worker import cut_off, in_session
 
 from keepstep_mesh.errors import SessionClosed
 from keepstep_mesh.protocol.messages import Evicted, Failed, Leave, QuorumRequest
 from keepstep_mesh.testing import DEADLINE, scripted_lighthouse
+from tests.services.session.worker import cut_off, in_session
 
 
 async def test_leaving_waits_for_goodbye_and_ends_the_session() -> None:

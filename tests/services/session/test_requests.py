@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.session.worker import INFO, cut_off, in_session
 
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
 from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumRequest
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
+from tests.services.session.worker import INFO, cut_off, in_session
 
 
 async def test_a_request_is_answered_and_held_until_finished() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
 from keepstep_mesh.protocol.messages import NotLeader, QuorumRequest, Refused
@@ -13,6 +12,7 @@ from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.session import lighthouse_session as session_module
 from keepstep_mesh.session import session_machine
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
 
 async def test_a_session_opens_with_who_we_are_and_what_we_have_seen() -> None:

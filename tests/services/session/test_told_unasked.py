@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.services.session.worker import in_session
-
 from keepstep_mesh.protocol.messages import (
     PROTOCOL_VERSION,
     Drain,
@@ -16,6 +14,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
+from tests.services.session.worker import in_session
 
 
 async def test_pushes_are_handed_on_in_order() -> None:

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.certificates import Authority
-from tests.support.command import environment, killed_at_the_end
-from tests.support.lighthouse_driver import DEADLINE, connection, lighthouse
-from tests.support.relay_driver import relay
 
 from keepstep_mesh.protocol.messages import Welcome
 from keepstep_mesh.security.tokens import Role, Tokens, tokens_of_service
+from tests.support.network.certificates import Authority
+from tests.support.services.command import environment, killed_at_the_end
+from tests.support.services.lighthouse_driver import DEADLINE, connection, lighthouse
+from tests.support.services.relay_driver import relay
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 

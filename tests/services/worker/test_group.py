@@ -11,8 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.lighthouse_driver import eventually
-from tests.support.lighthouse_driver import lighthouse as in_loop
 
 from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
@@ -30,6 +28,8 @@ from keepstep_mesh.protocol.messages import Evicted, Healing, MemberLost, Refuse
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.lighthouse_driver import eventually
+from tests.support.services.lighthouse_driver import lighthouse as in_loop
 
 DEADLINE = 20.0
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoint_ends import MIB, Proxy, address, blank, same, weights
-from tests.support.checkpoint_peer import MINUTE, exchange, state_of
 
 from keepstep.checkpointing import HTTPTransport, RelayTransport
+from tests.support.checkpoints.checkpoint_ends import MIB, Proxy, address, blank, same, weights
+from tests.support.checkpoints.checkpoint_peer import MINUTE, exchange, state_of
 
 SIZE = 40
 CHUNK_MIB = 8

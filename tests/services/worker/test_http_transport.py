@@ -12,14 +12,14 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch
-from tests.support.checkpoint_ends import MIB, RawReader, address, blank, eventually, peer, same, weights
-from tests.support.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import HTTPTransport, TransferError, UnsupportedValue, http_transport
 from keepstep.checkpointing.state.serialization import save_state
 from keepstep.checkpointing.state.state_manifest import build_manifest
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_mesh.security.tokens import ClientToken
+from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, address, blank, eventually, peer, same, weights
+from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of
 
 # ---- the plain way
 

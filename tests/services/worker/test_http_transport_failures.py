@@ -16,13 +16,23 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.checkpoint_ends import MIB, Proxy, RawReader, address, blank, eventually, peer, same, weights
-from tests.support.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import ManifestError, TransferError
 from keepstep.checkpointing.direct.http_server import MAX_CONNECTIONS
 from keepstep.checkpointing.state.serialization import load_state, save_state
 from keepstep.checkpointing.state.state_manifest import read_manifest
+from tests.support.checkpoints.checkpoint_ends import (
+    MIB,
+    Proxy,
+    RawReader,
+    address,
+    blank,
+    eventually,
+    peer,
+    same,
+    weights,
+)
+from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of
 
 # ---- slow and dead readers
 

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from tests.support.lighthouse_driver import eventually
-from tests.support.lighthouse_driver import lighthouse as in_loop
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.rank_client import RankClient
@@ -20,6 +18,8 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.lighthouse_driver import eventually
+from tests.support.services.lighthouse_driver import lighthouse as in_loop
 
 DEADLINE = 30.0
 LEAST = 0.5

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PEER = Path(__file__).parents[2] / "support" / "sharded_peer.py"
+PEER = Path(__file__).parents[2] / "support" / "checkpoints" / "sharded_peer.py"
 
 
 def test_each_rank_restores_its_shard_in_place_and_no_other(tmp_path):

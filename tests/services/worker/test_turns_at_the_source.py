@@ -9,13 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.support.checkpoint_ends import MIB, RawReader, blank, same
-from tests.support.checkpoint_peer import MINUTE, state_of
 
 from keepstep.checkpointing import HTTPTransport
 from keepstep.checkpointing.direct import admission
 from keepstep.checkpointing.direct.admission import READERS_AT_ONCE
 from keepstep.checkpointing.errors import TransferTimeout
+from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, blank, same
+from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of
 
 SECOND = timedelta(seconds=1)
 

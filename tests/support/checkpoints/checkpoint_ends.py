@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.support.checkpoint_peer import state_of
+from tests.support.checkpoints.checkpoint_peer import state_of
 
 PEER = Path(__file__).with_name("checkpoint_peer.py")
 MIB = 1 << 20
@@ -21,7 +21,7 @@ MIB = 1 << 20
 @contextlib.contextmanager
 def peer(*arguments):
     command = [sys.executable, str(PEER), *map(str, arguments)]
-    path = [str(PEER.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(PEER.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:

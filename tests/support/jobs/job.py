@@ -25,9 +25,8 @@ from keepstep_history.history import Report
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
-from tests.support.namespaces import LOOPBACK, Host
-
-from . import trainer
+from tests.support.jobs import trainer
+from tests.support.network.namespaces import LOOPBACK, Host
 
 DEADLINE = 90.0
 

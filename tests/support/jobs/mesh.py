@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from keepstep_mesh.testing import ChaosProxy
-from tests.support.etcd_server import EtcdCluster
-from tests.support.namespaces import LOOPBACK, Host, Namespaces
-
-from .job import DEADLINE, Group, Job, free_port
+from tests.support.jobs.job import DEADLINE, Group, Job, free_port
+from tests.support.network.namespaces import LOOPBACK, Host, Namespaces
+from tests.support.services.etcd_server import EtcdCluster
 
 LEASE = 3.0
 FOLLOWER, WORKER = b"GET /v1/lighthouses/", b"GET /v1/jobs/"

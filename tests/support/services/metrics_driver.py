@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 import msgpack
-from tests.support.command import service_process
 
 from keepstep_metrics.app import Metrics, MetricsSettings
+from tests.support.services.command import service_process
 
 DEADLINE = 60.0
 JOB = "job"

@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 import msgpack
-from tests.support.command import service_process
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, pack_envelope, read_envelope
 from keepstep_relay.app import Relay, RelaySettings
+from tests.support.services.command import service_process
 
 DEADLINE = 60.0
 JOB = "job"

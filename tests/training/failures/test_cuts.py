@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from keepstep_mesh.testing import ChaosProxy
-from tests.support.etcd_server import EtcdCluster
-from tests.support.namespaces import Namespaces, why_not
-
-from .job import Group, Job
-from .mesh import Mesh, Others
+from tests.support.jobs.job import Group, Job
+from tests.support.jobs.mesh import Mesh, Others
+from tests.support.network.namespaces import Namespaces, why_not
+from tests.support.services.etcd_server import EtcdCluster
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.etcd_server import EtcdCluster
-
-from .job import Group, discarded
-from .mesh import LEASE, Mesh
+from tests.support.jobs.job import Group, discarded
+from tests.support.jobs.mesh import LEASE, Mesh
+from tests.support.services.etcd_server import EtcdCluster
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

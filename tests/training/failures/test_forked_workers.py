@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .job import Group, Job
+from tests.support.jobs.job import Group, Job
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(180)]
 

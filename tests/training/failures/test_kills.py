@@ -9,8 +9,7 @@ import pytest
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import violation_lines
-
-from .job import Job, discarded
+from tests.support.jobs.job import Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -9,7 +9,6 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from keepstep.rendezvous.store_client import KeyValueServer
+from tests.support.jobs import process_group_peer
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,9 +72,8 @@ class Peer:
 
     @classmethod
     async def start(cls, rank: int, store: str, timeout: float = TIMEOUT) -> Peer:
-        script = Path(__file__).with_name("process_group_peer.py")
         pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, str(script), store, str(rank), str(timeout)]
+        command = [sys.executable, process_group_peer.__file__, store, str(rank), str(timeout)]
         return cls(rank, await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
 
     def ask(self, do: str, **arguments: Any) -> Asked:

@@ -10,9 +10,8 @@ import signal
 import psutil
 import pytest
 
-from tests.support.relay_driver import metric, relay_process
-
-from .job import DEADLINE, Group, Job
+from tests.support.jobs.job import DEADLINE, Group, Job
+from tests.support.services.relay_driver import metric, relay_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

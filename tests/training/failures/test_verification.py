@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .job import DEADLINE, Group, Job
+from tests.support.jobs.job import DEADLINE, Group, Job
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -12,8 +12,7 @@ import pytest
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_history.reading import check_files
-
-from .job import Job
+from tests.support.jobs.job import Job
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.metrics_driver import client, following, metrics_process
-from tests.support.relay_driver import metric, relay_process
-
-from .job import DEADLINE, Job
+from tests.support.jobs.job import DEADLINE, Job
+from tests.support.services.metrics_driver import client, following, metrics_process
+from tests.support.services.relay_driver import metric, relay_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

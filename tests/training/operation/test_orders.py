@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from . import trainer
-from .job import DEADLINE, Group, Job, discarded
+from tests.support.jobs import trainer
+from tests.support.jobs.job import DEADLINE, Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.certificates import Authority
-
-from .job import DEADLINE, Job
+from tests.support.jobs.job import DEADLINE, Job
+from tests.support.network.certificates import Authority
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

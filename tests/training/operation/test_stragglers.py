@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.metrics_driver import client, metrics_process
-
-from .job import Job, discarded
+from tests.support.jobs.job import Job, discarded
+from tests.support.services.metrics_driver import client, metrics_process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

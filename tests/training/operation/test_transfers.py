@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import process
-
-from .job import DEADLINE, Job
+from tests.support.jobs.job import DEADLINE, Job
+from tests.support.services.command import process
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .job import Group, Job, discarded
+from tests.support.jobs.job import Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 

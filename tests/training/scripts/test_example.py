@@ -12,7 +12,7 @@ import pytest
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
-from tests.support.command import Command
+from tests.support.services.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0

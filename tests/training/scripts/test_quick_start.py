@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import Command
+from tests.support.services.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(200)]
 

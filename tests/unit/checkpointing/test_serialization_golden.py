@@ -17,7 +17,7 @@ from keepstep.checkpointing.state.serialization import load_state, save_state
 from keepstep.checkpointing.state.state_manifest import read_manifest
 from keepstep_mesh.protocol.manifest import Origin
 
-GOLDEN = Path(__file__).parents[2] / "support" / "golden"
+GOLDEN = Path(__file__).parents[2] / "support" / "checkpoints" / "golden"
 ORIGIN = Origin("checkpoint-1", "job", 12, 3, "r0")
 
 

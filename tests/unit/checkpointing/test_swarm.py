@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.swarm_model import Network
 
 from keepstep.checkpointing.direct.peer_choice import (
     PATIENCE_FACTOR,
@@ -14,6 +13,7 @@ from keepstep.checkpointing.direct.peer_choice import (
     SOURCE,
     Swarm,
 )
+from tests.support.models.swarm_model import Network
 
 
 def bits(*chunks):

@@ -15,7 +15,6 @@ import aiohttp
 import msgpack
 import pytest
 from aiohttp import web
-from tests.support.unanswered import unanswered_name
 
 from keepstep.rendezvous import key_value_server
 from keepstep.rendezvous.store_client import (
@@ -27,6 +26,7 @@ from keepstep.rendezvous.store_client import (
 )
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.security.tokens import ClientToken
+from tests.support.network.unanswered import unanswered_name
 
 LONG = timedelta(minutes=10)
 NEW = Table("job", 1, 7, 0)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.core_driver import Driver
 
 from keepstep_lighthouse.jobs.expiry import NEVER, JobUse, due_at, expired, next_due
 from keepstep_lighthouse.quorum.events import JobRecord, Persist, Policy
+from tests.support.models.core_driver import Driver
 
 IDLE = JobUse("idle", ttl=10, sessions=0, used_at=100)
 USES = st.builds(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tests.support.lineage_model import Model, _plan
 
 from keepstep.group import quorum_plan
 from keepstep_mesh.protocol.lineage import State, origin, soundness
 from keepstep_mesh.protocol.membership import Lineage
+from tests.support.models.lineage_model import Model, _plan
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.metrics_driver import JOB, Teller, event, step
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import views
@@ -15,6 +14,7 @@ from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
 from keepstep_metrics.history.timeline import State
 from keepstep_metrics.lighthouse.live_status import NOTHING
+from tests.support.services.metrics_driver import JOB, Teller, event, step
 
 T = 1_700_000_000.0
 

@@ -9,7 +9,6 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.metrics_driver import JOB, Teller, event, step
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_mesh.serving.openapi import plain
@@ -17,6 +16,7 @@ from keepstep_metrics.api import views
 from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.machine import MAX_GROUPS, MetricsCore
 from keepstep_metrics.lighthouse.live_status import NOTHING
+from tests.support.services.metrics_driver import JOB, Teller, event, step
 
 T = 1_700_000_000.0
 KINDS = ("joined", "lost", "failed", "left", "moved", "drain", "quorum", "heal_began", "healed", "heal_failed", "new")

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.cohort import Cohort
 from torch._C._distributed_c10d import AllreduceCoalescedOptions
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceScatterOptions
+
+from tests.support.jobs.cohort import Cohort
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use.*_single")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.mutants import mutation as checks
 from tests.mutants.mutation import Mutation, Trace
 from tests.mutants.mutations import MUTATIONS

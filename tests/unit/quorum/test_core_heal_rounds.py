@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.core_driver import Driver, announced
 
 from keepstep_mesh.protocol.lineage import is_diverged
 from keepstep_mesh.protocol.membership import StateRoot
 from keepstep_mesh.protocol.messages import Healing
+from tests.support.models.core_driver import Driver, announced
 
 HEALED = Healing(100, 100, 10.0, 0, "a", "direct", 4.0, ended=True)
 UNDER_WAY = replace(HEALED, bytes_done=1, ended=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.core_driver import Driver, logged, states
 
 from keepstep_lighthouse.quorum.views import HealView, ReplicaState
 from keepstep_mesh.protocol.messages import Healing
+from tests.support.models.core_driver import Driver, logged, states
 
 MIB = 1 << 20
 BEGUN = Healing(0, 0, 0.0, 7, "a")

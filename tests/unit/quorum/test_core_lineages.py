@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.core_driver import Driver, announced
 
 from keepstep_lighthouse.quorum.events import Tell
 from keepstep_mesh.protocol.messages import RoundBroken
+from tests.support.models.core_driver import Driver, announced
 
 
 @pytest.mark.parametrize("lineage", ["loaded:1", "loaded:", "behind:x:1:1", "diverged:x:1", "loaded:resumed:1:1"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.support.core_driver import Driver, announced
-
 from keepstep_lighthouse.quorum.events import Persist, Policy
 from keepstep_mesh.protocol.membership import MemberInfo
+from tests.support.models.core_driver import Driver, announced
 
 
 def test_quorum_id_goes_on_growing_after_a_restart() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.core_driver import Driver, announced, announces, members, told
-
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Denied
+from tests.support.models.core_driver import Driver, announced, announces, members, told
 
 
 def test_the_older_incarnation_of_a_name_wins_while_it_is_healthy() -> None:

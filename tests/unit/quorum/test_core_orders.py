@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.support.core_driver import Driver, announced, announces, logged, members, states, told
 
 from keepstep_lighthouse.quorum.bans import MAX_EVICTED
 from keepstep_lighthouse.quorum.events import Announce, Ban, Decision, EndSession, JobRecord, Persist, Policy, Tell
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, Refused, RoundBroken
+from tests.support.models.core_driver import Driver, announced, announces, logged, members, states, told
 
 
 def kinds(decisions: Sequence[Decision]) -> list[type[Decision]]:

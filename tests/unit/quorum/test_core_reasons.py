@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.core_driver import Driver
 
 from keepstep_lighthouse.quorum.events import Policy, Reason
 from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_lighthouse.quorum.views import ReplicaState, ReplicaView
 from keepstep_mesh.protocol.membership import MemberInfo
+from tests.support.models.core_driver import Driver
 
 
 def view_of(driver: Driver, replica_id: str) -> ReplicaView:

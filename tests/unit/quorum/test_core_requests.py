@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.core_driver import Driver, announced, announces, members, told
 
 from keepstep_lighthouse.quorum.events import Decision
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
+from tests.support.models.core_driver import Driver, announced, announces, members, told
 
 
 def test_a_request_resent_after_a_reconnect_gets_the_same_answer() -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.core_driver import Driver, announced, announces, logged, members
 
 from keepstep_lighthouse.quorum.events import Decision, JobRecord, LogEntry, Persist, Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.rules.quorum_rules import heal_limit
 from keepstep_lighthouse.quorum.views import ReplicaState
+from tests.support.models.core_driver import Driver, announced, announces, logged, members
 
 TWO = Policy(min_replicas=2, join_timeout=10)
 THREE = Policy(join_timeout=10, initial_replicas=3)

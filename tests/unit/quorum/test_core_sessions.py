@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.core_driver import BEAT_SECONDS, Driver, announced, announces, logged, members, states, told
 
 from keepstep_lighthouse.quorum.changes.departures import MAX_LOSSES_TOLD
 from keepstep_lighthouse.quorum.events import (
@@ -22,6 +21,7 @@ from keepstep_lighthouse.quorum.machine import LATE_SECONDS
 from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Goodbye, Healing, MemberLost, QuorumRequest, Refused, RoundBroken
+from tests.support.models.core_driver import BEAT_SECONDS, Driver, announced, announces, logged, members, states, told
 
 HOLDS = HeldAnswer(1, 1, 0)
 

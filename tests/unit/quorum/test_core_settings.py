@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.support.core_driver import Driver, announced, announces, members, told
-
 from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Denied
+from tests.support.models.core_driver import Driver, announced, announces, members, told
 
 ASYNC = "arithmetic 1\nuse_async_quorum True\nworld_size_mode DYNAMIC"
 SYNC = "arithmetic 1\nuse_async_quorum False\nworld_size_mode DYNAMIC"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.core_driver import Driver
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Policy, Tell
 from keepstep_lighthouse.quorum.machine import LATE_SECONDS
@@ -15,6 +14,7 @@ from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot
 from keepstep_mesh.protocol.messages import Denied
+from tests.support.models.core_driver import Driver
 
 GONE = ReplicaState.GONE
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "b:2", "c:1", "d:1"])

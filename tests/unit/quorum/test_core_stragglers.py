@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from tests.support.core_driver import Driver
 
 from keepstep_lighthouse.quorum.events import LogEntry, StragglerFound, Tell
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.messages import Drain
+from tests.support.models.core_driver import Driver
 
 ALL = ("a:1", "b:1", "c:1", "d:1")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.unit.relay.test_relay_core import C1, A, B, C, Driver
-
 from keepstep_relay.core.events import ChunkLetGo, ChunkTaken, Forget, Key, Kind, ReadFrom, Tick
 from keepstep_relay.core.machine import NEVER
+from tests.unit.relay.test_relay_core import C1, A, B, C, Driver
 
 
 def test_the_last_live_state_of_a_job_goes_when_nobody_used_it_for_its_ttl() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
-from tests.support.lighthouse_driver import eventually, round_of, worker
-
 from keepstep_mesh.security.tokens import Tokens
+from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
+from tests.support.services.lighthouse_driver import eventually, round_of, worker
 
 
 async def test_a_job_that_nobody_uses_is_deleted_and_one_in_use_only_by_force() -> None:

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 from aiohttp import web
-from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
 
 from keepstep_mesh.net.http import Route
 from keepstep_mesh.protocol.messages import Drain, Evicted
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.service import Service, serving
+from tests.services.cli.scene import ADMIN, WORKER, keepstep, running
 
 
 async def test_drain_asks_the_group_to_leave() -> None:

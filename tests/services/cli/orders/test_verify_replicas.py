@@ -6,10 +6,9 @@ import asyncio
 import json
 import re
 
-from tests.services.cli.scene import Job, Said, keepstep, running
-from tests.support.lighthouse_driver import eventually
-
 from keepstep_mesh.protocol.membership import StateRoot
+from tests.services.cli.scene import Job, Said, keepstep, running
+from tests.support.services.lighthouse_driver import eventually
 
 
 async def compared(job: Job, *roots: str, flags: tuple[str, ...] = ()) -> Said:

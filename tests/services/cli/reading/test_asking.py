@@ -8,9 +8,10 @@ import re
 
 import aiohttp
 import pytest
+
 from tests.services.cli.scene import keepstep, running
-from tests.support.asking_group import Group
-from tests.support.lighthouse_driver import eventually, worker
+from tests.support.services.asking_group import Group
+from tests.support.services.lighthouse_driver import eventually, worker
 
 
 async def test_status_shows_the_lighthouse_and_its_jobs() -> None:

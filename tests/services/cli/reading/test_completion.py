@@ -12,7 +12,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.support.lighthouse_driver import DEADLINE, lighthouse, round_of, workers
+
+from tests.support.services.lighthouse_driver import DEADLINE, lighthouse, round_of, workers
 
 
 async def output_of(*command: str, folder: Path, **variables: str) -> str:

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from tests.services.cli.scene import DEADLINE, keepstep, line_of, running
-from tests.support.asking_group import Group
-from tests.support.command import process
-from tests.support.lighthouse_driver import lighthouse
 
 from keepstep_cli.asking import rest
 from keepstep_cli.errors import Unreachable
@@ -20,6 +16,10 @@ from keepstep_cli.running.ranks import free_port
 from keepstep_mesh.net.http import Route
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving.service import Service, serving
+from tests.services.cli.scene import DEADLINE, keepstep, line_of, running
+from tests.support.services.asking_group import Group
+from tests.support.services.command import process
+from tests.support.services.lighthouse_driver import lighthouse
 
 
 async def test_events_shows_what_happened_and_takes_after_and_limit() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+
 from tests.services.cli.scene import keepstep, running
 
 

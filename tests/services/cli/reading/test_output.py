@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from tests.services.cli.scene import DEADLINE, running
-from tests.support.command import environment, killed_at_the_end, process
 
 from keepstep_mesh.protocol.messages import Drain
+from tests.services.cli.scene import DEADLINE, running
+from tests.support.services.command import environment, killed_at_the_end, process
 
 UNWRITABLE = 6
 KEEPSTEP = (sys.executable, "-m", "keepstep_cli")

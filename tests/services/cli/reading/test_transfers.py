@@ -16,14 +16,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.services.cli.scene import keepstep
-from tests.support.command import environment, process
-from tests.support.lighthouse_driver import Worker, lighthouse, worker
-from tests.support.relay_driver import DEADLINE, client, relay_process, state
 
 from keepstep_cli.running.ranks import free_port
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol.messages import Healing
+from tests.services.cli.scene import keepstep
+from tests.support.services.command import environment, process
+from tests.support.services.lighthouse_driver import Worker, lighthouse, worker
+from tests.support.services.relay_driver import DEADLINE, client, relay_process, state
 
 MIB = 1 << 20
 HALF = Healing(50 * MIB, 100 * MIB, 12.5 * MIB, 7, "a:1", "relay", 4.0)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.services.cli import scene
-from tests.support.command import process
-from tests.support.relay_driver import DEADLINE, client, relay_process, state
 
 import keepstep_relay.__main__
+from tests.services.cli import scene
+from tests.support.services.command import process
+from tests.support.services.relay_driver import DEADLINE, client, relay_process, state
 
 ONE, TWO = state(1, 9 << 20), state(2, 5000)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.command import Command
+
+from tests.support.services.command import Command
 
 DEADLINE = 60.0
 

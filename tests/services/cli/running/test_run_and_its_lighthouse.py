@@ -6,15 +6,14 @@ import asyncio
 import socket
 from pathlib import Path
 
-from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
-from tests.support.command import process
-
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.running import embedded
 from keepstep_cli.running.bans import ask_ban
 from keepstep_cli.running.supervisor import BanLearned
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens
+from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
+from tests.support.services.command import process
 
 EVICTED_ONCE = """
 import os, pathlib, sys

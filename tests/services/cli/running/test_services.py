@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.services.cli.scene import ADMIN, DEADLINE, WORKER, first_line, keepstep, running
-from tests.support.asking_group import Group
-from tests.support.command import process
+from tests.support.services.asking_group import Group
+from tests.support.services.command import process
 
 
 async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> None:

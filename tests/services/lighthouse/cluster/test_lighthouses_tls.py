@@ -6,9 +6,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tests.support.certificates import Authority
-from tests.support.etcd_server import EtcdCluster
-from tests.support.lighthouse_driver import DEADLINE, eventually, lighthouse
 
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.net.http import client_session, leader_of
@@ -17,6 +14,9 @@ from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens, watched_tokens
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.network.certificates import Authority
+from tests.support.services.etcd_server import EtcdCluster
+from tests.support.services.lighthouse_driver import DEADLINE, eventually, lighthouse
 
 WORKER, ADMIN, OLD, NEW = "worker-" * 3, "admin-" * 4, "old-" * 5, "new-" * 5
 

@@ -14,8 +14,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from tests.support.etcd_server import EtcdCluster
-from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.registry import service_records, service_registry
@@ -26,6 +24,8 @@ from keepstep_mesh.net.http import Route
 from keepstep_mesh.protocol.messages import QuorumAnswer, ServiceAddress, Services, Welcome
 from keepstep_mesh.security.tokens import Access, Tokens
 from keepstep_mesh.serving.service import Service, serving
+from tests.support.services.etcd_server import EtcdCluster
+from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 RELAY = Registration("relay", "relay-1", "http://10.0.0.7:29520", ttl=30.0, details={"chunks": "memory", "gib": 64})
 TOLD = ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520")

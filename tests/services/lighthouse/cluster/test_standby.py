@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from tests.support.etcd_server import EtcdCluster
-from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
 from keepstep_lighthouse.leadership.campaign import LEADER_KEY
@@ -19,6 +17,8 @@ from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.messages import NotLeader, QuorumAnswer
+from tests.support.services.etcd_server import EtcdCluster
+from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.certificates import Authority
-from tests.support.lighthouse_driver import connection, lighthouse, worker
 
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.protocol.messages import Welcome
 from keepstep_mesh.security.tokens import Role, Token, Tokens
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.network.certificates import Authority
+from tests.support.services.lighthouse_driver import connection, lighthouse, worker
 
 WORKER, ADMIN = "worker-" * 3, "admin-" * 4
 TOKENS = Tokens(worker=WORKER, named=(Token(Role.ADMIN, ADMIN, "alice"),))

@@ -13,18 +13,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.services.rest.scene import Rest
-from tests.support.etcd_server import EtcdCluster
-from tests.support.lighthouse_driver import (
-    DEADLINE,
-    Worker,
-    connection,
-    eventually,
-    lighthouse,
-    round_of,
-    worker,
-    workers,
-)
 
 from keepstep_lighthouse.api import prometheus
 from keepstep_lighthouse.app import Lighthouse
@@ -36,6 +24,18 @@ from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Evicted, QuorumAnswer, RoundBroken
+from tests.services.rest.scene import Rest
+from tests.support.services.etcd_server import EtcdCluster
+from tests.support.services.lighthouse_driver import (
+    DEADLINE,
+    Worker,
+    connection,
+    eventually,
+    lighthouse,
+    round_of,
+    worker,
+    workers,
+)
 
 SHORT = Policy(min_replicas=1, reconnect_grace=0.0, job_ttl=0.05)
 KEPT = Policy(min_replicas=1, reconnect_grace=0.0)

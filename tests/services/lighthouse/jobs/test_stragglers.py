@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.support.lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of
-from tests.support.metrics_driver import JOB, Client, Teller, client, metrics, step
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol.messages import Drain, Welcome
 from keepstep_mesh.security.tokens import ClientToken, Tokens
 from keepstep_metrics.lighthouse import draining
+from tests.support.services.lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of
+from tests.support.services.metrics_driver import JOB, Client, Teller, client, metrics, step
 
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 NAMES = ("r0:1", "r1:1", "r2:1")

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from tests.support.certificates import Authority
 
 from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
+from tests.support.network.certificates import Authority
 
 LIMIT = timedelta(seconds=30)
 

@@ -18,7 +18,15 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.lighthouse_driver import (
+
+from keepstep_lighthouse import app
+from keepstep_lighthouse.app import Lighthouse
+from keepstep_lighthouse.jobs import sessions
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import MemberInfo
+from keepstep_mesh.protocol.messages import Heartbeat, QuorumAnswer, QuorumRequest, Welcome
+from tests.support.services.lighthouse_driver import (
     DEADLINE,
     Worker,
     connection,
@@ -28,14 +36,6 @@ from tests.support.lighthouse_driver import (
     worker,
     workers,
 )
-
-from keepstep_lighthouse import app
-from keepstep_lighthouse.app import Lighthouse
-from keepstep_lighthouse.jobs import sessions
-from keepstep_lighthouse.quorum.events import Policy
-from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.membership import MemberInfo
-from keepstep_mesh.protocol.messages import Heartbeat, QuorumAnswer, QuorumRequest, Welcome
 
 QUIET = Policy(min_replicas=2, reconnect_grace=DEADLINE, heartbeat_timeout=4 * DEADLINE)
 

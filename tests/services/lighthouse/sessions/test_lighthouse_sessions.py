@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
 
 from keepstep_lighthouse.jobs import sessions
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
@@ -30,6 +29,15 @@ from keepstep_mesh.protocol.messages import (
     RoundBroken,
     Timing,
     Welcome,
+)
+from tests.support.services.lighthouse_driver import (
+    DEADLINE,
+    connection,
+    eventually,
+    lighthouse,
+    round_of,
+    worker,
+    workers,
 )
 
 PATIENT = Policy(min_replicas=1, reconnect_grace=DEADLINE)

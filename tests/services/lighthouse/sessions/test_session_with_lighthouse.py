@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.asking_group import Group
-from tests.support.lighthouse_driver import eventually, lighthouse
 
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.errors import AuthError, LayoutMismatch, ProtocolError, SessionClosed
@@ -20,6 +18,8 @@ from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost
 from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
+from tests.support.services.asking_group import Group
+from tests.support.services.lighthouse_driver import eventually, lighthouse
 
 
 @asynccontextmanager

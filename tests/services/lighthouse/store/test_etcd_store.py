@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import trustme
-from tests.support.etcd_server import BINARY, EtcdCluster, EtcdNode
 
 from keepstep_lighthouse.store.contract import (
     Compare,
@@ -22,6 +21,7 @@ from keepstep_lighthouse.store.contract import (
 from keepstep_lighthouse.store.etcd_store import CALL_SECONDS
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_mesh.testing import DEADLINE, ChaosProxy
+from tests.support.services.etcd_server import BINARY, EtcdCluster, EtcdNode
 
 ETCDCTL = BINARY.parent / "etcdctl"
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, round_of, worker, workers
 
 from keepstep_history.reading import check_files
 from keepstep_lighthouse import app
@@ -50,6 +49,15 @@ from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Evicted, MemberLost, QuorumAnswer, Welcome
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.lighthouse_driver import (
+    DEADLINE,
+    connection,
+    eventually,
+    lighthouse,
+    round_of,
+    worker,
+    workers,
+)
 
 
 class FaultyStore(MemoryStore):

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.etcd_server import EtcdCluster
 
 from keepstep_lighthouse.store.contract import (
     Change,
@@ -24,6 +23,7 @@ from keepstep_lighthouse.store.contract import (
 )
 from keepstep_lighthouse.store.opening import open_store
 from keepstep_lighthouse.store.sqlite_store import SqliteStore
+from tests.support.services.etcd_server import EtcdCluster
 
 DEADLINE = 20.0
 SHORT, LONG = 1.5, 60.0

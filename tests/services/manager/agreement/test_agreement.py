@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
 import keepstep.group.agreement
 from keepstep import Manager, WorldSizeMode
 from keepstep.runtime.exits import GroupFailedExit
 from keepstep_mesh.errors import LayoutMismatch
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
 SPARES = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
 

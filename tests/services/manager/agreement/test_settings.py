@@ -6,11 +6,11 @@ import socket
 from datetime import timedelta
 
 import pytest
-from tests.services.manager.groups import manager
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.runtime.exits import EXIT_EVICTED, EvictedExit
+from tests.services.manager.groups import manager
 
 
 def test_without_any_address_the_error_says_what_to_set(monkeypatch):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.agreement.test_verification import Job
-from tests.services.manager.groups import events, manager, together
 
 from keepstep import Manager
+from tests.services.manager.agreement.test_verification import Job
+from tests.services.manager.groups import events, manager, together
 
 State = dict[str, Any]
 

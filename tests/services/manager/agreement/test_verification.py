@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 from keepstep import Manager
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 STEPS = 8
 FLIPPED_AT = 3

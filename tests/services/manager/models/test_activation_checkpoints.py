@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from keepstep import DistributedDataParallel, Manager, PureDistributedDataParallel
+from tests.services.manager.groups import manager, together
 
 DEADLINE = 60
 PASSES = {"a": [1.0, -2.0], "b": [3.0, 0.5]}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import events, manager, together
 from torch import nn
 
 from keepstep import DistributedDataParallel, Optimizer, PureDistributedDataParallel
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
+from tests.services.manager.groups import events, manager, together
 
 
 @pytest.mark.parametrize("others", [(), (3,)], ids=["only", "first-of-two"])

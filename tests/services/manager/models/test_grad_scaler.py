@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch import nn
 from torch.amp import GradScaler
 
 from keepstep import DistributedDataParallel, Manager, Optimizer
+from tests.services.manager.groups import manager, together
 
 Seen = dict[tuple[int, int], tuple[list[float], dict[str, Any]]]
 """Weights and the scaler's state at each (step, lineage)."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch import nn
 from torch.distributed import ReduceOp
 
 from keepstep import DistributedDataParallel, Manager
+from tests.services.manager.groups import manager, together
 
 
 def reduced(lighthouse: str, tensors: dict[str, torch.Tensor], op: Any = ReduceOp.AVG) -> list[torch.Tensor]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch import nn
 
 from keepstep import DistributedDataParallel, PureDistributedDataParallel
 from keepstep_mesh.errors import LayoutMismatch
+from tests.services.manager.groups import manager, together
 
 WRAPPERS = [DistributedDataParallel, PureDistributedDataParallel]
 STEPS = 4

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, together
 
 from keepstep import Manager
+from tests.services.manager.groups import SECOND, manager, together
 
 TIMEOUT = 30 * SECOND
 AT_ONCE = 10.0

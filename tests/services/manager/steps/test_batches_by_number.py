@@ -7,10 +7,10 @@ import urllib.request
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 
 from keepstep import WorldSizeMode
 from keepstep.coordination import LighthouseServer
+from tests.services.manager.groups import manager, together
 
 DEADLINE = 60
 JSON = {"Content-Type": "application/json"}

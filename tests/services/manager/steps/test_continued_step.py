@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, events, manager, place_to_meet, together
 from torch import nn
 
 from keepstep import DistributedDataParallel, Optimizer
+from tests.services.manager.groups import SECOND, events, manager, place_to_meet, together
 
 DEADLINE = 60
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
 from keepstep import Manager
 from keepstep.coordination import LighthouseServer
 from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.errors import Drained
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
 SOON = timedelta(milliseconds=300)
 DEADLINE = 60

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, Flaky, manager, together
-from tests.services.manager.limited_uplink import LimitedUplink
 
 from keepstep.coordination import LighthouseServer
 from keepstep_mesh.errors import Drained
+from tests.services.manager.groups import SECOND, Flaky, manager, together
+from tests.services.manager.limited_uplink import LimitedUplink
 
 GROUPS = 6
 BYTES = 1_000_000

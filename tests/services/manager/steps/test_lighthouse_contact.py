@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.services.manager.groups import SECOND, manager
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
+from tests.services.manager.groups import SECOND, manager
 
 
 def test_no_lighthouse_is_a_timeout_that_names_it(monkeypatch):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from keepstep import ProcessGroupDummy, WorldSizeMode
+from tests.services.manager.groups import manager, together
 
 
 def test_two_groups_average_and_commit(lighthouse):

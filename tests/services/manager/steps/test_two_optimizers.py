@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.manager.groups import manager, together
 from torch import nn
 
 from keepstep import DistributedDataParallel, Manager, Optimizer
+from tests.services.manager.groups import manager, together
 
 DEADLINE = 60
 

@@ -6,9 +6,9 @@ import socket
 import threading
 
 import pytest
-from tests.support.unanswered import unanswered_name
 
 from keepstep_mesh.net.addresses import Lookup, address_towards, address_towards_any, in_url, outward_address
+from tests.support.network.unanswered import unanswered_name
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "http://127.0.0.1:29510", "https://127.0.0.1:1"])

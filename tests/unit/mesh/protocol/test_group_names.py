@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.core_driver import Driver
-from tests.support.metrics_driver import JOB, Teller, event
 
 from keepstep.group.group_link import LinkSettings
 from keepstep_history.jobs import _names as ordered_for
 from keepstep_mesh.protocol.names import MAX_GROUP_NAME, MAX_REPLICA_ID, group_name_problem, name_of
 from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_metrics.history.machine import Event, MetricsCore
+from tests.support.models.core_driver import Driver
+from tests.support.services.metrics_driver import JOB, Teller, event
 
 GROUPS = ("a", "a:0", "a:1", "a:0:b", ":", "a b", "a:")
 """None is another's incarnation, though some look like it."""
