@@ -32,7 +32,8 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.runtime import environment
 from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
-from keepstep.step.attempt import Attempt, StepContext
+from keepstep.step.attempt import Attempt
+from keepstep.step.context import StepContext
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
@@ -509,7 +510,7 @@ class Manager:
         seconds = self._timeout.total_seconds()
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # who cannot say goodbye leaves all the same
             self._mesh.call(self._context.link.leave(self._leaving, min(seconds, 5.0)), seconds)
-        self._context.end_for(Drained(self._leaving))
+        self._context.end_with(Drained(self._leaving))
 
     def _group_failed(self, reason: str) -> None:
         if not self._shut_down and self._several_ranks:

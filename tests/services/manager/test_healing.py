@@ -213,7 +213,7 @@ def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthous
             m.allreduce(torch.zeros(1)).wait()
             committed = m.should_commit()
             done.set()
-            return committed, m.current_step(), str(m._context.standing.lineage).startswith("torn:"), str(m.errored())
+            return committed, m.current_step(), str(m._context.progress.lineage).startswith("torn:"), str(m.errored())
 
     assert together(source, joiner)[1] == (False, 0, True, "does not fit")
 

@@ -117,7 +117,7 @@ def test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy(job: Job
     lineages = []
 
     def looks(m: Manager, state: dict[str, Any]) -> None:
-        lineages.append(str(m._context.standing.lineage).partition(":")[0])
+        lineages.append(str(m._context.progress.lineage).partition(":")[0])
         flips_once(m, state)
 
     a, _, c = together(

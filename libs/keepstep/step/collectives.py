@@ -1,0 +1,118 @@
+"""The collectives of one attempt: start them, then wait for them and for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from keepstep.step.context import StepContext
+from keepstep.step.managed_work import ManagedWork
+from keepstep.step.step_telemetry import StepTimes
+
+
+class Collectives:
+    """Collectives that were started and must end before the vote.
+
+    Args:
+        context: of this process.
+        times: when the last collective began is written here.
+        report: called with the error of a collective that failed.
+    """
+
+    def __init__(self, context: StepContext, times: StepTimes, report: Callable[[Exception], None]) -> None:
+        self._context = context
+        self._times = times
+        self._report = report
+        self._works: list[ManagedWork] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether any collective was started."""
+        return bool(self._works)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType,
+        *,
+        average: bool,
+        contributes: bool,
+        world: int,
+    ) -> ManagedWork:
+        """Start to reduce ``tensor`` in place.
+
+        ``agreement.ARITHMETIC`` is the version of this arithmetic. float16 is divided before the sum, which would
+        overflow, as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
+
+        Args:
+            tensor: dense, of any shape.
+            reduce_op: as the caller gave it.
+            average: divide the sum by ``world``.
+            contributes: False: this group contributes zeros.
+            world: number of groups that take part.
+
+        Raises:
+            Exception: the collective could not be started.
+        """
+        context = self._context
+        if not contributes:
+            if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
+                raise ValueError(
+                    f"{reduce_op} has no neutral element, which a group that does not take part must contribute; use "
+                    f"ReduceOp.AVG or ReduceOp.SUM"
+                )
+            tensor.zero_()
+        whole = tensor.contiguous()  # a process group reads the memory behind the first element
+        scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
+        if scale is not None and whole.dtype is torch.float16:
+            whole.mul_(scale)
+            scale = None
+        options = dist.AllreduceOptions()
+        wired = ReduceOp.SUM if average else reduce_op
+        if whole.dtype is torch.bool and wired == ReduceOp.SUM:
+            wired = ReduceOp.MAX  # a backend adds bytes: two Trues would be no boolean, 256 of them False
+        options.reduceOp = wired  # type: ignore[assignment]
+        options.timeout = context.timeout
+        self._times.launched = time.monotonic()
+        work = context.reconfigurer.pg.allreduce([whole], options)
+
+        def finish() -> None:
+            if scale is not None:
+                whole.mul_(scale)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+        managed = ManagedWork(work, tensor, finish, self._report)
+        self._works.append(managed)
+        return managed
+
+    def finish(self) -> None:
+        """Wait for all collectives, and do what their results are for (``ManagedWork.after``)."""
+        for work in self._works:
+            if work.wait() and work.after is not None:
+                try:
+                    work.after()
+                except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
+                    self._report(error)
+
+    def check_process_group(self) -> None:
+        """Report an error that the process group knows of and its works do not carry."""
+        pg = self._context.reconfigurer.pg
+        if self._works and not getattr(pg, "works_tell_all", False):
+            broken: Exception | None = pg.errored()  # type: ignore[attr-defined]
+            if broken is not None:
+                self._report(broken)
+
+    def synchronize_device(self) -> None:
+        """Wait for the current CUDA stream, if there is one."""
+        if self._context.reconfigurer.device is not None:
+            torch.cuda.current_stream().synchronize()
+
+    def drain(self) -> None:
+        """Wait for all collectives and ignore their results."""
+        for work in self._works:
+            work.wait()

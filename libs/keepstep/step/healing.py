@@ -1,0 +1,218 @@
+"""Exchange live state under one quorum: hand it out to groups that heal, or take it in from another group.
+
+A group that cannot hand out its state refuses its joiners at once, so that they do not wait for their timeout. A heal
+that takes longer than ``StateExchange.limit`` is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.transport import Exchange
+from keepstep.group.group_peers import checkpoint_metadata
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.step.context import StepContext
+from keepstep.step.heal_meter import REPORT_SECONDS, HealMeter, log_fields
+from keepstep.step.step_telemetry import StepTimes
+from keepstep_mesh.errors import KeepstepError
+
+MAX_HEAL_DOUBLINGS = 10
+"""Equal to the lighthouse's constant."""
+GIVE_UP_SECONDS = 1.0
+"""A heal runs this much longer than the lighthouse waits for it, so that the lighthouse sees a late heal, not a broken
+one.
+"""
+
+
+class StateExchange:
+    """This group's part in the heals of one quorum. Each direction is tried once.
+
+    Args:
+        context: of this process.
+        plan: of the quorum.
+        times: the seconds of a heal are added here.
+        allow_heal: False: no state is exchanged.
+        together: whether all groups wait until the heals of this quorum have ended.
+        heal_timeout: seconds that the next quorum waits for a group that heals; None: unknown.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        plan: QuorumPlan,
+        times: StepTimes,
+        *,
+        allow_heal: bool,
+        together: bool,
+        heal_timeout: float | None,
+    ) -> None:
+        self.healed = False
+        """Whether this group has taken over the reference state."""
+        self._context = context
+        self._plan = plan
+        self._times = times
+        self._allow_heal = allow_heal
+        self._together = together
+        self._heal_timeout = heal_timeout
+        self._answered_joiners = False
+        """Whether the state was handed out, or the joiners were refused."""
+        self._tried = False
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds that a heal may take; None: no limit but the timeout without progress."""
+        if self._heal_timeout is None:
+            return None
+        return self._heal_timeout * 2.0 ** min(self._context.late_heals, MAX_HEAL_DOUBLINGS) + GIVE_UP_SECONDS
+
+    def run(self) -> Exception | None:
+        """Hand out live state to the groups that heal from this one; heal, if this group is behind.
+
+        Returns:
+            The error that broke this group's heal; None when it healed or did not have to.
+        """
+        plan, transport = self._plan, self._context.transport
+        if not self._allow_heal or not plan.healing:
+            return None
+        transport.prepare(self._exchange())
+        if (plan.destinations or (transport.needs_all_sources and not plan.heal)) and not self._answered_joiners:
+            self._answered_joiners = True
+            self._hand_out()
+        if plan.source is not None and not self._tried:
+            self._tried = True
+            began = time.monotonic()
+            try:
+                with self._measured(plan.source) as meter:
+                    self._heal(plan.source, meter)
+                self.healed = True
+            except Exception as error:  # noqa: BLE001  whatever broke it, this step does not commit here
+                return error
+            finally:
+                self._times.heal_seconds += time.monotonic() - began
+        return None
+
+    def _exchange(self) -> Exchange:
+        settings, plan, ids = self._context.settings, self._plan, self._plan.replica_ids
+        return Exchange(
+            job=settings.job,
+            epoch=plan.epoch,
+            quorum_id=plan.quorum_id,
+            step=plan.max_step,
+            replica_id=ids[plan.replica_rank],
+            rank=settings.rank,
+            world_size=settings.world_size,
+            sources=tuple(ids[rank] for rank in plan.cohort),
+            joiners=tuple(ids[rank] for rank in plan.healing),
+            beside=tuple(ids[rank] for rank in plan.beside),
+            together=self._together,
+        )
+
+    # ---- as a source
+
+    def _hand_out(self) -> None:
+        context, plan = self._context, self._plan
+        try:
+            context.state.stage(context.transport, list(plan.destinations), plan.max_step, context.timeout)
+        except Exception as error:  # noqa: BLE001  only the joiners miss the state
+            reason = f"{type(error).__name__}: {error}"
+            context.log.error("live state not handed out; its joiners are refused", step=plan.max_step, reason=reason)
+            self._refuse(reason)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the joiners that this group does not hand out its state in this step, unless it already has."""
+        if self._plan.destinations and self._allow_heal and not self._answered_joiners:
+            self._answered_joiners = True
+            self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        context, plan = self._context, self._plan
+        try:
+            context.transport.refuse_checkpoint(
+                list(plan.destinations), plan.max_step, f"{context.link.replica_id}: {reason}"
+            )
+        except Exception as error:  # noqa: BLE001  the joiners then wait for their own timeout
+            context.log.warning("joiners not refused", reason=f"{type(error).__name__}: {error}")
+
+    # ---- as a joiner
+
+    @contextlib.contextmanager
+    def _measured(self, source: int) -> Iterator[HealMeter]:
+        """Report the progress and the end of a heal to the lighthouse, and of a long one to the log."""
+        context = self._context
+        meter = HealMeter(self._plan.max_step, self._plan.members[source].replica_id, time.monotonic())
+        reporting, error = context.mesh.spawn(self._report_progress(meter)), ""
+        try:
+            yield meter
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            if not reporting.cancel():
+                context.log.error("progress of a heal not reported", exc_info=reporting.exception())
+            last = meter.last_report(self._via, error, time.monotonic())
+            context.mesh.loop.call_soon_threadsafe(context.link.healing, last)
+
+    async def _report_progress(self, meter: HealMeter) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            report = meter.report(self._via, time.monotonic())
+            self._context.link.healing(report)
+            if (event := meter.line(report)) is not None:
+                self._context.log.info(event, **log_fields(report))
+
+    @property
+    def _via(self) -> str:
+        return getattr(self._context.transport, "via", "")
+
+    def _heal(self, source: int, meter: HealMeter) -> None:
+        """Load the state of ``source`` as it was at ``max_step``."""
+        context, plan, progress = self._context, self._plan, self._context.progress
+        started, seconds = time.monotonic(), context.timeout.total_seconds()
+        member, settings = plan.members[source], context.settings
+        if progress.step > plan.max_step:
+            given_up = {"step": progress.step, "lineage": progress.lineage}
+            context.log.warning("goes back", to_step=plan.max_step, to_lineage=plan.lineage, **given_up)
+        request = checkpoint_metadata(member.info.address, settings.rank, settings.token, seconds)
+        try:
+            metadata = context.mesh.call(request, seconds + CALL_MARGIN_SECONDS)
+        except (KeepstepError, TimeoutError) as error:
+            raise KeepstepError(f"{member.replica_id}: {error}") from error
+
+        try:
+            self._receive(source, metadata, meter)
+            if progress.step != plan.max_step:
+                raise KeepstepError(f"{member.replica_id} sent step {progress.step} instead of step {plan.max_step}")
+        except BaseException as error:
+            if not isinstance(error, TransferError) or error.torn:
+                context.tear()
+            raise
+        progress.lineage = plan.lineage
+        took, received = time.monotonic() - started, meter.bytes_done
+        facts = {"source": member.replica_id, "via": self._via, "bytes": received, "seconds": round(took, 3)}
+        context.log.info("healed", step=progress.step, **facts)
+        context.steps.write(
+            *("healed", progress.step, plan.quorum_id),
+            epoch=plan.epoch,
+            lineage=plan.lineage,
+            seconds=took,
+            bytes=received,
+            source=member.replica_id,
+        )
+
+    def _receive(self, source: int, metadata: str, meter: HealMeter) -> None:
+        context = self._context
+        limit = None if self.limit is None else timedelta(seconds=self.limit)
+        try:
+            context.state.receive(
+                context.transport, source, metadata, self._plan.max_step, context.timeout, meter.moved, limit
+            )
+        except TransferTimeout:
+            context.late_heals += 1
+            raise
+        context.late_heals = 0

@@ -1,0 +1,100 @@
+"""A request for a quorum: the mesh thread sends it, the training thread waits for it as late as it can."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Coroutine
+from typing import Any, NoReturn
+
+from keepstep.group.group_peers import first_layout_difference
+from keepstep.group.merging import DisagreeError
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.group.rank_link import Leaving
+from keepstep.runtime.exits import EvictedExit, GroupFailedExit
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.step.context import StepContext
+from keepstep.step.step_telemetry import StepTimes
+from keepstep_mesh.errors import Banned, Drained, LayoutMismatch, SessionClosed
+
+REPORT_WAIT_SECONDS = 0.5
+"""After this time the metrics service learns that the group waits for a quorum."""
+
+
+class QuorumRequest:
+    """One request and its answer.
+
+    Args:
+        context: of this process.
+        answered: asks for the quorum and rebuilds the process group; runs on the mesh thread.
+        timeout: of the request, in seconds.
+    """
+
+    def __init__(self, context: StepContext, answered: Coroutine[Any, Any, QuorumPlan], timeout: float) -> None:
+        self._context = context
+        self._timeout = timeout
+        self._future: concurrent.futures.Future[QuorumPlan] = context.mesh.spawn(answered)
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, with a quorum or without."""
+        return self._future.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request has ended without a quorum."""
+        future = self._future
+        return future.done() and (future.cancelled() or future.exception() is not None)
+
+    def withdraw(self) -> None:
+        """Cancel the request."""
+        self._future.cancel()
+
+    def wait(self, times: StepTimes) -> QuorumPlan:
+        """Wait for the plan.
+
+        Raises:
+            SystemExit, LayoutMismatch: training ends in this process.
+            TimeoutError, KeepstepError: the reason why no quorum formed.
+        """
+        context = self._context
+        asking = 2 * self._timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
+        try:
+            return self._result(asking + context.timeout.total_seconds() + CALL_MARGIN_SECONDS, times)
+        except SessionClosed:
+            context.raise_fatal()
+            raise
+        except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:
+            self._end_training(error)
+
+    def _result(self, limit: float, times: StepTimes) -> QuorumPlan:
+        if self._future.done():
+            return self._future.result()
+        began = time.monotonic()
+        try:
+            return self._future.result(REPORT_WAIT_SECONDS)
+        except TimeoutError:
+            if not self._future.done():
+                self._context.telemetry.state("waiting_quorum")
+            return self._future.result(limit)
+        finally:
+            times.quorum_seconds += time.monotonic() - began
+
+    def _end_training(self, error: Leaving | DisagreeError | LayoutMismatch | Banned) -> NoReturn:
+        context = self._context
+        if isinstance(error, Leaving):
+            context.end_with(Drained(str(error)))
+        if isinstance(error, Banned):
+            context.end_with(EvictedExit(str(error)))
+        if isinstance(error, DisagreeError):
+            context.fail_group(str(error))
+            context.end_with(GroupFailedExit(str(error)))
+        if not error.peer_address:
+            context.end_with(error)
+        difference = context.mesh.call(
+            first_layout_difference(
+                error.peer_address, context.settings.token, context.layout, settings=context.job_settings
+            ),
+            CALL_MARGIN_SECONDS,
+        )
+        context.end_with(LayoutMismatch(f"{error}. {difference}", error.peer_address))
