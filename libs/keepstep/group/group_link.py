@@ -10,24 +10,21 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import cast
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings, RankLink
+from keepstep.rendezvous.launcher_store import LauncherStore
 from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
-from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.addresses import address_towards_any
-from keepstep_mesh.net.fork_safety import claim_opened, sockets_at
-from keepstep_mesh.protocol.names import group_name_problem, name_of
+from keepstep_mesh.protocol.names import group_name_problem
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.session.session_settings import SessionSettings
@@ -130,7 +127,7 @@ def connect_group(
     All of it within connect_timeout, else TimeoutError.
     """
     deadline = time.monotonic() + settings.session.connect_timeout
-    store = _MeetingStore(settings, deadline) if settings.world_size > 1 else None
+    store = _launcher_store(settings, deadline) if settings.world_size > 1 else None
     if settings.rank == 0:
         name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         limit = _left(deadline)
@@ -148,12 +145,17 @@ def connect_group(
             on_push,
         )
         mesh.call(server.start(), limit + CALL_MARGIN_SECONDS)
-        if store is not None:
-            store.tell(server)
-        return server, store.served if store is not None else None
+        if store is None:
+            return server, None
+        try:
+            store.announce_rank_0(server.address, server.replica_id)
+        except BaseException:
+            mesh.call(server.close(), CALL_MARGIN_SECONDS)
+            raise
+        return server, store.store
     assert store is not None
     client = RankClient(
-        store.address_of_rank_0(settings.name, deadline),
+        store.address_of_rank_0(settings.name),
         settings.rank,
         settings.world_size,
         settings.restart,
@@ -164,7 +166,18 @@ def connect_group(
     )
     limit = _left(deadline)
     mesh.call(client.start(limit), limit + CALL_MARGIN_SECONDS)
-    return client, store.served
+    return client, store.store
+
+
+def _launcher_store(settings: LinkSettings, deadline: float) -> LauncherStore:
+    return LauncherStore(
+        cast("str", settings.store_addr),
+        cast("int", settings.store_port),
+        rank=settings.rank,
+        restart=settings.restart,
+        agent_serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        deadline=deadline,
+    )
 
 
 def _tell_launcher(name: str) -> None:
@@ -179,50 +192,3 @@ def _tell_launcher(name: str) -> None:
 def _left(deadline: float) -> float:
     """Seconds; never 0, which torch takes for no limit."""
     return max(deadline - time.monotonic(), 0.001)
-
-
-class _MeetingStore:
-    """The launcher's TCPStore, in which rank 0 says where the group server is. torchrun's agent serves it; without an
-    agent rank 0 does, as ``init_process_group`` would.
-    """
-
-    def __init__(self, settings: LinkSettings, deadline: float) -> None:
-        self._place = f"MASTER_ADDR:MASTER_PORT ({settings.store_addr}:{settings.store_port})"
-        self._rank = settings.rank
-        # without the group's name, which perhaps only rank 0 knows: a store is one group's
-        self._key = f"keepstep/{settings.restart}/group_server"
-        serves = settings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        try:
-            with claim_opened(partial(sockets_at, cast("int", settings.store_port))):
-                self.served = TCPStore(
-                    host_name=cast("str", settings.store_addr),
-                    port=cast("int", settings.store_port),
-                    world_size=None,
-                    is_master=serves,
-                    timeout=timedelta(seconds=_left(deadline)),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
-        except (RuntimeError, OSError) as error:
-            what = f"rank {settings.rank} could not reach the store of its group at {self._place}: {error}"
-            raise (KeepstepError if serves else TimeoutError)(what) from error
-
-    def tell(self, server: GroupServer) -> None:
-        self.served.set(self._key, f"{server.address} {server.replica_id}")
-
-    def address_of_rank_0(self, name: str, deadline: float) -> str:
-        """Of the group ``name``; empty: whichever group it is."""
-        try:
-            self.served.wait([self._key], timedelta(seconds=_left(deadline)))
-            address, _, replica_id = self.served.get(self._key).decode().partition(" ")
-        except RuntimeError as error:
-            raise TimeoutError(
-                f"rank {self._rank} was not told where rank 0 of its group is, in the store at {self._place}; look at "
-                f"what rank 0 says, it may not have started or not reached the lighthouse: {error}"
-            ) from error
-        if name and name_of(replica_id) != name:
-            raise KeepstepError(
-                f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
-                f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"
-            )
-        return address

@@ -1,1 +1,1 @@
-"""Serve and use the key-value store over which a process group is built."""
+"""Key-value stores: the one over which a process group is built, and the one in which ranks of a group meet."""
