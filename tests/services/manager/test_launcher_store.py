@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from tests.services.manager.groups import manager, place_to_meet, together
 from torch.distributed import TCPStore
+
+from tests.services.manager.groups import manager, place_to_meet, together
 
 SERVE = """
 import sys
