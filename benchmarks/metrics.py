@@ -31,7 +31,8 @@ import psutil
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol.telemetry_records import BatchHead, EventRecord, StepRecord, pack_batch, pack_record
 from keepstep_mesh.telemetry.record_sender import Sender
-from keepstep_metrics.history.machine import Job, MetricsCore
+from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.history.series import LEVELS
 
 STEP_SECONDS = 0.005
@@ -117,7 +118,7 @@ def memory(groups: int) -> dict[str, float]:
     for number, at in enumerate(day(), 1):
         for group in range(groups):
             told = replace(step_record(start + at, number), seconds=1.0, participants=groups, busy_seconds=0.9)
-            job.take_step(f"g{group}:{int(at // 8640)}", told, start + at)
+            job.add_step(f"g{group}:{int(at // 8640)}", told, start + at)
             if number % 240 == group % 240:
                 replica_id = f"g{group}:{int(at // 8640)}"
                 lost = EventRecord(
@@ -129,7 +130,7 @@ def memory(groups: int) -> dict[str, float]:
                     epoch=1,
                     detail={"reason": "x"},
                 )
-                job.take_event(lost, number)
+                job.add_event(lost, number)
     job.last_seen = start + 86400
     held = process.memory_info().rss - before
     began = time.perf_counter()

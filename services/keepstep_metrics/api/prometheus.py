@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from keepstep_metrics.api import views
-from keepstep_metrics.history.machine import Job
+from keepstep_metrics.history import goodput
+from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeline import LIVING
 from keepstep_metrics.node import MetricsNode
 
@@ -50,7 +50,7 @@ class _Metrics(Collector):
     def _jobs(self) -> Iterator[GaugeMetricFamily]:
         now = time.time()
         step = GaugeMetricFamily("keepstep_job_step", "committed steps", labels=["job"])
-        goodput = GaugeMetricFamily(
+        training = GaugeMetricFamily(
             "keepstep_job_goodput_ratio", "share of group-seconds that led to commits, over 5 minutes", labels=["job"]
         )
         groups = GaugeMetricFamily("keepstep_job_groups", "groups by state", labels=["job", "state"])
@@ -59,8 +59,8 @@ class _Metrics(Collector):
         for job in shown(self._metrics.core.jobs.values()):
             name = job.name
             step.add_metric([name], job.step)
-            if (share := views.goodput_ratio(views.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
-                goodput.add_metric([name], share)
+            if (share := goodput.ratio(goodput.group_seconds(job, now - WINDOW_SECONDS, now))) is not None:
+                training.add_metric([name], share)
             states = Counter(one.timeline.state for one in job.groups.values())
             for state in LIVING:
                 groups.add_metric([name, state.value], states[state])
@@ -70,14 +70,14 @@ class _Metrics(Collector):
             for group_name, standing in job.standings.items():
                 if group_name in job.groups and job.groups[group_name].is_there:
                     slow.add_metric([name, group_name], float(standing.straggler))
-        yield from (step, goodput, groups, seconds, slow)
+        yield from (step, training, groups, seconds, slow)
 
 
 def shown(jobs: Iterable[Job]) -> list[Job]:
     """The jobs that have lines: those at work, and ``MAX_ENDED_SHOWN`` others."""
     last_heard = sorted(jobs, key=lambda job: job.last_seen, reverse=True)
-    ended = [job for job in last_heard if not job.at_work]
-    return [job for job in last_heard if job.at_work] + ended[:MAX_ENDED_SHOWN]
+    ended = [job for job in last_heard if not job.has_groups]
+    return [job for job in last_heard if job.has_groups] + ended[:MAX_ENDED_SHOWN]
 
 
 def registry(metrics: MetricsNode) -> CollectorRegistry:

@@ -16,10 +16,11 @@ from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, number, those
-from keepstep_metrics.api import dashboard_page, views
+from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views
 from keepstep_metrics.api.stream import stream
 from keepstep_metrics.history import straggler_view
-from keepstep_metrics.history.machine import MAX_WHOLE, Event, Job
+from keepstep_metrics.history.events import MAX_INTEGER
+from keepstep_metrics.history.job import Job
 from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.storage.event_store import StoreError
 
@@ -77,16 +78,16 @@ PIXELS = {"points": f"how many points a picture has, up to {MAX_POINTS}; {POINTS
 JOB, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
 SHAPES = {
     "POST /v1/ingest": Shape(Taken, takes_bytes=True),
-    "GET /v1/jobs": Shape(views.JobsView),
-    f"GET {JOB}/now": Shape(views.NowView),
-    f"GET {JOB}/timeline": Shape(views.TimelineView, query=SPAN | PIXELS),
-    f"GET {JOB}/steps": Shape(views.StepsView, query=SPAN | PIXELS),
-    f"GET {JOB}/goodput": Shape(views.GoodputView, query=SPAN),
+    "GET /v1/jobs": Shape(job_views.JobsView),
+    f"GET {JOB}/now": Shape(job_views.NowView),
+    f"GET {JOB}/timeline": Shape(span_views.TimelineView, query=SPAN | PIXELS),
+    f"GET {JOB}/steps": Shape(span_views.StepsView, query=SPAN | PIXELS),
+    f"GET {JOB}/goodput": Shape(span_views.GoodputView, query=SPAN),
     f"GET {JOB}/stragglers": Shape(straggler_view.StragglersView),
-    f"GET {JOB}/transfers": Shape(views.TransfersView),
-    f"GET {JOB}/failures": Shape(views.FailuresView, query={"limit": f"how many at most; {LIMIT} unless said"}),
+    f"GET {JOB}/transfers": Shape(log_views.TransfersView),
+    f"GET {JOB}/failures": Shape(log_views.FailuresView, query={"limit": f"how many at most; {LIMIT} unless said"}),
     f"GET {JOB}/events": Shape(
-        views.EventsView,
+        log_views.EventsView,
         query={
             "since_id": "number of the last event that is known; the first newer ones are answered. Not given: the "
             "newest",
@@ -158,40 +159,40 @@ class _Api:
 
     async def jobs(self, _request: web.Request) -> web.Response:
         found = sorted(self._metrics.core.jobs.items())
-        return json_answer(views.JobsView(tuple(views.summary(job, time.time()) for _, job in found)))
+        return json_answer(job_views.JobsView(tuple(job_views.summary(job, time.time()) for _, job in found)))
 
     async def now(self, request: web.Request) -> web.Response:
         job = self._job(request)
-        return json_answer(views.now_view(job, self._metrics.live(job.name), time.time()))
+        return json_answer(job_views.now_view(job, self._metrics.live(job.name), time.time()))
 
     async def timeline(self, request: web.Request) -> web.Response:
-        return json_answer(views.timeline(self._job(request), *_span(request), _points(request)))
+        return json_answer(span_views.timeline(self._job(request), *_span(request), _points(request)))
 
     async def steps(self, request: web.Request) -> web.Response:
-        return json_answer(views.steps(self._job(request), *_span(request), _points(request), time.time()))
+        return json_answer(span_views.steps(self._job(request), *_span(request), _points(request), time.time()))
 
     async def goodput(self, request: web.Request) -> web.Response:
-        return json_answer(views.goodput(self._job(request), *_span(request)))
+        return json_answer(span_views.goodput(self._job(request), *_span(request)))
 
     async def stragglers(self, request: web.Request) -> web.Response:
         return json_answer(straggler_view.stragglers_view(self._job(request)))
 
     async def transfers(self, request: web.Request) -> web.Response:
         job = self._job(request)
-        return json_answer(views.transfers(job, self._metrics.live(job.name)))
+        return json_answer(log_views.transfers(job, self._metrics.live(job.name)))
 
     async def failures(self, request: web.Request) -> web.Response:
-        return json_answer(views.failures(self._job(request), number(request, "limit", LIMIT)))
+        return json_answer(log_views.failures(self._job(request), number(request, "limit", LIMIT)))
 
     async def events(self, request: web.Request) -> web.Response:
         job, limit = request.match_info["job"], min(number(request, "limit", LIMIT), MAX_LIMIT)
         if "since_id" in request.query:
-            found = await self._metrics.store.events(job, min(number(request, "since_id", 0), MAX_WHOLE), limit)
+            found = await self._metrics.store.events(job, min(number(request, "since_id", 0), MAX_INTEGER), limit)
         else:
             found = await self._metrics.store.newest_events(job, limit)
         if not found:
             self._job(request)  # events are kept for longer than the rest of a job
-        return json_answer(views.EventsView(job, tuple(map(event_view, found))))
+        return json_answer(log_views.EventsView(job, tuple(map(log_views.event_view, found))))
 
     async def cluster(self, _request: web.Request) -> web.Response:
         found = await self._metrics.asker.cluster()
@@ -222,10 +223,6 @@ class _Api:
             detail = f"nothing was told of a job {name[:80]!r} in the last day; {those(sorted(jobs))}"
             raise Problem(HTTPStatus.NOT_FOUND, detail)
         return job
-
-
-def event_view(one: Event) -> views.EventView:
-    return views.EventView(one.id, one.t, one.event, one.name, one.sentence, one.detail)
 
 
 def _span(request: web.Request) -> tuple[float, float]:

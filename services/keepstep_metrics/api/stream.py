@@ -12,8 +12,8 @@ from aiohttp import hdrs, web
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.rest import MAX_DIGITS
-from keepstep_metrics.api import views
-from keepstep_metrics.history.machine import Job
+from keepstep_metrics.api import job_views
+from keepstep_metrics.history.job import Job
 from keepstep_metrics.node import MetricsNode
 
 MAX_STREAMS = 200
@@ -53,7 +53,7 @@ async def stream(metrics: MetricsNode, request: web.Request, name: str | None) -
                     text += _message("event", one, one.id)
                 if (count := job.changes + metrics.live_changes(job.name)) != changes:
                     changes = count
-                    text += _message("now", views.now_view(job, metrics.live(job.name), time.time()))
+                    text += _message("now", job_views.now_view(job, metrics.live(job.name), time.time()))
             if not text and loop.time() - spoken >= PING_SECONDS:
                 text = _message("ping", {})
             if text:

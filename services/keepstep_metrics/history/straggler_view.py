@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep_metrics.history import stragglers
-from keepstep_metrics.history.machine import Job
+from keepstep_metrics.history.job import Job
 
 
 @dataclass(frozen=True, slots=True)

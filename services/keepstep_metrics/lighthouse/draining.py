@@ -18,7 +18,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, raise_for_problem, read_json_answer
 from keepstep_mesh.security.tls import explained
 from keepstep_metrics.history import straggler_view
-from keepstep_metrics.history.machine import Job
+from keepstep_metrics.history.job import Job
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0

@@ -23,7 +23,7 @@ import msgpack
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
-from keepstep_metrics.history.machine import DELETED, Event
+from keepstep_metrics.history.events import JOB_DELETED, Event
 
 T = TypeVar("T")
 
@@ -247,7 +247,7 @@ class Store:
                     for job, one in events
                 ),
             )
-            gone = ((job, one.id) for job, one in events if one.event == DELETED)
+            gone = ((job, one.id) for job, one in events if one.event == JOB_DELETED)
             connection.executemany("DELETE FROM events WHERE job = ? AND id < ?", gone)
 
     def _tidied(self, snapshot: tuple[int, bytes] | None, before: float | None) -> None:

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
-from keepstep_metrics.api import views
+from keepstep_metrics.api import job_views, log_views, span_views
 from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
-from keepstep_metrics.history.machine import MAX_EVENTS, SILENT_SECONDS, Job, MetricsCore
+from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS, Job
+from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.history.timeline import State
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.support.services.metrics_driver import JOB, Teller, event, step
@@ -74,7 +75,7 @@ def test_a_kill_and_a_return_are_a_loss_a_wait_and_a_heal() -> None:
         (34, 40, "training"),
     ]
     assert world.job.participants == ["a", "b"]
-    (heal,) = views.transfers(world.job, NOTHING).transfers
+    (heal,) = log_views.transfers(world.job, NOTHING).transfers
     assert (heal.name, heal.source, heal.bytes_done, heal.began - T, heal.ended - T) == ("b", "a", 100, 32, 34)
 
 
@@ -84,10 +85,10 @@ def test_a_step_that_is_discarded_is_a_retry_and_a_short_wait_is_part_of_a_step(
     world.steps("a:1", 12, 13, committed=False, reason="a peer died")
     world.steps("a:1", 13, 15)
     assert world.states("a", 15)[1:] == [(10, 12, "training"), (12, 13, "retrying"), (13, 15, "training")]
-    told = views.goodput(world.job, T, T + 15)
+    told = span_views.goodput(world.job, T, T + 15)
     assert told.seconds == {"training": 4, "retrying": 1, "waiting_quorum": 10, "healing": 0, "lost": 0, "draining": 0}
     assert told.goodput == pytest.approx(4 / 15)
-    told = views.goodput(world.job, T, T + 16)
+    told = span_views.goodput(world.job, T, T + 16)
     assert (told.steps_committed, told.steps_discarded) == (4, 1)
 
 
@@ -106,7 +107,7 @@ def test_a_group_that_leaves_on_purpose_has_no_life_until_it_comes_back() -> Non
     world.happens(17, "left", "a:1", reason="drained")
     world.happens(100, "joined", "a:2", member=False)
     assert world.states("a", 110)[1:] == [(10, 15, "training"), (15, 17, "draining"), (100, 110, "waiting_quorum")]
-    assert views.goodput(world.job, T + 20, T + 90).goodput is None
+    assert span_views.goodput(world.job, T + 20, T + 90).goodput is None
     assert not world.job.failures
 
 
@@ -117,14 +118,14 @@ def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_grou
     world.steps("a:1", 20, 21)  # what was under way under the old quorum
     world.happens(21, "quorum", quorum_id=2, members=["a:1"])
     world.steps("a:1", 21, 23, quorum_id=2)
-    (failure,) = views.failures(world.job, 10).failures
+    (failure,) = log_views.failures(world.job, 10).failures
     assert (failure.name, failure.cause, failure.seconds_to_commit) == ("b", "its connection ended", 2)
     assert failure.seconds_to_return is None
     world.happens(40, "joined", "b:2", member=False)
     world.steps("b:2", 40, 45, 5, quorum_id=3)
-    (failure,) = views.failures(world.job, 10).failures
+    (failure,) = log_views.failures(world.job, 10).failures
     assert (failure.seconds_to_commit, failure.seconds_to_return, failure.recovered_at) == (2, 25, T + 45)
-    told = views.goodput(world.job, T, T + 60)
+    told = span_views.goodput(world.job, T, T + 60)
     assert (told.failures, told.mean_time_to_recover, told.mean_time_to_return) == (1, 2, 25)
 
 
@@ -164,7 +165,7 @@ def test_a_job_that_begins_anew_counts_its_quorums_from_one_again() -> None:
     world.happens(70, "lost", "c:1", reason="killed", member=True)
     world.happens(72, "quorum", quorum_id=2, members=["d:1"])
     world.steps("d:1", 72, 73, quorum_id=2)
-    assert views.failures(world.job, 1).failures[0].seconds_to_commit == 3
+    assert log_views.failures(world.job, 1).failures[0].seconds_to_commit == 3
 
 
 def test_a_group_that_is_slow_by_itself_is_a_straggler_and_those_that_wait_for_it_are_not() -> None:
@@ -238,7 +239,7 @@ def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
     plain = msgpack.unpackb(first)
     plain["records"] += [step(T + 2, 3), step(T + 3, 4)]
     assert core.apply(read_batch(msgpack.packb(plain)), T)[0] == 1
-    assert views.goodput(core.jobs[JOB], T - 10, T + 10).steps_committed == 4
+    assert span_views.goodput(core.jobs[JOB], T - 10, T + 10).steps_committed == 4
     restarted = Teller("a:1")  # another process of that name begins at one again
     assert core.apply(read_batch(restarted.batch(step(T + 4, 5))), T)[0] == 1
 
@@ -253,13 +254,13 @@ def test_what_is_dumped_and_loaded_answers_as_before() -> None:
     again.load(msgpack.unpackb(msgpack.packb(world.core.dump()), strict_map_key=False))
     loaded = again.jobs[JOB]
     for view in (
-        lambda job: views.now_view(job, NOTHING, T + 100),
-        lambda job: views.timeline(job, T, T + 100, 100),
-        lambda job: views.steps(job, T, T + 100, 100, T + 100),
-        lambda job: views.goodput(job, T, T + 100),
+        lambda job: job_views.now_view(job, NOTHING, T + 100),
+        lambda job: span_views.timeline(job, T, T + 100, 100),
+        lambda job: span_views.steps(job, T, T + 100, 100, T + 100),
+        lambda job: span_views.goodput(job, T, T + 100),
         straggler_view.stragglers_view,
-        lambda job: views.transfers(job, NOTHING),
-        lambda job: views.failures(job, 10),
+        lambda job: log_views.transfers(job, NOTHING),
+        lambda job: log_views.failures(job, 10),
     ):
         assert view(loaded) == view(world.job)
     assert again.apply(read_batch(world.lighthouse.batch(event(T + 90, "joined", "b:2"))), T + 90)[1][0][1].id == 7
@@ -271,7 +272,7 @@ def test_columns_of_steps_tell_times_rates_quantiles_and_losses() -> None:
     world = joined("a", "b")
     world.steps("a", 10, 70, 0.5, values={"loss": 2.0})
     world.steps("b", 10, 70, 0.5, values={"loss": 4.0})
-    told = views.steps(world.job, T, T + 100, 10, T + 100)
+    told = span_views.steps(world.job, T, T + 100, 10, T + 100)
     assert len(told.t) == len(told.step) == len(told.committed_per_second) == len(told.values["loss"]) == 10
     assert told.committed_per_second[3] == pytest.approx(2)
     assert told.seconds["a"][3] == pytest.approx(0.5)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_mesh.serving.openapi import plain
-from keepstep_metrics.api import views
+from keepstep_metrics.api import job_views, log_views, span_views
 from keepstep_metrics.history import straggler_view
-from keepstep_metrics.history.machine import MAX_GROUPS, MetricsCore
+from keepstep_metrics.history.job import MAX_GROUPS
+from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.support.services.metrics_driver import JOB, Teller, event, step
 
@@ -80,17 +81,17 @@ def test_whatever_comes_is_refused_or_taken_and_every_answer_is_json_that_a_brow
     again = MetricsCore()
     again.load(msgpack.unpackb(msgpack.packb(core.dump()), strict_map_key=False))
     for job in again.jobs.values():
-        found = views.timeline(job, T - 300, T + 300, 100)
+        found = span_views.timeline(job, T - 300, T + 300, 100)
         for group in found.groups:
             assert sum(group.shares.values()) == pytest.approx(1)
         answers = (
             found,
-            views.now_view(job, NOTHING, T),
-            views.steps(job, T - 300, T + 300, 100, T + 300),
-            views.goodput(job, T - 300, T + 300),
+            job_views.now_view(job, NOTHING, T),
+            span_views.steps(job, T - 300, T + 300, 100, T + 300),
+            span_views.goodput(job, T - 300, T + 300),
             straggler_view.stragglers_view(job),
-            views.transfers(job, NOTHING),
-            views.failures(job, 10),
+            log_views.transfers(job, NOTHING),
+            log_views.failures(job, 10),
             [*core.jobs[job.name].events],
         )
         for answer in answers:

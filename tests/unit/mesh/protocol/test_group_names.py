@@ -13,7 +13,8 @@ from keepstep.group.group_link import LinkSettings
 from keepstep_history.jobs import _names as ordered_for
 from keepstep_mesh.protocol.names import MAX_GROUP_NAME, MAX_REPLICA_ID, group_name_problem, name_of
 from keepstep_mesh.protocol.telemetry_records import read_batch
-from keepstep_metrics.history.machine import Event, MetricsCore
+from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.machine import MetricsCore
 from tests.support.models.core_driver import Driver
 from tests.support.services.metrics_driver import JOB, Teller, event
 

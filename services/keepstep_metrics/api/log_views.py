@@ -1,0 +1,133 @@
+"""Answers about single transfers, failures and events of a job, as JSON. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.transfers import Transfer
+from keepstep_metrics.lighthouse.live_status import Live, LiveUpload
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    kind: str
+    name: str
+    step: int
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
+    seconds_left: float | None
+    via: str
+    source: str
+    began: float
+    ended: float | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersView:
+    job: str
+    transfers: tuple[TransferView, ...]
+    """Uploads under way, then the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureView:
+    t: float
+    name: str
+    cause: str
+    recovered_at: float | None
+    """When the group itself committed a step again."""
+    seconds_to_commit: float | None
+    """Until any group committed a step without it."""
+    seconds_to_return: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailuresView:
+    job: str
+    failures: tuple[FailureView, ...]
+    """The newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventView:
+    id: int
+    t: float
+    event: str
+    name: str
+    sentence: str
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EventsView:
+    job: str
+    events: tuple[EventView, ...]
+    """Oldest first."""
+
+
+def transfers(job: Job, live: Live) -> TransfersView:
+    told = [_transfer(one, live) for one in [*job.transfers][::-1]]
+    return TransfersView(job.name, (*map(_upload, live.uploads), *told))
+
+
+def _upload(one: LiveUpload) -> TransferView:
+    return TransferView(
+        kind="upload",
+        name=one.name,
+        step=one.step,
+        bytes_done=one.bytes_done,
+        bytes_total=one.bytes_total,
+        bytes_per_second=one.bytes_per_second,
+        seconds_left=one.seconds_left,
+        via=one.relay,
+        source="",
+        began=one.began,
+        ended=None,
+        error="",
+    )
+
+
+def _transfer(one: Transfer, live: Live) -> TransferView:
+    now = live.heals.get(one.name) if one.kind == "heal" and one.ended is None else None
+    told = now or one
+    return TransferView(
+        kind=one.kind,
+        name=one.name,
+        step=one.step,
+        bytes_done=told.bytes_done,
+        bytes_total=told.bytes_total,
+        bytes_per_second=told.bytes_per_second,
+        seconds_left=told.seconds_left,
+        via=told.via or one.via,
+        source=told.source or one.source,
+        began=one.began,
+        ended=one.ended,
+        error=one.error,
+    )
+
+
+def failures(job: Job, limit: int) -> FailuresView:
+    newest = [*job.failures][::-1][:limit]
+    return FailuresView(
+        job.name,
+        tuple(
+            FailureView(
+                one.t,
+                one.name,
+                one.cause,
+                one.recovered_at,
+                None if one.committed_at is None else one.committed_at - one.t,
+                None if one.recovered_at is None else one.recovered_at - one.t,
+            )
+            for one in newest
+        ),
+    )
+
+
+def event_view(event: Event) -> EventView:
+    return EventView(event.id, event.t, event.event, event.name, event.sentence, event.detail)

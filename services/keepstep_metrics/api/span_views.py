@@ -1,0 +1,143 @@
+"""Answers about a span of time of a job, as JSON. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep_metrics.history.goodput import group_seconds, ratio, shares
+from keepstep_metrics.history.histogram import BINS, quantile
+from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.timeline import merged
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimeline:
+    name: str
+    spans: tuple[tuple[Any, ...], ...]
+    """``[from, to, state]``, in order."""
+    shares: dict[str, float]
+    """Of its life in this time, by state; they sum to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineView:
+    job: str
+    since: float
+    until: float
+    groups: tuple[GroupTimeline, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsView:
+    """Columns, one entry a point: what a chart takes."""
+
+    job: str
+    t: tuple[float, ...]
+    """Where each point begins."""
+    step: tuple[int | None, ...]
+    committed_per_second: tuple[float, ...]
+    """By the job: commits of the group that committed most."""
+    seconds: dict[str, tuple[float | None, ...]]
+    """Mean seconds of the committed steps of each group."""
+    quantiles: dict[str, tuple[float | None, ...]]
+    """Over the steps of all groups, to a tenth."""
+    values: dict[str, tuple[float | None, ...]]
+    """Mean over groups of what scripts recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputView:
+    job: str
+    since: float
+    until: float
+    goodput: float | None
+    """Share of group-seconds in steps that committed; None: there was no group."""
+    shares: dict[str, float]
+    seconds: dict[str, float]
+    """Group-seconds by state."""
+    steps_committed: int
+    """By groups: a step that three groups committed counts three times."""
+    steps_discarded: int
+    failures: int
+    mean_time_to_recover: float | None
+    """Seconds from a loss to the next commit of the job."""
+    mean_time_to_return: float | None
+    """Seconds from a loss to the next commit of the group itself."""
+
+
+def timeline(job: Job, since: float, until: float, points: int) -> TimelineView:
+    groups = []
+    for name, one in sorted(job.groups.items()):
+        spans = one.timeline.spans(since, until)
+        if not spans:
+            continue
+        seconds = one.timeline.seconds(since, until)
+        pixels = tuple(
+            (begin, end, state.value) for begin, end, state in merged(spans, (until - since) / max(points, 1))
+        )
+        groups.append(GroupTimeline(name, pixels, shares(seconds)))
+    return TimelineView(job.name, since, until, tuple(groups))
+
+
+def steps(job: Job, since: float, until: float, points: int, now: float) -> StepsView:
+    width = max((until - since) / max(points, 1), job.highest.ring(since, 0, now).width)
+    count = max(1, -int(-(until - since) // width))
+    groups = {name: one.steps.points(since, until, width, now) for name, one in sorted(job.groups.items())}
+    highest = job.highest.points(since, until, width, now, max)
+    histogram = job.histogram.points(since, until, width, now)
+    nothing = [0] * BINS
+    most: Counter[int] = Counter()
+    for of_group in groups.values():
+        for point, cells in of_group.items():
+            most[point] = max(most[point], int(cells[0]))
+    return StepsView(
+        job=job.name,
+        t=tuple(since + point * width for point in range(count)),
+        step=tuple(int(highest[point][0]) if point in highest else None for point in range(count)),
+        committed_per_second=tuple(most[point] / width for point in range(count)),
+        seconds={
+            name: tuple(
+                cells[2] / cells[0] if (cells := of_group.get(point)) is not None and cells[0] else None
+                for point in range(count)
+            )
+            for name, of_group in groups.items()
+            if of_group
+        },
+        quantiles={
+            name: tuple(quantile(histogram.get(point, nothing), share) for point in range(count))
+            for name, share in QUANTILES.items()
+        },
+        values={name: _means(one.points(since, until, width, now), count) for name, one in job.values.items()},
+    )
+
+
+def _means(points: dict[int, Any], count: int) -> tuple[float | None, ...]:
+    return tuple(points[point][0] / points[point][1] if point in points else None for point in range(count))
+
+
+def goodput(job: Job, since: float, until: float) -> GoodputView:
+    total = group_seconds(job, since, until)
+    committed = discarded = 0
+    for one in job.groups.values():
+        for _, cells in one.steps.ring(since, 0, until).rows(since, until):
+            committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
+    failures = [one for one in job.failures if since <= one.t < until]
+    to_commit = [one.committed_at - one.t for one in failures if one.committed_at is not None]
+    to_return = [one.recovered_at - one.t for one in failures if one.recovered_at is not None]
+    return GoodputView(
+        job=job.name,
+        since=since,
+        until=until,
+        goodput=ratio(total),
+        shares=shares(total),
+        seconds={state.value: seconds for state, seconds in total.items()},
+        steps_committed=committed,
+        steps_discarded=discarded,
+        failures=len(failures),
+        mean_time_to_recover=sum(to_commit) / len(to_commit) if to_commit else None,
+        mean_time_to_return=sum(to_return) / len(to_return) if to_return else None,
+    )

@@ -1,0 +1,36 @@
+"""Events as the metrics service keeps them, and how to read the detail of one, which may hold anything. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MAX_INTEGER = 2**63 - 1
+"""Largest integer that SQLite and msgpack take."""
+JOB_DELETED = "job_deleted"
+"""Event of a lighthouse that ends a job."""
+ORDERS = ("evicted", "readmitted")
+"""Events that may name a group by its stable name; all others name an incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``id``: this service's number; it grows with each event of any job. ``t``: Unix time."""
+
+    id: int
+    t: float
+    event: str
+    name: str
+    """Stable name of a group; empty: the event is about the job."""
+    sentence: str
+    detail: dict[str, Any]
+
+
+def integer(value: Any) -> int:
+    """Return ``value`` if it is an integer from 0 to ``MAX_INTEGER``, else 0."""
+    return value if type(value) is int and 0 <= value <= MAX_INTEGER else 0
+
+
+def number(value: Any) -> float:
+    """Return ``value`` if it is a number, else 0."""
+    return float(value) if isinstance(value, int | float) else 0.0

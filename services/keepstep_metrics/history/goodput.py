@@ -1,0 +1,29 @@
+"""Share of the time of a job's groups that was spent in committed steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.timeline import LIVING, State
+
+
+def group_seconds(job: Job, since: float, until: float) -> dict[State, float]:
+    """Return the seconds of all groups, by state."""
+    total = dict.fromkeys(LIVING, 0.0)
+    for group in job.groups.values():
+        for state, seconds in group.timeline.seconds(since, until).items():
+            total[state] += seconds
+    return total
+
+
+def ratio(seconds: Mapping[State, float]) -> float | None:
+    """Return the goodput for group-seconds by state; None: the job had no groups."""
+    life = sum(seconds.values())
+    return seconds[State.TRAINING] / life if life else None
+
+
+def shares(seconds: Mapping[State, float]) -> dict[str, float]:
+    """Return the share of each state; the shares sum to one, unless all seconds are 0."""
+    total = sum(seconds.values()) or 1.0
+    return {state.value: seconds[state] / total for state in LIVING}

@@ -1,0 +1,119 @@
+"""One replica group: its timeline, its steps, and the ends of its incarnations. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from keepstep_mesh.protocol.telemetry_records import StateRecord, StepRecord
+from keepstep_metrics.history.series import Series
+from keepstep_metrics.history.timeline import State, Timeline
+
+RECENT_STEPS = 64
+MAX_ENDS = 4
+SHORT_WAIT_SECONDS = 0.05
+"""A shorter wait for the quorum counts as training."""
+REPORTED_STATES = {
+    one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)
+}
+
+
+@dataclass(slots=True)
+class Group:
+    name: str
+    """Stable name."""
+    replica_id: str = ""
+    """Current incarnation."""
+    timeline: Timeline = field(default_factory=Timeline)
+    steps: Series = field(default_factory=lambda: Series(3))
+    """Committed steps, discarded steps, seconds of the committed ones."""
+    step: int = 0
+    committed_at: float = 0.0
+    """When its last commit was reported, by this service's clock."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Last values that its training script recorded."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Seconds of its last committed steps without a wait or a heal."""
+    busy: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """``busy_seconds`` of the last committed steps of this incarnation."""
+    ends: dict[str, float] = field(default_factory=dict)
+    """Incarnation -> when it was lost, left, or was asked to leave. Its later records do not change the state."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.timeline.state not in (State.LOST, State.GONE)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.replica_id in self.ends
+
+    @property
+    def seconds_p50(self) -> float | None:
+        return median(self.recent) if self.recent else None
+
+    @property
+    def busy_p50(self) -> float | None:
+        """Median of ``busy``; None: too few steps."""
+        return median(self.busy) if len(self.busy) >= RECENT_STEPS // 4 else None
+
+    def add_step(self, replica_id: str, step: StepRecord, now: float) -> None:
+        self._fill_timeline(replica_id, step)
+        if not step.committed:
+            self.steps.count(step.t, 1)
+            return
+        self.committed_at = now
+        self.steps.add(step.t, (1, 0, step.seconds))
+        self.step = step.step
+        if not step.heal_seconds and step.quorum_seconds < SHORT_WAIT_SECONDS:
+            self.recent.append(step.seconds)
+        if step.busy_seconds is not None:
+            self.busy.append(step.busy_seconds)
+
+    def _fill_timeline(self, replica_id: str, step: StepRecord) -> None:
+        begin, end = step.t - step.seconds, min(step.t, self.ends.get(replica_id, step.t))
+        if self.timeline and replica_id not in self.ends and not self.is_there:
+            self.timeline.mark(begin, State.WAITING_QUORUM)  # the lighthouse's report of its return is missing
+        waited = step.quorum_seconds if step.quorum_seconds >= SHORT_WAIT_SECONDS else 0.0
+        healed = begin + waited + step.heal_seconds
+        fill = self.timeline.fill
+        fill(begin, min(begin + waited, end), State.WAITING_QUORUM)
+        fill(begin + waited, min(healed, end), State.HEALING)
+        fill(healed, end, State.TRAINING if step.committed else State.RETRYING)
+
+    def set_state(self, replica_id: str, record: StateRecord) -> None:
+        if replica_id not in self.ends and record.state in REPORTED_STATES:
+            self.timeline.mark(record.t, State(record.state))
+
+    def begin(self, replica_id: str, t: float) -> None:
+        """An incarnation joined."""
+        self.ends.pop(replica_id, None)
+        self.timeline.mark(t, State.WAITING_QUORUM)
+
+    def end(self, replica_id: str, t: float, state: State) -> None:
+        """An incarnation was lost, left, or was asked to leave."""
+        self.ends[replica_id] = t
+        while len(self.ends) > MAX_ENDS:
+            del self.ends[next(iter(self.ends))]
+        if replica_id == self.replica_id:
+            self.timeline.mark(max(t, self.timeline.since), state)
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            **{key: getattr(self, key) for key in ("name", "replica_id", "step", "committed_at", "values", "ends")},
+            "timeline": self.timeline.dump(),
+            "steps": self.steps.dump(),
+            "recent": [*self.recent],
+            "busy": [*self.busy],
+        }
+
+    @classmethod
+    def load(cls, dumped: dict[str, Any]) -> Group:
+        group = cls(dumped["name"], dumped["replica_id"], Timeline.load(dumped["timeline"]))
+        group.steps.load(dumped["steps"])
+        group.step, group.committed_at = dumped["step"], dumped["committed_at"]
+        group.values, group.ends = dumped["values"], dumped["ends"]
+        group.recent.extend(dumped["recent"])
+        group.busy.extend(dumped["busy"])
+        return group

@@ -1,0 +1,239 @@
+"""One job: its groups, quorums, steps, failures and transfers. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.protocol.telemetry_records import MAX_TEXT, MAX_VALUES, EventRecord, StateRecord, StepRecord
+from keepstep_metrics.history import stragglers
+from keepstep_metrics.history.events import ORDERS, Event, integer
+from keepstep_metrics.history.failures import Failure, FailureLog
+from keepstep_metrics.history.group import Group
+from keepstep_metrics.history.histogram import BINS, bin_of
+from keepstep_metrics.history.sentences import sentence
+from keepstep_metrics.history.series import Series
+from keepstep_metrics.history.stragglers import Standing
+from keepstep_metrics.history.timeline import State
+from keepstep_metrics.history.transfers import TransferLog
+
+MAX_GROUPS = 5000
+"""Stable names in one job."""
+MAX_EVENTS = 500
+"""Events in memory, for a reader whose stream broke for a moment."""
+JUDGE_SECONDS = 1.0
+"""Between two searches for stragglers."""
+SILENT_SECONDS = 30.0
+"""A group without a commit for this time is not compared with the others."""
+IN_QUORUM = {State.TRAINING, State.HEALING, State.RETRYING}
+"""States of a group that is a member of the quorum."""
+CAN_BE_FORGOTTEN = {State.LOST, State.GONE, State.TRAINING}
+
+
+class Job:
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.first_seen = self.last_seen = now
+        self.groups: dict[str, Group] = {}
+        """By stable name."""
+        self.step = self.quorum_id = self.epoch = 0
+        self.formed_at = 0.0
+        """When the quorum formed (Unix time); 0: it formed before a restart of this service."""
+        self.participants: list[str] = []
+        """Stable names of the members of the quorum."""
+        self.joining: set[str] = set()
+        """Stable names of groups that joined and are in no quorum yet."""
+        self.highest = Series(1, "d")
+        """The job's step."""
+        self.histogram = Series(BINS, "L")
+        """Seconds of committed steps."""
+        self.values: dict[str, Series] = {}
+        """Sum and count of each value that training scripts record."""
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.failures = FailureLog()
+        self.transfers = TransferLog()
+        self.standings: dict[str, Standing] = {}
+        """By stable name: how slow each group is."""
+        self.judged_at = 0.0
+        self.changes = 0
+        """Grows with each record of the job."""
+
+    def group(self, replica_id: str) -> Group | None:
+        """Return the group, a new one if need be; None: the job has ``MAX_GROUPS`` groups."""
+        name = name_of(replica_id)
+        if (group := self.groups.get(name)) is None and len(self.groups) < MAX_GROUPS:
+            group = self.groups[name] = Group(name, replica_id)
+        return group
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a group runs."""
+        return any(group.is_there for group in self.groups.values())
+
+    def forget_before(self, t: float) -> None:
+        """Forget what ended before ``t``: old spans, and groups without a newer record that left or just train."""
+        for group in [*self.groups.values()]:
+            group.timeline.forget_before(t)
+            if group.timeline.state in CAN_BE_FORGOTTEN and max(group.timeline.since, group.committed_at) < t:
+                del self.groups[group.name]
+
+    # ---- records of workers
+
+    def add_step(self, replica_id: str, step: StepRecord, now: float) -> None:
+        group = self.group(replica_id)
+        if group is None:
+            return
+        if replica_id not in group.ends:
+            self._set_incarnation(group, replica_id)
+        group.add_step(replica_id, step, now)
+        if step.committed:
+            self._count_commit(group, step)
+
+    def _set_incarnation(self, group: Group, replica_id: str) -> None:
+        """A new incarnation is judged by its own steps only."""
+        if replica_id != group.replica_id:
+            group.replica_id = replica_id
+            group.busy.clear()
+            self.standings.pop(group.name, None)
+
+    def _count_commit(self, group: Group, step: StepRecord) -> None:
+        if (standing := self.standings.get(group.name)) is not None and standing.straggler:
+            standing.steps += 1
+        self.step = max(self.step, step.step)
+        self.highest.highest(step.t, step.step)
+        self.histogram.count(step.t, bin_of(step.seconds))
+        for name, value in step.values.items():
+            if name not in self.values and len(self.values) >= MAX_VALUES:
+                continue
+            self.values.setdefault(name, Series(2, "d")).add(step.t, (value, 1))
+            group.values[name] = value
+        self.failures.on_commit(group.name, step.quorum_id, step.t)
+
+    def set_state(self, replica_id: str, record: StateRecord) -> None:
+        if (group := self.group(replica_id)) is not None:
+            group.set_state(replica_id, record)
+
+    # ---- stragglers
+
+    def judge(self, now: float) -> list[str]:
+        """Return the stable names of groups that became stragglers. ``now``: this service's clock."""
+        if 0 <= now - self.judged_at < JUDGE_SECONDS:
+            return []
+        self.judged_at = now
+        compared = {
+            name: busy
+            for name, group in self.groups.items()
+            if now - group.committed_at < SILENT_SECONDS and (busy := group.busy_p50) is not None
+        }
+        return stragglers.judge(self.standings, compared, now)
+
+    def straggler(self, steps: int) -> Group | None:
+        """Return the slowest running group that was a straggler for at least ``steps`` committed steps in a row."""
+        slow = {name: one.score for name, one in self.standings.items() if one.straggler and one.steps >= steps}
+        there = [one for name in slow if (one := self.groups.get(name)) and not one.is_leaving]
+        return max(there, key=lambda group: slow[group.name], default=None)
+
+    def add_straggler_event(self, name: str, t: float, number: int) -> Event:
+        """Return the event that the group ``name`` became a straggler."""
+        found = stragglers.spread({one: standing.seconds for one, standing in self.standings.items()})
+        standing = self.standings[name]
+        detail = {"seconds": standing.seconds, "median": found.median if found else 0.0, "score": standing.score}
+        event = Event(number, t, "straggler", name, sentence("straggler", name, detail), detail)
+        self.events.append(event)
+        return event
+
+    # ---- events of lighthouses
+
+    def add_event(self, record: EventRecord, number: int) -> Event:
+        """Apply an event. Return it with ``number``, its number in this service."""
+        self.epoch = max(self.epoch, record.epoch)
+        name = self._name(record)
+        if name and record.event not in ORDERS and (group := self.group(record.replica_id)) is not None:
+            self._change_group(group, record)
+        if record.event == "quorum":
+            self._form_quorum(record.t, integer(record.detail.get("quorum_id")), record.detail.get("members"))
+        event = Event(number, record.t, record.event, name, sentence(record.event, name, record.detail), record.detail)
+        self.events.append(event)
+        return event
+
+    def _name(self, record: EventRecord) -> str:
+        """Return the stable name of the event's group. An order may name it directly, and the name may have colons."""
+        given = record.replica_id
+        return given if record.event in ORDERS and given in self.groups else name_of(given)
+
+    def _form_quorum(self, t: float, quorum_id: int, members: Any) -> None:
+        """Apply a new quorum. A group of the last quorum that is not in it is lost, even without an event for that:
+        a lighthouse that dies reports no loss.
+        """
+        if quorum_id < self.quorum_id:
+            if t <= self.formed_at:
+                return  # a late report
+            self.step = 0  # the job starts over
+        self.quorum_id, self.formed_at = quorum_id, t
+        self.participants = [name_of(str(one)) for one in members[:MAX_GROUPS]] if isinstance(members, list) else []
+        self.joining.difference_update(self.participants)
+        for name in self.groups.keys() - {*self.participants}:
+            if (timeline := self.groups[name].timeline).state in IN_QUORUM:
+                timeline.mark(t, State.LOST)
+
+    def _change_group(self, group: Group, record: EventRecord) -> None:
+        t, replica_id = record.t, record.replica_id
+        match record.event:
+            case "joined":
+                self._set_incarnation(group, replica_id)
+                group.begin(replica_id, t)
+                if not record.detail.get("member"):
+                    self.joining.add(group.name)
+            case "lost" | "failed":
+                self._end(group, replica_id, t, State.LOST)
+                reason = str(record.detail.get("reason", ""))[:MAX_TEXT]
+                self.failures.add(Failure(t, group.name, reason, self.quorum_id))
+            case "left" | "moved":
+                self._end(group, replica_id, t, State.GONE)
+            case "drain":
+                group.end(replica_id, t, State.DRAINING)
+            case "heal_began":
+                group.timeline.mark(t, State.HEALING)
+                self.transfers.begin_heal(group.name, record)
+            case "healed" | "heal_failed":
+                group.timeline.mark(t, State.TRAINING if record.event == "healed" else State.RETRYING)
+                self.transfers.end_heal(group.name, record)
+
+    def _end(self, group: Group, replica_id: str, t: float, state: State) -> None:
+        group.end(replica_id, t, state)
+        self.joining.discard(group.name)
+
+    # ---- over a restart
+
+    def dump(self) -> dict[str, Any]:
+        plain = ("name", "first_seen", "last_seen", "step", "quorum_id", "epoch", "participants", "judged_at")
+        return {
+            **{key: getattr(self, key) for key in plain},
+            "joining": sorted(self.joining),
+            "groups": [one.dump() for one in self.groups.values()],
+            "highest": self.highest.dump(),
+            "histogram": self.histogram.dump(),
+            "values": {name: one.dump() for name, one in self.values.items()},
+            "failures": self.failures.dump(),
+            "transfers": self.transfers.dump(),
+            "standings": {name: asdict(one) for name, one in self.standings.items()},
+        }
+
+    @classmethod
+    def load(cls, dumped: dict[str, Any]) -> Job:
+        job = cls(dumped["name"], dumped["first_seen"])
+        for key in ("last_seen", "step", "quorum_id", "epoch", "participants", "judged_at"):
+            setattr(job, key, dumped[key])
+        job.joining = set(dumped["joining"])
+        job.groups = {one["name"]: Group.load(one) for one in dumped["groups"]}
+        job.highest.load(dumped["highest"])
+        job.histogram.load(dumped["histogram"])
+        for name, series in dumped["values"].items():
+            job.values[name] = Series(2, "d")
+            job.values[name].load(series)
+        job.failures.load(dumped["failures"])
+        job.transfers.load(dumped["transfers"])
+        job.standings = {name: Standing(**one) for name, one in dumped["standings"].items()}
+        return job
