@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
+import structlog
 
 if TYPE_CHECKING:
     from tests.support.services.etcd_server import EtcdCluster
@@ -129,6 +131,19 @@ def _new_descriptors(before: dict[str, str], deadline: float) -> list[str]:
     return []
 
 
+def _log_handlers() -> set[logging.Handler]:
+    """Handlers of the root logger, without those that pytest adds and removes around each phase of a test."""
+    return {one for one in logging.getLogger().handlers if not type(one).__module__.startswith("_pytest.")}
+
+
+def _new_log_handlers(before: set[logging.Handler]) -> list[str]:
+    """A handler that outlives its test writes the log lines of all later tests to a stream that pytest closed."""
+    new = _log_handlers() - before
+    for handler in new:
+        logging.getLogger().removeHandler(handler)
+    return [f"log handler {one!r}" for one in new]
+
+
 def _is_async(function: object) -> bool:
     inner = getattr(getattr(function, "hypothesis", None), "inner_test", function)
     return inspect.iscoroutinefunction(inner)
@@ -145,12 +160,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fails the test that leaks. First to be set up of all that have a test's scope, so last to be torn down."""
-    threads, children, descriptors = _threads(), _children(), _descriptors()
+    threads, children, descriptors, handlers = _threads(), _children(), _descriptors(), _log_handlers()
     yield
     # Threads and children first: they hold descriptors.
     deadline = time.monotonic() + GRACE_SECONDS
     leaks = _new_threads(threads, deadline) + _new_children(children, deadline)
-    leaks += _new_descriptors(descriptors, deadline if not leaks else 0.0)
+    leaks += _new_descriptors(descriptors, deadline if not leaks else 0.0) + _new_log_handlers(handlers)
     if leaks:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
@@ -167,6 +182,17 @@ async def no_task_is_left_behind() -> AsyncIterator[None]:
             task.cancel()
         if told:
             pytest.fail("the test left behind:\n  " + "\n  ".join(told), pytrace=False)
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Undoes what the test configures with ``keepstep_mesh.config.logging.configure``."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -1,40 +1,34 @@
 """The leak check of tests/conftest.py, run on tests that leak."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-LEAKS = {
-    "thread 'forgotten'": """
-import threading
-def test_it():
+LEAKS = """
+import asyncio, logging, socket, subprocess, threading
+kept = []
+def test_thread():
     threading.Thread(target=threading.Event().wait, daemon=True, name="forgotten").start()
-""",
-    "task ": """
-import asyncio
-kept = []
-async def test_it():
+async def test_task():
     kept.append(asyncio.create_task(asyncio.sleep(100)))
-""",
-    "process ": """
-import subprocess
-kept = []
-def test_it():
+def test_child():
     kept.append(subprocess.Popen(["sleep", "100"]))
-""",
-    "sleep 101": """
-import subprocess
-def test_an_orphan():
+def test_orphan():
     subprocess.run(["sh", "-c", "sleep 101 >/dev/null 2>&1 &"], check=True)
-""",
-    "LISTEN": """
-import socket
-kept = []
-def test_it():
+def test_socket():
     kept.append(socket.create_server(("127.0.0.1", 0)))
-""",
+def test_log_handler():
+    logging.getLogger().addHandler(logging.StreamHandler())
+"""
+
+NAMED = {
+    "test_thread": "thread 'forgotten'",
+    "test_task": "task ",
+    "test_child": "process ",
+    "test_orphan": "sleep 101",
+    "test_socket": "LISTEN",
+    "test_log_handler": "log handler",
 }
 
 CLEAN = """
@@ -60,13 +54,13 @@ def run_under_conftest(folder: Path, repository: Path, source: str, grace: float
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
 
 
-@pytest.mark.parametrize("named", LEAKS)
-def test_a_leak_fails_its_test_by_name(named: str, tmp_path: Path, repository: Path) -> None:
-    done = run_under_conftest(tmp_path, repository, LEAKS[named], grace=0.2)
+def test_each_leak_fails_its_own_test_by_name(tmp_path: Path, repository: Path) -> None:
+    done = run_under_conftest(tmp_path, repository, LEAKS, grace=0.2)
     assert done.returncode == 1, done.stdout
-    assert "1 passed, 1 error" in done.stdout
-    assert "the test left behind:\n" in done.stdout
-    assert named in done.stdout
+    assert f"{len(NAMED)} passed, {len(NAMED)} errors" in done.stdout
+    for test, leak in NAMED.items():
+        report = done.stdout.partition(f"ERROR at teardown of {test} ")[2].partition("ERROR at teardown")[0]
+        assert re.search(r"the test left behind:\n  (.*)", report)[1].count(leak), done.stdout
 
 
 def test_what_ends_in_time_is_no_leak(tmp_path: Path, repository: Path) -> None:

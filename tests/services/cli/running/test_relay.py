@@ -112,6 +112,7 @@ async def test_without_a_relay_it_is_said_what_to_do(tmp_path: Path) -> None:
     assert "--durable nowhere://x" in text
 
 
+@pytest.mark.usefixtures("restored_logging")
 def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start
     assert "the CA file /nowhere/ca.pem cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

@@ -18,14 +18,7 @@ def _fail(text: str) -> None:
     raise RuntimeError(text)
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 @pytest.fixture
