@@ -16,6 +16,7 @@ from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import connector
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import (
@@ -46,6 +47,8 @@ from keepstep_mesh.session.session_events import Push
 log = get_logger("keepstep.group")
 
 T = TypeVar("T")
+
+CONNECT_BACKOFF = Backoff(first=0.02, most=1.0)
 
 
 class RankClient:
@@ -95,7 +98,7 @@ class RankClient:
     async def start(self, connect_timeout: float) -> None:
         """Connects, retrying with backoff. TimeoutError with the last reason."""
         self._client = ClientSession(connector=connector(), timeout=ClientTimeout(total=None, connect=connect_timeout))
-        pause, reason = 0.02, "not tried"
+        failures, reason = 0, "not tried"
         try:
             async with asyncio.timeout(connect_timeout):
                 while True:
@@ -104,8 +107,8 @@ class RankClient:
                         return
                     except (ClientError, OSError, TypeError) as error:  # TypeError: closed instead of a frame
                         reason = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 2, 1.0)
+                    failures += 1
+                    await asyncio.sleep(CONNECT_BACKOFF.seconds(failures))
         except TimeoutError:
             await self.close()
             raise TimeoutError(

@@ -5,9 +5,9 @@ A *group* is some ranks that live and die together. The rules:
 1.  A rank that exits with 0 is done. A group all of whose ranks are done is finished and is not started again.
 2.  A rank that ends in any other way fails its group: the other ranks get SIGTERM and, after ``grace`` seconds,
     SIGKILL. The group is started again, as a whole, once its last rank is gone.
-3.  Restarts wait: ``first_backoff`` seconds, twice as long each time, at most ``max_backoff``, drawn from the upper
+3.  Restarts wait for ``backoff``, drawn from the upper
     half of that so that groups that died together do not come back together. A group that ran for ``ran_well``
-    seconds starts again at ``first_backoff``.
+    seconds starts again at the first delay.
 4.  After ``max_restarts`` restarts a group is given up, and at once when a rank of it can never be started. The others
     go on: they may well finish without it.
 5.  A *service* (the embedded lighthouse) is restarted whatever its exit code and however often, is not waited for, and
@@ -29,7 +29,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from keepstep_mesh.net.backoff import Backoff
+
 MAX_RESTARTS = 100
+RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
 EXIT_EVICTED = 77
 """As ``keepstep.runtime.exits`` has it, which `keepstep --help` has no time to import."""
 
@@ -39,8 +42,7 @@ class Restarts:
     """When a group is started again; seconds."""
 
     max_restarts: int = MAX_RESTARTS
-    first_backoff: float = 0.1
-    max_backoff: float = 30.0
+    backoff: Backoff = RESTART_BACKOFF
     ran_well: float = 30.0
     grace: float = 10.0
     """From SIGTERM to SIGKILL."""
@@ -308,13 +310,12 @@ class Supervisor:
             return
         if now - group.started_at >= limits.ran_well:
             group.short_lives = 0
-        backoff = min(limits.first_backoff * 2.0 ** min(group.short_lives, 60), limits.max_backoff)
-        backoff *= 0.5 + chance / 2
         group.short_lives += 1
+        delay = limits.backoff.seconds(group.short_lives, chance)
         group.restarts += 1
-        group.phase, group.deadline = Phase.WAITING, now + backoff
+        group.phase, group.deadline = Phase.WAITING, now + delay
         of = "" if group.spec.service else f" of {limits.max_restarts}"
-        actions.append(Note(group.spec.name, f"restart {group.restarts}{of} in {backoff:.2f} s"))
+        actions.append(Note(group.spec.name, f"restart {group.restarts}{of} in {delay:.2f} s"))
 
     def _tick(self, group: _Group, now: float, actions: list[Action]) -> None:
         if group.deadline is None or now < group.deadline:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from keepstep_mesh.errors import ProtocolError
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
@@ -29,9 +30,8 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 
-BACKOFF_FIRST = 0.02
-"""Seconds before the second pass over the addresses; doubles with each pass."""
-BACKOFF_MOST = 1.0
+PASS_BACKOFF = Backoff(first=0.02, most=1.0)
+"""Before the second pass over the addresses, and each further one."""
 CONNECT_SECONDS = 5.0
 """What an address is given for TCP, TLS and the upgrade."""
 SILENT_FIRST = 0.5
@@ -67,8 +67,7 @@ class Addresses:
             return 0.0, self._left.popleft()
         self._start_pass()
         self._passes += 1
-        delay = min(BACKOFF_MOST, BACKOFF_FIRST * 2.0 ** min(self._passes - 1, 16))
-        return delay * (0.5 + chance / 2), self._left.popleft()
+        return PASS_BACKOFF.seconds(self._passes, chance), self._left.popleft()
 
     def connect_seconds(self, address: str) -> float:
         """How long ``address`` is waited for."""

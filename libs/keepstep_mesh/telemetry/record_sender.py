@@ -21,6 +21,7 @@ import aiohttp
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import Identity, Problem, raise_for_problem
 from keepstep_mesh.protocol.telemetry_records import BatchHead, Record, Source, pack_batch, pack_record
 from keepstep_mesh.security.tls import explained
@@ -35,8 +36,8 @@ MAX_RECORD_BYTES = 256 * 1024
 REFUSED_FOR_GOOD = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 """A retry of such a batch gets the same answer."""
 REQUEST_SECONDS = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds after a batch that failed; doubled after each failure."""
+BACKOFF = Backoff(first=0.5, most=15.0)
+"""Before a batch is sent again after a failure."""
 LOG_AGAIN_SECONDS = 60.0
 
 log = get_logger("keepstep.telemetry")
@@ -139,7 +140,7 @@ class Sender:
 
     async def run(self) -> None:
         """Send the queued records, until cancelled."""
-        pause = FIRST_PAUSE
+        failures = 0
         while True:
             address = self._address() if len(self._outbox) else None
             if address is None:
@@ -148,12 +149,12 @@ class Sender:
             try:
                 async with self._identity.session(timeout=REQUEST_SECONDS, place=place_of("metrics", address)) as http:
                     while self._address() == address:
-                        pause = FIRST_PAUSE if await self._send(http, address) else pause
+                        failures = 0 if await self._send(http, address) else failures
                         await asyncio.sleep(self._interval)
             except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
                 self._failed(address, error)
-                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - spreads senders
-                pause = min(2 * pause, LONGEST_PAUSE)
+                failures += 1
+                await asyncio.sleep(BACKOFF.seconds(failures, random.random()))  # noqa: S311 - spreads senders
 
     async def flush(self, seconds: float) -> None:
         """Send all queued records, within ``seconds``. Never raises."""

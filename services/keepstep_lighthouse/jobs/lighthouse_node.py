@@ -34,6 +34,7 @@ from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import Store, StoreError
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net import websocket
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, Services
@@ -46,7 +47,7 @@ HIGHEST_EPOCH = 2**31
 ELECTION_SECONDS = 2.0
 ALONE_SECONDS = 1.0
 """Workers have so long to come to a new leader."""
-TERM_RETRY_FIRST, TERM_RETRY_MOST = 0.1, 5.0
+TERM_BACKOFF = Backoff(first=0.1, most=5.0)
 
 log = get_logger("keepstep.lighthouse")
 
@@ -157,15 +158,16 @@ class LighthouseNode:
         while True:
             await self._over.wait()
             await self._end_term(self.trouble or "the last term is over")
-            pause = TERM_RETRY_FIRST
+            failures = 0
             while self.term is None:
                 try:
                     await self.begin_term()
                 except (StoreError, TimeoutError) as error:
                     self.trouble = f"the store does not let a term begin: {str(error) or 'it does not answer'}"
+                    failures += 1
+                    pause = TERM_BACKOFF.seconds(failures)
                     log.error("no term", reason=self.trouble, again_in_seconds=pause)
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, TERM_RETRY_MOST)
 
     async def begin_term(self) -> None:
         async with asyncio.timeout(STORE_TIMEOUT):

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from keepstep_lighthouse.store.contract import Compare, OutcomeUnknownError, Store, StoreError, Write
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.backoff import Backoff
 
 EPOCH_KEY = "epoch"
 STORE_TIMEOUT = 10.0
 """A store that takes longer has no outcome."""
-PAUSE_FIRST, PAUSE_MOST = 0.05, 1.0
+WRITE_BACKOFF = Backoff(first=0.05, most=1.0)
 
 log = get_logger("keepstep.lighthouse")
 
@@ -88,7 +89,7 @@ class Term:
         written = {write.key: write.value for write in writes}
         done = [one for one in mine if one.key not in written]
         done += [Compare(key, value) for key, value in written.items()]
-        unknown, pause = False, PAUSE_FIRST
+        unknown, failures = False, 0
         while True:
             try:
                 async with asyncio.timeout(STORE_TIMEOUT):
@@ -103,11 +104,12 @@ class Term:
             except (StoreError, TimeoutError) as error:
                 unknown = unknown or isinstance(error, OutcomeUnknownError | TimeoutError)
                 reason = str(error) or f"the store did not answer a write for {STORE_TIMEOUT:g} s"
+                failures += 1
+                pause = WRITE_BACKOFF.seconds(failures)
                 if self._until is None or time.monotonic() + pause >= self._until():
                     raise TermOverError(reason) from error
                 log.warning("the store does not take a write; trying again", keys=[*written], reason=reason)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, PAUSE_MOST)
 
 
 def parse_epoch(stored: bytes | None) -> int:

@@ -33,6 +33,7 @@ from keepstep_lighthouse.store.contract import (
 )
 from keepstep_mesh.config.logging import get_logger, hide
 from keepstep_mesh.net.addresses import in_url
+from keepstep_mesh.net.backoff import Backoff
 
 # etcd3 ships code generated for an old protobuf, which the new one only takes in its Python form.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
@@ -53,7 +54,7 @@ except TypeError as error:
 
 CALL_SECONDS = 2.0
 """Of one call to one endpoint."""
-WATCH_PAUSE_FIRST, WATCH_PAUSE_MOST = 0.05, 1.0
+WATCH_BACKOFF = Backoff(first=0.05, most=1.0)
 THREADS = 4
 DEFAULT_PORT = 2379
 DEFAULT_PREFIX = "keepstep"
@@ -365,13 +366,13 @@ class _Watcher(Watch):
                 self._call.cancel()
 
     def _run(self) -> None:
-        pause = WATCH_PAUSE_FIRST
+        failures = 0
         while not self._stop.is_set():
             client = None
             try:
                 client = self._store._connected()  # noqa: SLF001
                 revision = self._read(client)
-                pause = WATCH_PAUSE_FIRST
+                failures = 0
                 self._follow(client, revision + 1)
             except StoreError:
                 if self._store._closed.is_set():  # noqa: SLF001
@@ -381,8 +382,8 @@ class _Watcher(Watch):
                     return
                 failure = self._store._failed(client, error)  # noqa: SLF001
                 log.debug("etcd watch broke; reading again", prefix=self.prefix, reason=str(failure))
-            self._stop.wait(pause)
-            pause = min(2 * pause, WATCH_PAUSE_MOST)
+            failures += 1
+            self._stop.wait(WATCH_BACKOFF.seconds(failures))
 
     def _read(self, client: Any) -> int:
         now, revision = self._store._range(client, self.prefix)  # noqa: SLF001

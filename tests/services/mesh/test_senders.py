@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.protocol.telemetry_records import StepRecord
 from keepstep_mesh.security.tokens import Tokens
@@ -25,8 +26,7 @@ TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3)
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_sender, "REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(record_sender, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(record_sender, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(record_sender, "BACKOFF", Backoff(0.01, 0.1))
 
 
 @asynccontextmanager

@@ -26,8 +26,9 @@ from keepstep_cli.running.supervisor import (
     Tick,
     describe_exit,
 )
+from keepstep_mesh.net.backoff import Backoff
 
-RESTARTS = Restarts(max_restarts=3, first_backoff=1.0, max_backoff=8.0, ran_well=100.0, grace=10.0)
+RESTARTS = Restarts(max_restarts=3, backoff=Backoff(1.0, 8.0), ran_well=100.0, grace=10.0)
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
@@ -183,7 +184,7 @@ def test_the_backoff_doubles_and_is_drawn_from_its_upper_half(
 
 
 def test_the_backoff_has_a_limit() -> None:
-    run = job(GroupSpec("r0"), restarts=Restarts(max_restarts=5000, first_backoff=1.0, max_backoff=8.0))
+    run = job(GroupSpec("r0"), restarts=Restarts(max_restarts=5000, backoff=Backoff(1.0, 8.0)))
     now = 0.0
     for _ in range(2000):
         run(RankExited("r0", 0, 1), now)
@@ -307,7 +308,7 @@ def test_exit_codes_are_told_in_words(code: int, words: str) -> None:
 @given(st.data())
 def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.DataObject) -> None:
     specs = [GroupSpec("lighthouse", service=True), GroupSpec("r0", 2), GroupSpec("r1", 1)]
-    core = Supervisor(specs, Restarts(max_restarts=2, first_backoff=1.0, grace=5.0))
+    core = Supervisor(specs, Restarts(max_restarts=2, backoff=Backoff(1.0, 30.0), grace=5.0))
     alive: dict[str, set[int]] = {one.name: set() for one in specs}
     stopped = False
 

@@ -23,6 +23,7 @@ from keepstep.checkpointing.state.state_manifest import Manifest, read_content, 
 from keepstep.checkpointing.transport import Progress
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, chunk_count, chunk_length
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -33,7 +34,7 @@ MAX_FAILURES = 5
 """Broken connections in a row, without a chunk between them, after which the source counts as lost."""
 MAX_DAMAGES = 3
 """Times that one chunk may arrive damaged."""
-FIRST_PAUSE_SECONDS = 0.05
+RETRY_BACKOFF = Backoff(first=0.05, most=1.0)
 GIVE_BACK_SECONDS = 1.0
 MAX_RUN_CHUNKS = 16
 """Chunks that one of several streams asks for at a time."""
@@ -136,7 +137,7 @@ class Fetch:
                 if failures == MAX_FAILURES:
                     raise TransferError(f"the source of step {self._step} is lost: {error}") from error
                 log.info("transfer broken, going on", step=self._step, reason=str(error), failures=failures)
-                self._wake.wait(min(FIRST_PAUSE_SECONDS * 2 ** (failures - 1), self._deadline.remaining()))
+                self._wake.wait(min(RETRY_BACKOFF.seconds(failures), self._deadline.remaining()))
 
     @contextlib.contextmanager
     def _connect(self, to: Endpoint, patience: float = STALL_SECONDS) -> Iterator[Connection]:

@@ -30,6 +30,7 @@ from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, holder_n
 from keepstep.checkpointing.state.restoring import Spare
 from keepstep.checkpointing.transport import Exchange, Progress
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken
 
@@ -57,6 +58,7 @@ LOST_ALONE_SECONDS = 1.0
 """The same without a relay: no other process can upload the chunks that all joiners miss."""
 LEASE_WORDS = 4
 """A byte is taken from a source that is not needed yet so often in ``timeout``."""
+CHUNK_BACKOFF = Backoff(first=0.1, most=1.0)
 MAX_FAILURES = 3
 """In a row, after which a peer, or the source, is not asked any more, and a relay only when no other works."""
 LINGER_SHARE = 0.25
@@ -445,7 +447,7 @@ class RelayFetch(Fetch):
             if not (isinstance(problem, _Elsewhere) or (isinstance(problem, Refusal) and problem.status in later)):
                 self._failures[address] += 1
                 failures = self._failures[address]
-                pause = min(0.05 * 2.0**failures, 1.0)
+                pause = CHUNK_BACKOFF.seconds(failures)
                 log.info("no chunk", step=self._step, of=source, at=address, failures=failures, reason=str(problem))
             if source == RELAY and not self._relays and self._failures[address] >= MAX_FAILURES:
                 self._source_lost = self._source_lost or str(problem)

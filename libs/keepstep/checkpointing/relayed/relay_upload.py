@@ -23,6 +23,7 @@ from keepstep.checkpointing.state.staging import Snapshot
 from keepstep.checkpointing.transport import Exchange
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, read_envelope
 
 STALL_SECONDS = 10.0
@@ -37,8 +38,7 @@ MAX_FAILURES = 5
 """Of one relay in a row, after which another has its part."""
 MAX_FAILURES_OF_ALL = 9
 """Of one in a row where no other works, which takes some 7 s: it may be on its way back."""
-FIRST_PAUSE_SECONDS = 0.05
-MAX_PAUSE_SECONDS = 2.0
+UPLOAD_BACKOFF = Backoff(first=0.1, most=2.0)
 END_SECONDS = 10.0
 MAX_COPIES = 3
 """Of the state that go up from one group, whatever relays say that they lack."""
@@ -235,8 +235,8 @@ class Upload:
                 failures = MAX_FAILURES_OF_ALL if isinstance(error, _StatesDiffer) else self._failures[address] + 1
                 self._failures[address] = failures
             log.warning("relay failed an upload", relay=address, failures=failures, reason=str(error))
-            pause = max(getattr(error, "retry_after", 0.0), FIRST_PAUSE_SECONDS * 2.0**failures)
-            self._ended.wait(min(pause, MAX_PAUSE_SECONDS, self._deadline.remaining()))
+            pause = max(getattr(error, "retry_after", 0.0), UPLOAD_BACKOFF.seconds(failures))
+            self._ended.wait(min(pause, UPLOAD_BACKOFF.most, self._deadline.remaining()))
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
 from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
 from keepstep_mesh.session.session_machine import (
-    BACKOFF_MOST,
     CONNECT_SECONDS,
+    PASS_BACKOFF,
     SETTLED_SECONDS,
     Addresses,
     SessionCore,
@@ -177,7 +177,7 @@ def test_each_further_pass_waits_longer_up_to_a_limit() -> None:
     addresses = Addresses(["a", "b"])
     waits = [delay for delay, _ in delays(addresses, 40) if delay]
     assert waits[:4] == [0.02, 0.04, 0.08, 0.16]
-    assert waits[-1] == BACKOFF_MOST
+    assert waits[-1] == PASS_BACKOFF.most
     assert waits == sorted(waits)
 
 
@@ -255,7 +255,7 @@ def test_connections_that_break_at_once_are_not_hammered() -> None:
         waits.append(delay)
         addresses.lost("a", 0.01)
     assert waits[0] == 0.0
-    assert waits[-1] == BACKOFF_MOST
+    assert waits[-1] == PASS_BACKOFF.most
 
 
 def test_the_named_leader_is_next_but_only_once_in_a_pass() -> None:
