@@ -118,4 +118,6 @@ def test_the_help_of_the_command_imports_next_to_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {"torch", "numpy", "aiohttp", "rich", "asyncio", "structlog", "msgpack"}
-    assert loaded & PACKAGES == {"keepstep_cli"}
+    assert loaded & PACKAGES == {"keepstep_cli", "keepstep_mesh"}
+    of_mesh = {name for name in done.stdout.split() if name.startswith("keepstep_mesh")}
+    assert of_mesh == {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"}, "these import nothing"
