@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import array
 import asyncio
+import importlib
 import os
 import sys
 import threading
@@ -54,12 +55,11 @@ class Clock:
             self.last.tofile(file)
 
 
-def run_torchft(options: argparse.Namespace, clock: Clock) -> None:
-    """One thread a client: its client blocks, without the interpreter lock."""
-    from torchft.coordination import LighthouseClient
-
+def run_threads(options: argparse.Namespace, clock: Clock) -> None:
+    """One thread and one ``LighthouseClient`` for each group; both sides have that class."""
+    coordination = importlib.import_module(f"{options.side}.coordination")
     timeout = timedelta(seconds=TIMEOUT)
-    clients = [LighthouseClient(options.address, timeout) for _ in range(options.count + options.spares)]
+    clients = [coordination.LighthouseClient(options.address, timeout) for _ in range(options.count + options.spares)]
     joins = [threading.Event() for _ in range(options.spares)]
 
     def ask(client: int, step: int) -> int:
@@ -100,8 +100,8 @@ def spare_due(options: argparse.Namespace, step: int) -> int | None:
     return number - 1 if rest == 0 and 0 < number <= options.spares else None
 
 
-async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
-    """One session a client, all on one plain asyncio loop as the trainer has it."""
+async def run_sessions(options: argparse.Namespace, clock: Clock) -> None:
+    """keepstep's sessions, as its ``Manager`` uses them, on one asyncio loop."""
     from keepstep_mesh.protocol.membership import MemberInfo
     from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
 
@@ -147,6 +147,9 @@ async def run_keepstep(options: argparse.Namespace, clock: Clock) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", choices=("keepstep", "torchft"), required=True)
+    parser.add_argument(
+        "--through", choices=("client", "session"), required=True, help="LighthouseClient, or keepstep's session"
+    )
     parser.add_argument("--address", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
@@ -158,10 +161,10 @@ def main() -> None:
     options = parser.parse_args()
 
     clock = Clock(options.rounds, options.warm_up)
-    if options.side == "torchft":
-        run_torchft(options, clock)
+    if options.through == "client":
+        run_threads(options, clock)
     else:
-        asyncio.run(run_keepstep(options, clock))
+        asyncio.run(run_sessions(options, clock))
     clock.write(options.out)
     print("done", flush=True)
     os._exit(0)  # a spare of torchft may be blocked in its last request for another minute

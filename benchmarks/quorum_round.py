@@ -4,7 +4,8 @@ Every client asks again as soon as it has its answer. A round ends when the last
 time since the round before ended. Steps grow from round to round as in training.
 
 ``steady``: nobody comes or goes. ``joins``: in every tenth round one more group comes in, for good; coming is the one
-change that costs neither side a timeout (torchft has no way to leave).
+change that costs neither side a timeout (torchft has no way to leave). ``LighthouseClient``: as ``steady``, but both
+sides through the blocking class of that name, one thread a group.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ SIZES = (1, 8, 64, 256, 1024)
 ALONE_FROM = 1024
 """From this size on only ours is measured."""
 ROUNDS = {1: 2000, 8: 1000, 64: 300, 256: 100, 1024: 60}
+TRAINER_USES = {"keepstep": "session", "torchft": "client"}
+CLIENT_SIZES = (8, 64, 256)
+"""Sizes at which both sides are measured through their blocking ``LighthouseClient``."""
 JOINS = 5
 JOINS_FROM = 8
 """From this size on joins are measured, where both sides are: 256 clients of one process that each read a list of 1024
@@ -50,8 +54,8 @@ class Run:
     """Per round, all clients together."""
 
 
-def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:
-    """One run with a fresh lighthouse."""
+def measure(side: Side, size: int, rounds: int, spares: int, log: Path, *, through: str = "") -> Run:
+    """One run with a fresh lighthouse. ``through``: see ``quorum_clients.py``; empty: what the side's trainer uses."""
     total = rounds + WARM_UP
     with (
         lighthouse(side, min_replicas=size, log=log, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S) as server,
@@ -65,6 +69,7 @@ def measure(side: Side, size: int, rounds: int, spares: int, log: Path) -> Run:
             client = _client(
                 side,
                 log,
+                through=through or TRAINER_USES[side.name],
                 address=server.address,
                 first=number * 100_000,
                 count=size // processes,
@@ -124,15 +129,18 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path, sizes: tuple[int, .
     figures = []
     for size in sizes:
         sides = (theirs, ours) if size < ALONE_FROM else (ours,)
-        scenes = [("steady", max(20, ROUNDS[size] // (4 if quick else 1)), 0)]
+        steady = max(20, ROUNDS[size] // (4 if quick else 1))
+        scenes = [("steady", steady, 0, "")]
         if JOINS_FROM <= size < ALONE_FROM:
-            scenes.append(("joins", 10 * JOINS, JOINS))
-        for scene, rounds, spares in scenes:
+            scenes.append(("joins", 10 * JOINS, JOINS, ""))
+        if size in CLIENT_SIZES:
+            scenes.append(("LighthouseClient", steady, 0, "client"))
+        for scene, rounds, spares, through in scenes:
             runs: dict[str, list[Run]] = {ours.name: [], theirs.name: []}
             for _ in range(1 if quick else REPEATS):
                 for side in sides:
                     print(f"quorum round, N={size}, {scene}: {side.name} ...", flush=True)
-                    runs[side.name].append(measure(side, size, rounds, spares, log))
+                    runs[side.name].append(measure(side, size, rounds, spares, log, through=through))
             figures += _figures(size, scene, runs[ours.name], runs[theirs.name])
     return figures
 
@@ -153,7 +161,8 @@ def _figures(size: int, scene: str, ours: list[Run], theirs: list[Run]) -> list[
     }
     title = f"quorum round, N={size}, {scene}"
     definition = "time between the ends of successive rounds; a round ends when the last client has its answer"
-    found = [Figure(title, "ms", "p50", rounds(ours), rounds(theirs), LIMITS[size], definition=definition, also=also)]
+    limit = Limit(times_theirs=1) if scene == "LighthouseClient" else LIMITS[size]
+    found = [Figure(title, "ms", "p50", rounds(ours), rounds(theirs), limit, definition=definition, also=also)]
     if scene == "joins":
         found.append(Figure(f"{title}, mean", "ms", "mean", rounds(ours), rounds(theirs), definition=definition))
     cpu_limit = Limit(times_theirs=1 / 4) if size == 256 else None

@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from keepstep_mesh.net.event_loop import new_event_loop
@@ -18,7 +18,7 @@ from keepstep_mesh.net.fork_safety import fork_error
 T = TypeVar("T")
 
 CALL_MARGIN_SECONDS = 15.0
-"""Seconds that a caller waits beyond a deadline that the mesh thread keeps."""
+"""Seconds that a caller waits beyond a deadline that the event loop thread keeps."""
 
 
 class LoopThread:
@@ -48,26 +48,69 @@ class LoopThread:
             self.loop.close()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts ``coroutine`` on the loop. Any thread."""
-        if self.loop.is_closed() or not self._thread.is_alive():
+        """Start ``coroutine`` on the loop. Any thread."""
+        try:
+            self._check_alive()
+        except BaseException:
             coroutine.close()
-            if os.getpid() != self._pid:
-                raise fork_error(f"the thread {self._thread.name!r}", self._pid)
-            raise RuntimeError("keepstep's mesh thread has ended: the Manager was shut down")
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Runs ``coroutine`` on the loop and waits up to ``timeout`` seconds; then cancels it: TimeoutError."""
+        """Run ``coroutine`` on the loop and wait up to ``timeout`` seconds; then cancel it: TimeoutError."""
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("the mesh thread cannot wait for itself")
+            raise RuntimeError("the event loop thread cannot wait for itself")
         future = self.spawn(coroutine)
         try:
             return future.result(timeout)
         except BaseException as error:
             if future.cancel() and isinstance(error, TimeoutError):
-                raise TimeoutError(f"keepstep's mesh thread was not done within {timeout:g} s") from None
+                raise TimeoutError(f"the event loop thread was not done within {timeout:g} s") from None
             raise
+
+    def wait_for(self, start: Callable[[], asyncio.Future[T]], timeout: float) -> T:
+        """Call ``start`` on the loop and wait for the future that it returns.
+
+        Unlike ``call``, this creates no task, and the loop thread wakes the caller directly.
+
+        Args:
+            start: called on the loop; what it raises is raised here.
+            timeout: seconds; then the future is cancelled.
+
+        Raises:
+            TimeoutError: the future was not done within ``timeout``.
+        """
+        self._check_alive()
+        started: list[asyncio.Future[T]] = []
+        done = threading.Lock()
+        done.acquire()
+
+        def run() -> None:
+            try:
+                future = start()
+            except Exception as error:  # noqa: BLE001  raised in the caller
+                future = self.loop.create_future()
+                future.set_exception(error)
+            started.append(future)
+            future.add_done_callback(lambda _: done.release())
+
+        self.loop.call_soon_threadsafe(run)
+        finished = False
+        try:
+            finished = done.acquire(timeout=timeout)
+        finally:
+            if not finished:
+                self.loop.call_soon_threadsafe(lambda: started[0].cancel())  # noqa: PLW0108  empty until the loop has run ``run``
+        if not finished:
+            raise TimeoutError(f"the event loop thread was not done within {timeout:g} s")
+        return started[0].result()
+
+    def _check_alive(self) -> None:
+        if self.loop.is_closed() or not self._thread.is_alive():
+            if os.getpid() != self._pid:
+                raise fork_error(f"the thread {self._thread.name!r}", self._pid)
+            raise RuntimeError(f"the event loop thread {self._thread.name!r} has ended: its owner was shut down")
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the loop, cancels what still runs, joins the thread. Twice is fine."""

@@ -222,11 +222,39 @@ class LighthouseSession:
         allow_heal: bool = True,
         settings: str = "",
     ) -> Quorum:
+        """Asks for the quorum of the coming step and waits for it: the awaited ``request_quorum``."""
+        return await self.request_quorum(
+            step=step,
+            lineage=lineage,
+            shrink_only=shrink_only,
+            commit_failures=commit_failures,
+            info=info,
+            timeout=timeout,
+            root=root,
+            batches_committed=batches_committed,
+            allow_heal=allow_heal,
+            settings=settings,
+        )
+
+    def request_quorum(
+        self,
+        *,
+        step: int,
+        lineage: Lineage,
+        shrink_only: bool = False,
+        commit_failures: int = 0,
+        info: MemberInfo,
+        timeout: float,
+        root: StateRoot | None = None,
+        batches_committed: int = 0,
+        allow_heal: bool = True,
+        settings: str = "",
+    ) -> asyncio.Future[Quorum]:
         """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
 
-        One request at a time. Cancelling it withdraws the request. ``TimeoutError`` holds why there is no quorum,
-        ``LayoutMismatch`` says that our parameters or settings are not the job's, ``SessionClosed`` that the session
-        is over.
+        One request at a time. Cancelling the future withdraws the request. Its ``TimeoutError`` holds why there is no
+        quorum, ``LayoutMismatch`` says that our parameters or settings are not the job's, ``SessionClosed`` that the
+        session is over.
         """
         if self._ended is not None:
             raise self._ended
@@ -234,7 +262,7 @@ class LighthouseSession:
             raise KeepstepError("a quorum request is open already; one at a time, or cancel it first")
         now = self._loop.time()
         timeout_ms = max(1, round(timeout * 1000))
-        request = self._core.ask(
+        self._core.ask(
             step,
             lineage,
             info,
@@ -245,24 +273,24 @@ class LighthouseSession:
             batches_committed=batches_committed,
             allow_heal=allow_heal,
             settings=settings,
-        ).request
+        )
         asker: asyncio.Future[Quorum] = self._loop.create_future()
+        asker.add_done_callback(self._asker_done)
         self._asker = asker
         self._deadline = now + timeout
         if self.lighthouse:
             self._send_request(timeout_ms)
         if self._timer is None or self._deadline < self._due:
             self._set_timer(self._deadline)
-        try:
-            return await asker
-        except asyncio.CancelledError:
-            self._core.finished_step()
-            raise
-        finally:
-            if self._asker is asker:
-                self._asker = None
-                if self._core.withdraw(request):
-                    self._send(CancelRequest(request))
+        return asker
+
+    def _asker_done(self, asker: asyncio.Future[Quorum]) -> None:
+        if not asker.cancelled():
+            return
+        self._core.finished_step()
+        if self._asker is asker:
+            self._asker = None
+            self._withdraw_open_request()
 
     def finished_step(self) -> None:
         """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
@@ -411,12 +439,15 @@ class LighthouseSession:
     def _fail_asker(self, error: Exception) -> None:
         asker, self._asker = self._asker, None
         if asker is not None:
-            if self._core.open is not None:
-                request = self._core.open.request
-                self._core.withdraw(request)
-                self._send(CancelRequest(request))
+            self._withdraw_open_request()
             if not asker.done():
                 asker.set_exception(error)
+
+    def _withdraw_open_request(self) -> None:
+        if self._core.open is not None:
+            request = self._core.open.request
+            self._core.withdraw(request)
+            self._send(CancelRequest(request))
 
     # ---- in
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 
-from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, Quorum
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.support.network.certificates import Authority
 
@@ -47,6 +47,30 @@ def test_two_replicas_meet_and_see_what_the_other_brought(client):
     assert [(p.replica_id, p.address, p.store_address, p.step, p.world_size, p.data) for p in first.participants] == [
         (name, f"http://{name}", f"store-{name}", 3, 2, {"who": name}) for name in "ab"
     ]
+
+
+def quorum_of_both(client: LighthouseClient, **each: object) -> Quorum:
+    """One round of `a` and `b`; what `a` got."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(client.quorum, name, LIMIT, **each) for name in "ab"]
+        of_a, _ = [one.result(60) for one in asked]
+    return of_a
+
+
+def test_an_unchanged_quorum_gives_the_same_list_object(client):
+    first, second, third = [quorum_of_both(client, step=3) for _ in range(3)]
+    assert first.participants is second.participants is third.participants
+    later = quorum_of_both(client, step=4)
+    assert later.quorum_id == first.quorum_id
+    assert [one.step for one in first.participants] == [3, 3]
+    assert [one.step for one in later.participants] == [4, 4]
+
+
+def test_data_that_the_caller_changes_in_place_reaches_the_others(client):
+    data = {"round": 1}
+    quorum_of_both(client, data=data)
+    data["round"] = 2
+    assert [one.data for one in quorum_of_both(client, data=data).participants] == [{"round": 2}] * 2
 
 
 def test_a_quorum_that_does_not_form_is_a_timeout_with_the_reason(client):

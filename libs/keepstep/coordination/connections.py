@@ -1,0 +1,63 @@
+"""Connections that a blocking client opens when it first needs them, one for each key."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
+
+from keepstep.group.group_server import GroupServer
+from keepstep.group.rank_client import RankClient
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+
+log = get_logger("keepstep.coordination")
+
+LEAVE_SECONDS = 1.0
+"""Time limit of a graceful leave."""
+
+K = TypeVar("K", bound=Hashable)
+C = TypeVar("C", LighthouseSession, RankClient)
+
+
+class Connections(Generic[K, C]):
+    """One connection for each key, opened on first use. Callers that wait for one key do not block those of another.
+
+    Args:
+        mesh: the event loop on which connections live.
+        open_one: opens the connection of a key.
+    """
+
+    def __init__(self, mesh: LoopThread, open_one: Callable[[K], Coroutine[Any, Any, C]]) -> None:
+        self._mesh = mesh
+        self._open_one: Callable[[K], Coroutine[Any, Any, C]] = open_one
+        self._lock = threading.Lock()
+        self._opened: dict[K, concurrent.futures.Future[C]] = {}
+
+    def get(self, key: K, timeout: float) -> C:
+        """Return the connection of ``key``. Raise what ``open_one`` raises; the next call then tries again."""
+        with self._lock:
+            one = self._opened.get(key)
+            if one is None or (one.done() and (one.cancelled() or one.exception() is not None)):
+                one = self._opened[key] = self._mesh.spawn(self._open_one(key))
+        return one.result(timeout)
+
+    def leave_all(self, reason: str) -> None:
+        """Leave and close every connection; cancel those that are still being opened."""
+        with self._lock:
+            opened, self._opened = self._opened, {}
+        for one in opened.values():
+            if not one.cancel() and one.exception() is None:
+                leave(self._mesh, one.result(), reason)
+
+
+def leave(mesh: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
+    """Leave gracefully if the peer confirms within ``LEAVE_SECONDS``; close the connection in any case."""
+    try:
+        mesh.call(one.leave(reason, LEAVE_SECONDS), LEAVE_SECONDS + CALL_MARGIN_SECONDS)
+    except (TimeoutError, KeepstepError, OSError) as error:
+        log.info("closed without a graceful leave", reason=f"{type(error).__name__}: {error}")
+    mesh.call(one.close(), CALL_MARGIN_SECONDS)

@@ -1,0 +1,296 @@
+"""A lighthouse in a thread, and a blocking client that asks it for quorums."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from keepstep.coordination.connections import Connections
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep_mesh.config.settings import Settings, split_addresses
+from keepstep_mesh.protocol import codec
+from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
+from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
+from keepstep_mesh.security.tls import tls_of_service
+from keepstep_mesh.security.tokens import Tokens, tokens_of_service
+from keepstep_mesh.session.lighthouse_session import LighthouseSession
+from keepstep_mesh.session.session_settings import SessionSettings
+
+if TYPE_CHECKING:
+    from keepstep_lighthouse.app import Lighthouse
+
+START_SECONDS = 30.0
+"""Time limit for starting and for stopping the lighthouse."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumMember:
+    """One participant of a quorum.
+
+    Attributes:
+        replica_id, address, store_address, step, world_size, shrink_only, data: what this participant passed to
+            ``LighthouseClient.quorum``.
+    """
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: Data = None
+
+
+@dataclass(frozen=True)
+class _Participants:
+    """The members of an answer. ``step``: of all of them; None: ``members`` has the step of each."""
+
+    members: tuple[Member, ...]
+    step: int | None
+
+    @staticmethod
+    def of(answer: MeshQuorum) -> _Participants:
+        if answer.uniform:
+            return _Participants(answer.listed, answer.step)
+        step = answer.listed[0].step if answer.listed else None
+        alike = all(one.step == step and not one.shrink_only for one in answer.listed)
+        return _Participants(answer.listed, step if alike else None)
+
+    def says_the_same(self, other: _Participants) -> bool:
+        return self.members is other.members and self.step == other.step
+
+    @functools.cached_property
+    def as_list(self) -> list[QuorumMember]:
+        return [
+            QuorumMember(
+                one.replica_id,
+                one.info.address,
+                one.info.store_address,
+                one.step if self.step is None else self.step,
+                one.info.world_size,
+                self.step is None and one.shrink_only,
+                one.info.data,
+            )
+            for one in self.members
+        ]
+
+
+class Quorum:
+    """A quorum.
+
+    Attributes:
+        quorum_id: changes whenever the members change.
+        created: Unix time in seconds at which this quorum_id was formed.
+    """
+
+    __slots__ = ("_participants", "created", "quorum_id")
+
+    def __init__(self, quorum_id: int, participants: _Participants, created: float) -> None:
+        self.quorum_id = quorum_id
+        self.created = created
+        self._participants = participants
+
+    @property
+    def participants(self) -> list[QuorumMember]:
+        """All members, sorted by ``replica_id``.
+
+        The list is built when it is first read. While nothing in it changes, every ``Quorum`` of a replica has the
+        same list object: copy it before you change it.
+        """
+        return self._participants.as_list
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Quorum):
+            return NotImplemented
+        mine, theirs = (self.quorum_id, self.created), (other.quorum_id, other.created)
+        return mine == theirs and self.participants == other.participants
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Quorum(quorum_id={self.quorum_id}, participants={self.participants}, created={self.created})"
+
+
+class LighthouseServer:
+    """A lighthouse in a thread of its own. Keeps its state in memory.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one. ``[::]`` and ``0.0.0.0`` listen on 127.0.0.1 only, unless a token
+            is set (``KEEPSTEP_WORKER_TOKEN`` ...).
+        min_replicas: a quorum has at least this many groups.
+        join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s.
+        quorum_tick_ms: ignored; accepted for compatibility with torchft.
+        heartbeat_timeout_ms: silence after which a group counts as dead; default 5 s.
+
+    Raises:
+        RuntimeError: the lighthouse's dependencies are not installed.
+        ValueError: a value is out of range; the message has the limit.
+        OSError: ``bind`` is not available.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        min_replicas: int,
+        join_timeout_ms: int | None = None,
+        quorum_tick_ms: int | None = None,  # noqa: ARG002
+        heartbeat_timeout_ms: int | None = None,
+    ) -> None:
+        try:
+            from keepstep_lighthouse.app import Lighthouse, LighthouseSettings  # noqa: PLC0415  a service, loaded lazily
+            from keepstep_lighthouse.quorum.events import Policy  # noqa: PLC0415
+            from keepstep_lighthouse.quorum.policies import policy_problem  # noqa: PLC0415
+        except ImportError as error:
+            raise RuntimeError(
+                f"LighthouseServer needs pip install -e '.[services]' in keepstep's folder: {error}"
+            ) from error
+        policy = Policy(
+            min_replicas=min_replicas,
+            join_timeout=60.0 if join_timeout_ms is None else join_timeout_ms / 1000,
+            heartbeat_timeout=5.0 if heartbeat_timeout_ms is None else heartbeat_timeout_ms / 1000,
+        )
+        if (problem := policy_problem(policy)) is not None:
+            raise ValueError(problem)
+        host, _, port = bind.removeprefix("http://").rpartition(":")
+        tokens = tokens_of_service(os.environ, None)
+        if host in ("[::]", "0.0.0.0", ""):  # noqa: S104  torchft's spelling of "everywhere"
+            host = "127.0.0.1" if tokens == Tokens() else "0.0.0.0"  # noqa: S104
+        self._mesh = LoopThread("keepstep-lighthouse")
+        try:
+            self._service: Lighthouse = Lighthouse(
+                LighthouseSettings(
+                    bind=f"{host}:{port}", policy=policy, tokens=tokens, tls=tls_of_service(Settings(), "lighthouse")
+                )
+            )
+            self._mesh.call(self._service.start(), START_SECONDS)
+        except BaseException:
+            self._mesh.stop()
+            raise
+
+    def address(self) -> str:
+        """Return ``http://host:port``; ``https`` with ``KEEPSTEP_LIGHTHOUSE_TLS_CERT``."""
+        return self._service.address
+
+    def shutdown(self) -> None:
+        """Stop the lighthouse and its thread. Sessions of clients break."""
+        self._mesh.call(self._service.stop(), START_SECONDS)
+        self._mesh.stop()
+
+
+class _Replica:
+    """What a client remembers of one replica_id, so that a round in which nothing changes builds nothing."""
+
+    def __init__(self) -> None:
+        self._info = MemberInfo()
+        self._participants = _Participants((), None)
+
+    def info(self, address: str, store_address: str, world_size: int, data: Data) -> MemberInfo:
+        """Return the same object while the values are equal."""
+        if data is not None:
+            data = codec.unpack(codec.pack(data))  # a copy: the caller may change ``data`` in place between rounds
+        info = MemberInfo(address, store_address, world_size, "", data)
+        if info != self._info:
+            self._info = info
+        return self._info
+
+    def participants(self, answer: MeshQuorum) -> _Participants:
+        """Return the same object while the answers say the same."""
+        participants = _Participants.of(answer)
+        if not participants.says_the_same(self._participants):
+            self._participants = participants
+        return self._participants
+
+
+class LighthouseClient:
+    """Ask a lighthouse for quorums, under any replica_id. Each replica_id has a session of its own.
+
+    Safe to share between threads: each thread blocks in its own ``quorum``.
+
+    Args:
+        addr: ``http://host:port`` of the lighthouse; several are separated by commas.
+        connect_timeout: time limit of the first connection of each replica_id.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta) -> None:
+        self._addresses = split_addresses(addr)
+        self._connect_timeout = connect_timeout.total_seconds()
+        self._mesh = LoopThread("keepstep-lighthouse-client")
+        self._sessions = Connections(self._mesh, self._open_session)
+        self._replicas: collections.defaultdict[str, _Replica] = collections.defaultdict(_Replica)
+
+    async def _open_session(self, replica_id: str) -> LighthouseSession:
+        session = LighthouseSession(
+            SessionSettings.from_environment(self._addresses, replica_id, connect_timeout=self._connect_timeout),
+            lambda _: None,
+        )
+        await session.start()
+        return session
+
+    def _session(self, replica_id: str) -> LighthouseSession:
+        return self._sessions.get(replica_id, self._connect_timeout + CALL_MARGIN_SECONDS)
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: Data = None,
+    ) -> Quorum:
+        """Ask for the next quorum and wait for it.
+
+        Args:
+            replica_id: name of this replica; one request at a time.
+            timeout: time limit of the request; the first one of a replica_id also waits up to ``connect_timeout``.
+            address: address of this replica's manager, for the other participants.
+            store_address: address of this replica's store, for the other participants.
+            step: current step; default 0.
+            world_size: number of ranks of this replica; default 0.
+            shrink_only: if true, the quorum takes only members of the previous one.
+            data: any msgpack value of up to 64 KiB, for the other participants.
+
+        Returns:
+            The quorum. It has the same list of participants as the one before while nothing in it changes.
+
+        Raises:
+            TimeoutError: no quorum within ``timeout``; the message has the lighthouse's reason.
+            RuntimeError: any other failure.
+        """
+        session = self._session(replica_id)
+        replica = self._replicas[replica_id]
+        seconds = timeout.total_seconds()
+        request = functools.partial(
+            session.request_quorum,
+            step=step or 0,
+            lineage="",
+            shrink_only=bool(shrink_only),
+            info=replica.info(address or "", store_address or "", world_size or 0, data),
+            timeout=seconds,
+        )
+        answer = self._mesh.wait_for(request, seconds + CALL_MARGIN_SECONDS)
+        return Quorum(answer.quorum_id, replica.participants(answer), answer.created_ms / 1000)
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Report ``replica_id`` as alive; its session then sends heartbeats by itself.
+
+        Args:
+            replica_id: name of the replica.
+            timeout: time limit; the first call for a replica_id also waits up to ``connect_timeout``.
+
+        Raises:
+            TimeoutError: no lighthouse answered.
+        """
+        seconds = timeout.total_seconds()
+        self._mesh.call(self._session(replica_id).probe(seconds), seconds + CALL_MARGIN_SECONDS)
+
+    def shutdown(self) -> None:
+        """Leave with all replica_ids, close their sessions and stop the thread."""
+        self._sessions.leave_all("client shut down")
+        self._mesh.stop()
