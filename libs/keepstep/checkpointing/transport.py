@@ -79,6 +79,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
         ``into``: a state of the same structure that nobody else uses meanwhile. Each of its tensors with the same path,
         dtype and shape is overwritten and stands in the result; everything else in the result is new and on the CPU.
+        Only a new DTensor is on the device of its mesh, which must exist in this process and be the only one that fits.
         When this raises, tensors of ``into`` may be half written (``TransferError.torn``): the caller must not count
         them as valid until a later call succeeds, which overwrites all of them.
         ``timeout``: for all of it; with ``limit``: without progress, which waiting for one's turn at the source is too,

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,10 +15,14 @@ import torch
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.state.pack_layout import may_overlap_itself
-from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
+from keepstep.checkpointing.state.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
 from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, Content, TensorEntry
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _ABSENT = object()
 
@@ -31,21 +35,39 @@ class Destination:
 
     ``spare`` is used where it fits, as it is: who received into it before may find there what was received.
 
-    Raises ``ManifestError`` when the new memory is more than the machine has, ``TransferError`` when a DTensor has no
-    counterpart in ``into`` that is sharded the same way.
+    A DTensor that has no counterpart in ``into`` is built on the device mesh of this process that fits it.
+
+    Raises:
+        ManifestError: the new memory is more than the machine has.
+        TransferError: a DTensor is sharded in another way in ``into``, or no device mesh fits it.
     """
 
     def __init__(self, content: Content, into: Any = None, spare: Spare | None = None) -> None:
         self._content = content
         self._into = into
         targets: list[list[Any]] = [[] for _ in content.tensors]
+        new_dtensors: dict[int, str] = {}
+        known_meshes: list[DeviceMesh] = []
 
         def note(index: int, target: Any, path: str) -> Any:
-            targets[index].append(_local(content.tensors[index], target, path))
+            entry = content.tensors[index]
+            targets[index].append(_local(entry, target, path))
+            if entry.sharding is not None:
+                if _is_absent(target):
+                    new_dtensors[index] = path
+                else:
+                    known_meshes.append(target.device_mesh)
 
         with torch.no_grad():
             _build(content.tree, into, "state", note)
             self._in_place = self._choose(targets)
+        finder = MeshFinder(known_meshes)
+        self._meshes = {
+            index: finder.find(entry.sharding, entry.shape, path)
+            for index, path in new_dtensors.items()
+            if (entry := content.tensors[index]).sharding is not None
+        }
+        """Of each DTensor that is new, by its index among the tensors."""
         wanted = {region: size for region, size in enumerate(content.regions) if region not in self._in_place}
         self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
         needed = sum(size for region, size in wanted.items() if region not in self.fresh)
@@ -89,6 +111,7 @@ class Destination:
     def result(self) -> Any:
         """The state. To be called once, when every chunk is written and verified."""
         values: dict[int, Any] = {}
+        dtensors: dict[int, DTensor] = {}
 
         def deliver(index: int, target: Any, path: str) -> Any:
             entry = self._content.tensors[index]
@@ -96,7 +119,11 @@ class Destination:
                 values[index] = self._value(entry)
             local = _local(entry, target, path)
             if local is None:
-                return values[index]
+                if entry.sharding is None:
+                    return values[index]
+                if index not in dtensors:
+                    dtensors[index] = to_dtensor(values[index], entry.sharding, self._meshes[index])
+                return dtensors[index]
             if not _same_memory(local, values[index]):
                 if isinstance(local, torch.Tensor):
                     local.copy_(values[index])
@@ -157,11 +184,21 @@ class Destination:
         return tensor.as_strided(entry.shape, entry.strides, offset)
 
 
+def _is_absent(target: Any) -> bool:
+    """None counts too: an optimizer has it in the place of a state that it has not made yet."""
+    return target is _ABSENT or target is None
+
+
 def _local(entry: TensorEntry, target: Any, path: str) -> Any:
     """The tensor or array behind ``target`` if ``entry`` can be copied into it, else None."""
     if entry.sharding is not None:
+        if _is_absent(target):
+            return None
         if not is_dtensor(target):
-            raise TransferError(f"{path} is one shard of a DTensor: pass `into` with the DTensor to receive it in")
+            raise TransferError(
+                f"{path} is one shard of a DTensor at the source, but {type(target).__name__} here: pass `into` with a "
+                f"DTensor sharded as {entry.sharding}"
+            )
         if sharding_of(target) != entry.sharding:
             raise TransferError(
                 f"{path} is sharded as {sharding_of(target)} here but as {entry.sharding} at the source"

@@ -1,41 +1,171 @@
-"""DTensors: rank i stores its local shard and restores it into the same shard of its own DTensor."""
+"""DTensors: rank i stores its local shard, and restores it into the same shard of a DTensor of its own."""
 
 from __future__ import annotations
 
+import gc
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import torch
+
+from keepstep.checkpointing.errors import TransferError
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+_PLACEMENT = re.compile(r"(?P<kind>R|S|P|_S)(?:\((?P<argument>\w+)(?:, (?P<split_factor>\d+))?\))?")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of which global tensor a tensor is the local shard."""
+    """Which part of which global tensor a local shard is."""
 
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
+    """Of the first element of the shard, in elements of each dimension."""
     mesh_shape: tuple[int, ...]
     mesh_names: tuple[str, ...]
+    """Of the dimensions of the device mesh; empty: they have none."""
     placements: tuple[str, ...]
+    """One for each dimension of the device mesh, as torch prints it: ``S(0)``, ``R``, ``P(sum)``."""
 
 
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Without the import, which takes as long as torch itself: who has a DTensor has imported it."""
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor. Does not import DTensor, which takes as long as torch itself."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def sharding_of(tensor: DTensor) -> Sharding:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415  # see above
+    """The sharding of the local shard of ``tensor``."""
+    return _describe(tensor.shape, tensor.device_mesh, tensor.placements)[0]
 
-    mesh = tensor.device_mesh
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return Sharding(
-        tuple(tensor.shape),
+
+def _describe(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Iterable[Placement]
+) -> tuple[Sharding, tuple[int, ...]]:
+    """The sharding of this rank's shard, and its shape."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415  # slow import
+
+    placements = tuple(placements)
+    local_shape, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    sharding = Sharding(
+        tuple(shape),
         tuple(offset),
         tuple(mesh.shape),
         tuple(mesh.mesh_dim_names or ()),
-        tuple([str(placement) for placement in tensor.placements]),
+        tuple([str(placement) for placement in placements]),
     )
+    return sharding, tuple(local_shape)
+
+
+class MeshFinder:
+    """Finds the device mesh of this process over which a tensor is sharded.
+
+    Args:
+        preferred: meshes to consider before all others of the process.
+    """
+
+    def __init__(self, preferred: Iterable[DeviceMesh]) -> None:
+        self._preferred = list({id(mesh): mesh for mesh in preferred}.values())
+
+    @cached_property
+    def _of_process(self) -> list[DeviceMesh]:
+        return _meshes_of_process()
+
+    def find(self, sharding: Sharding, local_shape: tuple[int, ...], path: str) -> DeviceMesh:
+        """The mesh on which ``sharding`` gives this rank a shard of ``local_shape``; ``path`` is for the error.
+
+        Raises:
+            TransferError: no mesh fits, or several that differ do.
+        """
+        fitting = self._fitting(self._preferred, sharding, local_shape)
+        fitting = fitting or self._fitting(self._of_process, sharding, local_shape)
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            raise TransferError(
+                f"{path} is one shard of a DTensor, and {len(fitting)} device meshes of this process fit it "
+                f"({'; '.join(map(str, fitting))}): pass `into` with the DTensor to receive it in"
+            )
+        raise TransferError(
+            f"{path} is one shard of a DTensor, and no device mesh of this process fits it: create the mesh with "
+            f"init_device_mesh before, or pass `into` with the DTensor to receive it in; the source has {sharding}"
+        )
+
+    @staticmethod
+    def _fitting(
+        candidates: Iterable[DeviceMesh], sharding: Sharding, local_shape: tuple[int, ...]
+    ) -> list[DeviceMesh]:
+        fitting: list[DeviceMesh] = []
+        for mesh in candidates:
+            if mesh not in fitting and _fits(mesh, sharding, local_shape):
+                fitting.append(mesh)
+        return fitting
+
+
+def _meshes_of_process() -> list[DeviceMesh]:
+    """All device meshes whose process groups work. torch keeps no list of them, so the garbage collector is asked."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    if module is None or not torch.distributed.is_initialized():
+        return []
+    found = [one for one in gc.get_objects() if issubclass(type(one), module.DeviceMesh)]
+    return [mesh for mesh in found if _works(mesh)]
+
+
+def _works(mesh: DeviceMesh) -> bool:
+    try:
+        for group in mesh.get_all_groups():
+            torch.distributed.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):  # it has no groups, or they were destroyed
+        return False
+    return True
+
+
+def _fits(mesh: DeviceMesh, sharding: Sharding, local_shape: tuple[int, ...]) -> bool:
+    if tuple(mesh.shape) != sharding.mesh_shape or mesh.get_coordinate() is None:
+        return False
+    return _describe(sharding.global_shape, mesh, _placements(sharding)) == (sharding, local_shape)
+
+
+def to_dtensor(local: torch.Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
+    """The DTensor whose shard here is ``local``: in its memory if it is on the device of ``mesh``."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # slow import
+
+    shape = torch.Size(sharding.global_shape)
+    return DTensor.from_local(local, mesh, _placements(sharding), shape=shape, stride=_global_stride(local, shape))
+
+
+def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """The stride of a dense tensor of ``shape`` whose dimensions lie in memory in the order of those of ``local``."""
+    strides, step = [0] * len(shape), 1
+    for dimension in sorted(range(len(shape)), key=lambda one: (local.stride(one), -one)):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
+
+
+def _placements(sharding: Sharding) -> list[Placement]:
+    """Raises ``TransferError`` for a placement that this build does not know."""
+    return [_placement(name) for name in sharding.placements]
+
+
+def _placement(name: str) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types  # noqa: PLC0415  # slow import
+
+    parsed = _PLACEMENT.fullmatch(name)
+    match parsed.groups() if parsed else None:
+        case "R", None, None:
+            return Replicate()
+        case "S", str(dimension), None if dimension.isdecimal():
+            return Shard(int(dimension))
+        case "P", str(operation), None:
+            return Partial(operation)
+        case "_S", str(dimension), str(factor) if dimension.isdecimal():
+            return cast("Placement", placement_types._StridedShard(int(dimension), split_factor=int(factor)))  # noqa: SLF001
+    raise TransferError(f"unknown placement {name!r} of a DTensor: pass `into` with the DTensor to receive it in")
