@@ -9,7 +9,6 @@ from datetime import timedelta
 from keepstep.coordination.connections import Connections, leave
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.group_server import GroupServer
-from keepstep.group.quorum_plan import make_plan
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings
 from keepstep.runtime.environment import restart_count
@@ -186,9 +185,8 @@ class ManagerClient:
             round(seconds * 1000),
             checkpoint=checkpoint_metadata,
         )
-        answer = self._mesh.call(client.ask(ask), seconds + CALL_MARGIN_SECONDS)
-        plan = make_plan(answer.quorum, client.replica_id)
-        self._answers[group_rank] = (plan.epoch, plan.quorum_id, answer.attempt)
+        plan = self._mesh.call(client.ask(ask), seconds + CALL_MARGIN_SECONDS)
+        self._answers[group_rank] = (plan.epoch, plan.quorum_id, plan.attempt)
         source = plan.members[plan.source].info.address if plan.source is not None else ""
         return QuorumResult(
             quorum_id=plan.quorum_id,

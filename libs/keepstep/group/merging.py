@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn
-from keepstep_mesh.protocol.membership import Lineage, StateRoot
+from keepstep_mesh.protocol.membership import StateRoot
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
@@ -28,33 +28,24 @@ class DisagreeError(KeepstepError):
     """The ranks of a group hold different states or settings. Nothing mends that but a restart of the group."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupAsk:
-    """The request of a whole group."""
-
-    step: int
-    lineage: Lineage
-    shrink_only: bool
-    commit_failures: int
-    timeout: float
-    """Seconds."""
-    leaving: str
-    layout: str
-    handles: tuple[str, ...]
-    root: StateRoot | None
-    batches_committed: int
-    allow_heal: bool
-    settings: str
-
-
-def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> GroupAsk:
-    """One request out of those of all ranks. Raises DisagreeError, naming two, when their states or settings differ.
+def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> RankAsk:
+    """Merge the requests of all ranks into the request of the group.
 
     Args:
-        healed: the last quorum told this group to heal, so that ranks may differ in whether they could.
+        asks: by rank.
+        replica_id: of the group.
+        healed: whether the last quorum told this group to heal; then some ranks may have failed to.
+
+    Returns:
+        The request of the lowest rank, with what other ranks change.
+
+    Raises:
+        DisagreeError: the states or settings of two ranks differ; the message names both ranks.
     """
     first_rank = min(asks)
     first = asks[first_rank]
+    if len(asks) == 1 and not is_torn(first.lineage):
+        return first
     step, lineage = first.step, first.lineage
     apart = [rank for rank, ask in sorted(asks.items()) if (ask.step, ask.lineage) != (step, lineage)]
     if any(is_torn(ask.lineage) for ask in asks.values()) or (apart and healed):
@@ -70,18 +61,16 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         layout = layouts[0]
     else:
         layout = hashlib.blake2b("\n".join(layouts).encode(), digest_size=16).hexdigest()
-    handles = tuple(ask.handle for _, ask in sorted(asks.items()))
-    return GroupAsk(
+    return replace(
+        first,
         step=step,
         lineage=lineage,
         shrink_only=any(ask.shrink_only for ask in asks.values()),
         commit_failures=max(ask.commit_failures for ask in asks.values()),
-        timeout=min(ask.timeout_ms for ask in asks.values()) / 1000,
+        timeout_ms=min(ask.timeout_ms for ask in asks.values()),
         leaving=next((ask.leaving for ask in asks.values() if ask.leaving), ""),
         layout=layout,
-        handles=handles if any(handles) else (),
         root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
-        batches_committed=first.batches_committed,
         allow_heal=all(ask.allow_heal for ask in asks.values()),
         settings=_merge_settings(asks),
     )

@@ -1,9 +1,9 @@
-"""From a quorum and who I am to what I do in this step. Pure: the same quorum gives every member a plan that fits.
+"""What a group does in a step, computed from the quorum. Pure: the plans that all members compute fit together.
 
-Rules (SEMANTICS, section 2):
+Rules:
 
-* Equal (step, lineage) means equal weights. ``protocol.lineage`` says which is the reference; who has it is the
-  *cohort*, everybody else heals.
+* Equal (step, lineage) means equal weights. ``protocol.lineage`` says which of them is the reference state. The groups
+  that hold it are the *cohort*; all other groups heal.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
 """
 
@@ -16,14 +16,14 @@ from keepstep_mesh.protocol.lineage import is_diverged, is_torn, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member, Quorum
 
 ROTATING = 2
-"""``MemberInfo.rendezvous`` of members that rotate the host; older ones meet at the first of the cohort."""
+"""``MemberInfo.rendezvous`` of members that rotate the host; older ones take the first of the cohort."""
 
 
 class WorldSizeMode(Enum):
     """How many groups take part in a step.
 
-    DYNAMIC: all that are there. FIXED_WITH_SPARES: at most ``min_replica_size``; the rest contribute zeros and stand
-    by.
+    DYNAMIC: all groups of the quorum. FIXED_WITH_SPARES: the first ``min_replica_size`` groups; the others are spares,
+    which contribute zeros.
     """
 
     DYNAMIC = 0
@@ -34,30 +34,51 @@ class WorldSizeMode(Enum):
 class QuorumPlan:
     """One group's part in one step."""
 
-    epoch: int
-    quorum_id: int
-    members: tuple[Member, ...]
-    """Sorted by replica_id; a replica_rank is an index into it. Read only ids and ``info``: steps may be old."""
+    quorum: Quorum
+    """The quorum that the plan follows from."""
     replica_rank: int
+    """Index of this group in ``members``."""
     cohort: tuple[int, ...]
     """replica_ranks that hold the reference state."""
     healing: tuple[int, ...]
     """All other replica_ranks: they heal."""
     max_replica_rank: int | None
-    """Place within the cohort; None while this group heals."""
+    """Index of this group in ``cohort``; None while it heals."""
     max_step: int
     lineage: Lineage
     source: int | None
     """replica_rank that this group heals from; None when it is in the cohort."""
     destinations: tuple[int, ...]
     """replica_ranks that heal from this group."""
-    joiners: int
     beside: tuple[int, ...] = ()
     """replica_ranks that heal from the same source as this group, and its own; empty when it is in the cohort."""
-    verify: bool = False
-    """Whoever is in the cohort says the root digest of its state with the next request."""
-    allow_heal: bool = True
-    """False: nobody heals in this step, and all members take part as they are."""
+    attempt: int = 0
+    """Number of the group's request, as its rank 0 counts them; part of the key of a vote."""
+    heal_timeout_ms: int = 0
+    """How long the next quorum waits for a group that heals; 0: unknown."""
+
+    @property
+    def epoch(self) -> int:
+        return self.quorum.epoch
+
+    @property
+    def quorum_id(self) -> int:
+        return self.quorum.quorum_id
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Sorted by replica_id; a replica_rank is an index into it. Read only ids and ``info``: steps may be old."""
+        return self.quorum.listed
+
+    @property
+    def verify(self) -> bool:
+        """Whether the groups of the cohort send the root digest of their state with the next request."""
+        return self.quorum.verify
+
+    @property
+    def allow_heal(self) -> bool:
+        """False: no group heals in this step, and all members take part as they are."""
+        return self.quorum.allow_heal
 
     @property
     def replica_world_size(self) -> int:
@@ -73,22 +94,22 @@ class QuorumPlan:
 
     @property
     def first_step(self) -> bool:
-        """Of the job: no member has committed one, so all that heal do so before the forward pass."""
+        """Whether no member has committed a step of the job; then all heals come before the forward pass."""
         return self.max_step == 0 and (not self.healing or not any(member.step for member in self.members))
 
     @property
     def reference_batches(self) -> int:
-        """``batches_committed`` of the reference state, for a group that does not hold it; 0: not known."""
+        """``batches_committed`` of the reference state; 0: unknown."""
         return self.members[self.cohort[0]].batches_committed
 
     @property
     def diverged(self) -> bool:
-        """Its weights were found to differ from those of the cohort."""
+        """Whether this group's weights were found to differ from those of the cohort."""
         return self.heal and is_diverged(self.members[self.replica_rank].lineage)
 
     @property
     def torn(self) -> bool:
-        """This group's state is of no step, as the group's request said: also where one rank's is whole."""
+        """Whether this group's request said that its state is torn; the state of a single rank may be whole."""
         return is_torn(self.members[self.replica_rank].lineage if self.heal else self.lineage)
 
     @property
@@ -98,9 +119,12 @@ class QuorumPlan:
     def participation(
         self, mode: WorldSizeMode, min_replica_size: int, *, healed_before: bool
     ) -> tuple[int | None, int]:
-        """This group's place among those that take part (None: it does not), and how many they are.
+        """Return this group's number among those that take part (None: it does not), and their number.
 
-        ``healed_before``: who heals does so before the forward pass, or not at all, so all take part.
+        Args:
+            mode: see ``WorldSizeMode``.
+            min_replica_size: of the job.
+            healed_before: whether groups heal before the forward pass or not at all, so that all take part.
         """
         rank, world = self.max_replica_rank, self.max_world_size
         if healed_before:
@@ -113,39 +137,52 @@ class QuorumPlan:
 
     @property
     def store_address(self) -> str:
-        """Where the members meet to build their process groups: at another one of them for each quorum_id.
+        """Return the address of the store over which the members build their process groups.
 
-        So a host that cannot be reached fails one rebuild: the next attempt has a higher quorum_id.
+        Each quorum_id takes another member's store, so that an unreachable host fails a single rebuild.
         """
         rotates = all(member.info.rendezvous >= ROTATING for member in self.members)
         host = self.quorum_id % len(self.members) if rotates else self.cohort[0]
         return self.members[host].info.store_address
 
 
-def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = None) -> QuorumPlan:
-    """The part of ``replica_id`` in ``quorum``. Raises ValueError when it is no member.
+def make_plan(
+    quorum: Quorum,
+    replica_id: str,
+    previous: QuorumPlan | None = None,
+    *,
+    attempt: int = 0,
+    heal_timeout_ms: int = 0,
+) -> QuorumPlan:
+    """Return the part of ``replica_id`` in ``quorum``.
 
-    ``previous``: its plan of the step before; what has not changed is not worked out again. O(members) for a new list,
-    O(1) for the list of ``previous``.
+    O(members) for a new member list, O(1) for the list of ``previous``.
+
+    Args:
+        quorum: the lighthouse's answer.
+        replica_id: of this group.
+        previous: the plan of the step before; what has not changed is not computed again.
+        attempt, heal_timeout_ms: as in the plan.
+
+    Raises:
+        ValueError: ``replica_id`` is not a member of the quorum.
     """
     members = quorum.listed
     if quorum.uniform and previous and members is previous.members and not previous.healing:
         return replace(
             previous,
-            epoch=quorum.epoch,
-            quorum_id=quorum.quorum_id,
+            quorum=quorum,
             max_step=quorum.step,
             lineage=quorum.lineage,
-            joiners=quorum.joiners,
-            verify=quorum.verify,
-            allow_heal=quorum.allow_heal,
+            attempt=attempt,
+            heal_timeout_ms=heal_timeout_ms,
         )
     ids = [member.replica_id for member in members]
     if replica_id not in ids:
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
     replica_rank = ids.index(replica_id)
     healing: tuple[int, ...] = ()
-    if quorum.uniform:  # what the list says of steps is old, and nobody heals
+    if quorum.uniform:  # the steps in the list are old, and no group heals
         step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
     else:
         step, lineage = reference_state(members)
@@ -155,9 +192,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
     source = sources.get(replica_rank)
     return QuorumPlan(
-        epoch=quorum.epoch,
-        quorum_id=quorum.quorum_id,
-        members=members,
+        quorum=quorum,
         replica_rank=replica_rank,
         cohort=cohort,
         healing=healing,
@@ -166,8 +201,7 @@ def make_plan(quorum: Quorum, replica_id: str, previous: QuorumPlan | None = Non
         lineage=lineage,
         source=source,
         destinations=tuple(rank for rank in healing if sources[rank] == replica_rank),
-        joiners=quorum.joiners,
         beside=tuple(rank for rank in healing if sources[rank] == sources.get(replica_rank)),
-        verify=quorum.verify,
-        allow_heal=quorum.allow_heal,
+        attempt=attempt,
+        heal_timeout_ms=heal_timeout_ms,
     )

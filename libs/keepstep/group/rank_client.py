@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.rank_link import CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.group.rank_lists import ListKeeper
 from keepstep.rendezvous.key_value_server import KeyValueServer
@@ -88,6 +89,8 @@ class RankClient:
         self._client: ClientSession | None = None
         self._reader: asyncio.Task[None] | None = None
         self._asks: dict[int, asyncio.Future[RankQuorum]] = {}
+        self._plan: QuorumPlan | None = None
+        """Of the last quorum."""
         self._votes: dict[tuple[int, int, int, int], asyncio.Future[bool]] = {}
         self._tasks = OwnedTasks(self._broke)
         self._goodbye = asyncio.Event()
@@ -211,14 +214,22 @@ class RankClient:
         except ConnectionError as error:
             raise SessionClosed(f"the group server at {self.address} is gone: {error}") from error
 
-    async def ask(self, ask: RankAsk) -> RankQuorum:
+    async def ask(self, ask: RankAsk) -> QuorumPlan:
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
         self._asks[ask.request] = future
         await self._send(ask)
         try:
-            return await self._answer(future, 2 * ask.timeout_ms / 1000 * self._tries + 10.0)
+            answer = await self._answer(future, 2 * ask.timeout_ms / 1000 * self._tries + 10.0)
         finally:
             self._asks.pop(ask.request, None)
+        self._plan = plan = make_plan(
+            answer.quorum,
+            self.replica_id,
+            self._plan,
+            attempt=answer.attempt,
+            heal_timeout_ms=answer.heal_timeout_ms,
+        )
+        return plan
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.group.merging import DisagreeError
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankQuorum, RankVote
+from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
 RANK_BEAT = 1.0
@@ -44,8 +45,16 @@ class RankLink(Protocol):
     def services(self) -> tuple[ServiceAddress, ...]:
         """Relays and metrics services, as the lighthouse told of them last."""
 
-    async def ask(self, ask: RankAsk) -> RankQuorum:
-        """The quorum for the group's next step. TimeoutError, Leaving, LayoutMismatch, SessionClosed, KeepstepError."""
+    async def ask(self, ask: RankAsk) -> QuorumPlan:
+        """Return the plan of the group's next step, once all ranks have asked.
+
+        Raises:
+            TimeoutError: no quorum formed in time.
+            Leaving: the group has left the job.
+            LayoutMismatch: parameters or settings differ from the job's.
+            SessionClosed: the group or its session has ended.
+            KeepstepError: anything else.
+        """
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         """The group's decision. TimeoutError when not every rank voted in time."""

@@ -6,9 +6,8 @@
     conclude    wait for the collectives, exchange live state, vote, commit or discard
 
 ``quorum_plan`` decides what the group does. ``quorum_request``, ``collectives`` and ``healing`` have the waits, each
-with a deadline. An error that spoils the step is kept in ``Attempt.error``:
-the step does not commit, and training goes on. An error that ends the process is raised, and kept in
-``StepContext.fatal``.
+with a deadline. An error that spoils the step is kept in ``Attempt.error``: the step does not commit, and training
+goes on. An error that ends the process is raised, and kept in ``StepContext.fatal``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ReduceOp
 
-from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.exits import GroupFailedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.collectives import Collectives
@@ -38,8 +37,8 @@ from keepstep_mesh.protocol.messages import Healing
 MAX_HEAL_ROUNDS = 5
 """Quorums in a row in which groups heal before the step; after these the step fails, so that an operator sees it."""
 NO_SOURCE_FOR_TORN_STATE = (
-    "a failed heal or optimizer step left this group's state half written, and this step cannot repair it: no healthy "
-    "group is in the quorum, or healing is not allowed. Restart the group from its last checkpoint"
+    "a failed heal or optimizer step left this group's state half written, and this step cannot repair it: the quorum "
+    "has no healthy group to heal from, or healing is not allowed. Restart the group from its last checkpoint"
 )
 
 
@@ -83,8 +82,6 @@ class Attempt:
         self._heals_first = sync
         """Whether every heal of this quorum ends before the forward pass; known with the answer."""
         self._times = StepTimes(time.monotonic())
-        self._number = 0
-        """Number of the group's request, as its rank 0 counts them."""
         self._request: QuorumRequest | None = None
         self._collectives = Collectives(context, self._times, self.report)
         self._exchange: StateExchange | None = None
@@ -109,10 +106,8 @@ class Attempt:
     async def _follow_quorum(self, ask: RankAsk) -> QuorumPlan:
         """Get the quorum and rebuild the process group for it. On the mesh thread."""
         context = self._context
-        answer = await context.link.ask(ask)
-        plan = make_plan(answer.quorum, context.link.replica_id, context.last_plan)
-        context.last_plan, context.root = plan, None
-        self._number = answer.attempt
+        plan = await context.link.ask(ask)
+        context.root = None
         self.allow_heal = self.allow_heal and plan.allow_heal
         self._heals_first = self._sync or not self.allow_heal or (self._first_step and plan.first_step)
         self._exchange = StateExchange(
@@ -121,7 +116,6 @@ class Attempt:
             self._times,
             allow_heal=self.allow_heal,
             together=self._heals_first,
-            heal_timeout=answer.heal_timeout_ms / 1000 or None,
         )
         self.answered = plan
         context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
@@ -329,7 +323,7 @@ class Attempt:
         ok = self.error is None
         if context.settings.world_size == 1:
             return ok
-        vote = RankVote(plan.epoch, plan.quorum_id, plan.max_step, self._number, ok)
+        vote = RankVote(plan.epoch, plan.quorum_id, plan.max_step, plan.attempt, ok)
         # the other ranks may still wait for a collective and a heal; rank 0 notices at once when one of them dies
         seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
         seconds += self._heal_seconds() if plan.heal else 0.0

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.group_link import LinkSettings
-from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
+from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.group.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.live_state import LiveState
@@ -40,7 +40,6 @@ class StepContext:
     """Of a collective, of a vote, and of a heal that makes no progress."""
     min_replica_size: int
     world_size_mode: WorldSizeMode
-    last_plan: QuorumPlan | None = None
     fatal: BaseException | None = None
     """The error that ended training in this process; every later step raises it."""
     job_settings: str = ""

@@ -39,7 +39,6 @@ class StateExchange:
         times: the seconds of a heal are added here.
         allow_heal: False: no state is exchanged.
         together: whether all groups wait until the heals of this quorum have ended.
-        heal_timeout: seconds that the next quorum waits for a group that heals; None: unknown.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class StateExchange:
         *,
         allow_heal: bool,
         together: bool,
-        heal_timeout: float | None,
     ) -> None:
         self.healed = False
         """Whether this group has taken over the reference state."""
@@ -59,7 +57,6 @@ class StateExchange:
         self._times = times
         self._allow_heal = allow_heal
         self._together = together
-        self._heal_timeout = heal_timeout
         self._answered_joiners = False
         """Whether the state was handed out, or the joiners were refused."""
         self._tried = False
@@ -67,9 +64,12 @@ class StateExchange:
     @property
     def limit(self) -> float | None:
         """Seconds that a heal may take; None: no limit but the timeout without progress."""
-        if self._heal_timeout is None:
+        if not self._plan.heal_timeout_ms:
             return None
-        return self._heal_timeout * 2.0 ** min(self._context.late_heals, MAX_HEAL_DOUBLINGS) + GIVE_UP_SECONDS
+        return (
+            self._plan.heal_timeout_ms / 1000 * 2.0 ** min(self._context.late_heals, MAX_HEAL_DOUBLINGS)
+            + GIVE_UP_SECONDS
+        )
 
     def run(self) -> Exception | None:
         """Hand out live state to the groups that heal from this one; heal, if this group is behind.

@@ -189,4 +189,4 @@ def test_a_group_with_a_torn_rank_and_nobody_to_heal_from_ends(lighthouse, ended
             return str(error)
 
     for error in together(lambda: rank(0), lambda: rank(1)):
-        assert "no healthy group is there to heal from" in error
+        assert "no healthy group to heal from" in error

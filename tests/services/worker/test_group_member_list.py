@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from keepstep.group.group_server import GroupServer
-from keepstep.group.quorum_plan import make_plan
+from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.rank_client import RankClient
 from keepstep.group.rank_link import GroupSettings
 from keepstep.rendezvous.key_value_server import VERSION, RendezvousError, Table
@@ -82,7 +82,7 @@ class Scene:
             await client.close()
         await self.server.close()
 
-    def begin(self) -> list[asyncio.Task[RankQuorum]]:
+    def begin(self) -> list[asyncio.Task[QuorumPlan]]:
         """All ranks ask for the next step."""
         self.step += 1
         ask = RankAsk(self.step, self.step, 0, shrink_only=False, commit_failures=0, timeout_ms=10_000)
@@ -94,18 +94,17 @@ class Scene:
         self.version += listed is not None
         self.session.send(QuorumAnswer(request.request, 1, 1, 0, self.version, self.step, 0, 0, listed))
 
-    async def round(self, listed: tuple[Member, ...] | None) -> list[RankQuorum]:
+    async def round(self, listed: tuple[Member, ...] | None) -> list[QuorumPlan]:
         answers = self.begin()
         await self.reply(listed)
         return await asyncio.wait_for(asyncio.gather(*answers), DEADLINE)
 
     async def expect(self, listed: tuple[Member, ...] | None, members: tuple[Member, ...]) -> None:
         """A round after which every rank has this list, and all have the same plan."""
-        answers = await self.round(listed)
-        assert len(answers) == RANKS
-        assert {answer.quorum.step for answer in answers} == {self.step}
-        assert [answer.quorum.listed == members for answer in answers] == [True] * RANKS
-        plans = [make_plan(answer.quorum, NAME) for answer in answers]
+        plans = await self.round(listed)
+        assert len(plans) == RANKS
+        assert {plan.quorum.step for plan in plans} == {self.step}
+        assert [plan.members == members for plan in plans] == [True] * RANKS
         assert plans == [plans[0]] * RANKS
 
 
@@ -120,11 +119,10 @@ async def scene() -> AsyncIterator[Scene]:
 
 async def test_while_the_list_stays_a_step_takes_few_bytes_however_many_members_there_are(scene: Scene) -> None:
     await scene.round(members(MANY))
-    plans = [make_plan(answer.quorum, NAME) for answer in await scene.round(None)]
+    plans = await scene.round(None)
     before = [received(client) for client in scene.clients]
     for _ in range(20):
-        answers = await scene.round(None)
-        plans, last = [make_plan(a.quorum, NAME, p) for a, p in zip(answers, plans, strict=True)], plans
+        plans, last = await scene.round(None), plans
         assert [plan.members is one.members for plan, one in zip(plans, last, strict=True)] == [True] * RANKS
         assert [plan.max_step for plan in plans] == [scene.step] * RANKS
         assert [plan.replica_rank for plan in plans] == [100] * RANKS
@@ -187,7 +185,7 @@ async def test_a_group_says_what_it_reads_at_the_rendezvous_and_drops_what_older
         if quorum_id == 1:
             assert request.info is not None
             assert request.info.rendezvous == VERSION
-        answer = QuorumAnswer(request.request, 1, quorum_id, 0, quorum_id, scene.step, 0, 0, members(3))
+        answer = QuorumAnswer(request.request, 1, quorum_id, 0, quorum_id, scene.step, 0, 0, members(MANY))
         scene.session.send(answer)
         await asyncio.wait_for(asyncio.gather(*answers), DEADLINE)
         assert table.check(Table("default", 1, quorum_id), ["key"])

@@ -29,7 +29,7 @@ LEAST = 0.5
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
-    for where in ("rank_link", "group_server", "rank_client"):
+    for where in ("rank_link", "rank_connections", "rank_client"):
         monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", LEAST)
 
 
@@ -108,7 +108,7 @@ async def test_a_frozen_rank_is_noticed_after_the_heartbeat_timeout(rank):
 
 async def test_a_heartbeat_timeout_below_the_least_silence_does_not_count():
     async with pair(heartbeat_timeout=0.2) as group:
-        assert group.server.rank_silence == LEAST
+        assert group.server._connections.silence == LEAST
 
 
 async def test_a_change_of_the_policy_reaches_all_ranks_at_once():
@@ -116,7 +116,7 @@ async def test_a_change_of_the_policy_reaches_all_ranks_at_once():
         job = group.lighthouse.jobs["default"]
         await job.order(PolicyOrdered(replace(job.core.record.policy, heartbeat_timeout=1.5), "ann"))
         await group.told(1.5)
-        assert group.server.rank_silence == 1.5
+        assert group.server._connections.silence == 1.5
         thaw = group.freeze(0)
         await eventually(lambda: group.failed)
         thaw()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.group.merging import DisagreeError, GroupAsk, merge_asks
+from keepstep.group.merging import DisagreeError, merge_asks
 from keepstep_mesh.protocol.group_messages import RankAsk
 
 
-def merge(*asks: RankAsk) -> GroupAsk:
+def merge(*asks: RankAsk) -> RankAsk:
     return merge_asks(dict(enumerate(asks)), "a:1")
 
 

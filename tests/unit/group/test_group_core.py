@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.group.merging import CommitBarrier, DisagreeError, GroupAsk, merge_asks
+from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.membership import StateRoot
@@ -24,7 +24,7 @@ def ask(
     return RankAsk(1, step, lineage, shrink, failures, timeout_ms, leaving=leaving, layout=layout)
 
 
-def merge(asks: dict[int, RankAsk], **told: bool) -> GroupAsk:
+def merge(asks: dict[int, RankAsk], **told: bool) -> RankAsk:
     return merge_asks(asks, "a:1", **told)
 
 
@@ -78,7 +78,7 @@ def test_a_group_of_which_a_rank_has_no_root_of_that_state_has_none(other):
 def test_commit_failures_are_the_largest_and_shrink_only_any_whoever_comes_last(last):
     asks = {last: ask(failures=0), 1 - last: ask(failures=2, shrink=True, timeout_ms=500)}
     merged = merge(asks)
-    assert (merged.commit_failures, merged.shrink_only, merged.timeout) == (2, True, 0.5)
+    assert (merged.commit_failures, merged.shrink_only, merged.timeout_ms) == (2, True, 500)
 
 
 def test_one_rank_that_leaves_takes_its_group_along():

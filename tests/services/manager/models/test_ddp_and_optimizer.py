@@ -257,6 +257,6 @@ def test_an_optimizer_that_breaks_after_the_commit_makes_the_group_heal(lighthou
         model(torch.ones(1, 1)).sum().backward()
         with pytest.raises(ValueError, match="no memory"):
             optimizer.step()
-        with pytest.raises(KeepstepError, match="no healthy group is there to heal from"):
+        with pytest.raises(KeepstepError, match="no healthy group to heal from"):
             optimizer.zero_grad()
     assert events(steps)[:4] == ["started", "quorum", "committed", "torn"]
