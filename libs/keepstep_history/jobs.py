@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from keepstep_history.logs import ProcessCheck, Run
-from keepstep_history.quorums import Quorums, listed
+from keepstep_history.quorums import Quorums, named
 from keepstep_history.records import EventRecord, Place
 from keepstep_history.rules import Violations
 from keepstep_mesh.protocol.lineage import origin
@@ -93,7 +93,7 @@ class JobHistory:
             return
         for run in runs:
             if run.replica_id not in quorum.members:
-                what = f"{run.replica_id} commits step {run.first} under quorum {quorum_id} of {listed(quorum.members)}"
+                what = f"{run.replica_id} commits step {run.first} under quorum {quorum_id} of {named(quorum.members)}"
                 self._violated("member", what, quorum.claimed, run.first_place)
             if not 0 < run.participants <= len(quorum.members):
                 what = (
@@ -210,7 +210,7 @@ class JobHistory:
         for quorum in self.quorums.by_id.values():
             members |= quorum.members or frozenset()
         if step_logs and (silent := members - {process.replica_id for process in self.processes}):
-            yield f"job {self._name}: no step log of {listed(silent)}: what they committed is not known"
+            yield f"job {self._name}: no step log of {named(silent)}: what they committed is not known"
         unmade = sum(quorum.made is None for quorum in self.quorums.by_id.values())
         if event_logs and unmade:
             yield f"job {self._name}: {unmade} quorums are in no event log: who made them is not known"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep_history.quorums import Quorums, listed
+from keepstep_history.quorums import Quorums, named
 from keepstep_history.records import ANSWERED, EventRecord, Place, StepRecord
 from keepstep_history.rules import Violations
 
@@ -139,7 +139,7 @@ class ProcessCheck:
     def _joined(self, place: Place, record: StepRecord) -> None:
         self._quorums.claim(place, record.quorum_id, record.members, self.replica_id)
         if self.replica_id not in record.members:
-            self._violated("member", f"acts in quorum {record.quorum_id} of {listed(record.members)}", place)
+            self._violated("member", f"acts in quorum {record.quorum_id} of {named(record.members)}", place)
         self._answer = record
 
     def _holds(self, place: Place, record: StepRecord) -> None:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 from keepstep_history.records import EventRecord, Place
 from keepstep_history.rules import Violations
+from keepstep_mesh.text import listed
 
-NAMED = 8
-"""So many groups are named in a sentence, then they are counted."""
+MAX_NAMED = 8
+"""Groups that a sentence names; it counts the others."""
 
 
-def listed(names: Iterable[str]) -> str:
-    """``a, b and 3 more``."""
-    known = sorted(names)
-    more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
-    return ", ".join(known[:NAMED]) + more
+def named(groups: Iterable[str]) -> str:
+    """Return ``a, b and 3 more``, sorted."""
+    return listed(sorted(groups), MAX_NAMED)
 
 
 @dataclass(slots=True)
@@ -53,11 +52,11 @@ class Quorums:
             self._violations.add("one_membership", self._job, what, quorum.made[1], place)
 
     def claim(self, place: Place, quorum_id: int, members: tuple[str, ...], who: str) -> None:
-        quorum, named = self._quorum(quorum_id), frozenset(members)
+        quorum, claimed = self._quorum(quorum_id), frozenset(members)
         if quorum.members is None or quorum.claimed is None:
-            quorum.members, quorum.claimed = self._member_sets.setdefault(named, named), place
-        elif quorum.members != named:
-            what = f"quorum {quorum_id} is of {listed(named)} for {who}, and elsewhere of {listed(quorum.members)}"
+            quorum.members, quorum.claimed = self._member_sets.setdefault(claimed, claimed), place
+        elif quorum.members != claimed:
+            what = f"quorum {quorum_id} is of {named(claimed)} for {who}, and elsewhere of {named(quorum.members)}"
             self._violations.add("one_membership", self._job, what, quorum.claimed, place)
 
     def acted(self, place: Place, quorum_id: int, epoch: int, what: str) -> None:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import raise_for_problem, read_json_answer
@@ -17,7 +18,7 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 log = get_logger("keepstep.group")
 
 PATIENCE_SECONDS = 5.0
-AGAIN_SECONDS = 60.0
+REASON_LOG_SECONDS = 60.0
 """Between two such lines, however often there is a reason for one."""
 ANSWER_SECONDS = 5.0
 
@@ -31,7 +32,7 @@ class SlowQuorumLog:
         self._session = session
         self._replica_id = replica_id
         self._run = run
-        self._logged_at = float("-inf")
+        self._reasons_logged = LogLimiter(REASON_LOG_SECONDS)
         self._waits = 0
 
     @contextmanager
@@ -46,9 +47,7 @@ class SlowQuorumLog:
             timer.cancel()
 
     def _lose_patience(self, wait: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._logged_at >= AGAIN_SECONDS:
-            self._logged_at = now
+        if self._reasons_logged.allows(asyncio.get_running_loop().time()):
             self._run(self._say_why(wait))
 
     async def _say_why(self, wait: int) -> None:

@@ -26,6 +26,7 @@ from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.addresses import Lookup
 from keepstep_mesh.net.fork_safety import open_socket
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.text import listed
 
 __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "RendezvousStore", "Table"]
 
@@ -33,6 +34,7 @@ MAX_ANSWER_BYTES = 256 << 20
 """No table holds as much."""
 MAX_REASON_BYTES = 500
 RETRY_SECONDS = 0.02
+MAX_NAMED_KEYS = 4
 """Between two tries to reach a host that does not listen yet."""
 _REPEATABLE = frozenset({"wait", "check", "items", "set"})
 
@@ -109,7 +111,9 @@ class RendezvousStore(Store):
         deadline = time.monotonic() + limit.total_seconds()
         while (items := self._host.wait(missing, self._received, deadline)) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{_list(missing)} did not come to the rendezvous at {self.address} within {limit}")
+                raise TimeoutError(
+                    f"{listed(missing, MAX_NAMED_KEYS)} did not come to the rendezvous at {self.address} within {limit}"
+                )
         self._received += len(items)
         self._seen.update(items)
         for key in missing:
@@ -369,7 +373,3 @@ def _split(address: str) -> tuple[str, int]:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _list(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

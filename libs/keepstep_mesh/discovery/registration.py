@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, leader_of, raise_for_problem, read_json_answer
@@ -26,7 +27,7 @@ from keepstep_mesh.session.session_machine import Addresses
 REQUEST_SECONDS = 5.0
 """For one request to one lighthouse, at most a third of the time to live."""
 GOODBYE_SECONDS = 2.0
-LOG_AGAIN_SECONDS = 10.0
+FAILURE_LOG_SECONDS = 10.0
 
 log = get_logger("keepstep.registration")
 
@@ -65,7 +66,7 @@ class Registrar:
         self._identity = identity
         self._addresses = Addresses(lighthouses)
         self._interval = registration.ttl / 3
-        self._logged = float("-inf")
+        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -125,15 +126,14 @@ class Registrar:
     def _taken_by(self, lighthouse: str) -> None:
         if self.lighthouse != lighthouse:
             log.info("registered", lighthouse=lighthouse, service=self._registration.name)
-        self.lighthouse, self.trouble, self._logged = lighthouse, None, float("-inf")
+        self.lighthouse, self.trouble = lighthouse, None
+        self._failures_logged.reset()
         self.known.set()
 
     def _failed(self, reason: str) -> None:
         self.lighthouse, self.trouble = None, f"no lighthouse takes the registration ({reason})"
         self.known.clear()
-        now = asyncio.get_running_loop().time()
-        if now - self._logged >= LOG_AGAIN_SECONDS:
-            self._logged = now
+        if self._failures_logged.allows(asyncio.get_running_loop().time()):
             log.warning("not registered; trying on", service=self._registration.name, reason=reason)
 
 

@@ -16,10 +16,11 @@ import aiohttp
 from aiohttp import hdrs, web
 from yarl import URL
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError, ProtocolError
 from keepstep_mesh.net.fork_safety import open_socket
-from keepstep_mesh.security.audit import Caller, LogLimiter
+from keepstep_mesh.security.audit import Caller
 from keepstep_mesh.security.tls import TlsFiles, as_safe, watched_client_context
 from keepstep_mesh.security.tokens import Access, ClientToken, ForbiddenError, Role, Token, Tokens, derived, place_of
 from keepstep_mesh.security.web_pages import MisdirectedError, host_problem, origin_problem
@@ -36,6 +37,9 @@ PROBLEM_SECONDS = 5.0
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """Of an answer in JSON, unless the client says otherwise."""
 CONNECT_SECONDS = 5.0
+REFUSAL_LOG_SECONDS = 10.0
+"""Interval of log lines about refused requests of one address; the next line counts those in between."""
+MAX_REFUSED_ADDRESSES = 1000
 REQUEST_SECONDS = 30.0
 BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
@@ -230,7 +234,7 @@ def application(
     """
     gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
-    refusals = LogLimiter()
+    refusals = LogLimiter(REFUSAL_LOG_SECONDS, max_keys=MAX_REFUSED_ADDRESSES)
     for route in routes:
         app.router.add_route(route.method, route.path, _guarded(route, gate, refusals))
     return app
@@ -242,7 +246,7 @@ def _guarded(route: Route, gate: _Gate, refusals: LogLimiter) -> Handler:
             token = gate.check(request, route.access)
         except AuthError as error:
             who = _caller(request, getattr(error, "token", None))
-            left_out = refusals.take(who.remote, time.monotonic())
+            left_out = refusals.take(time.monotonic(), who.remote)
             if left_out is not None:
                 audit.warning(
                     "refused",

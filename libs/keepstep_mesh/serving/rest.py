@@ -12,6 +12,7 @@ from aiohttp import web
 from keepstep_mesh.net.http import Problem, read_json
 from keepstep_mesh.protocol.messages import Detail
 from keepstep_mesh.serving import openapi
+from keepstep_mesh.text import listed
 
 T = TypeVar("T")
 
@@ -24,8 +25,7 @@ MAX_DIGITS = 20
 def those(known: list[str]) -> str:
     if not known:
         return "there is none"
-    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
-    return f"there are {', '.join(known[:MAX_NAMED])}{more}"
+    return f"there are {listed(known, MAX_NAMED)}"
 
 
 def bad(detail: str) -> Problem:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
@@ -95,7 +96,7 @@ class LighthouseSession:
         self._said_goodbye: asyncio.Future[None] | None = None
         self._ended: KeepstepError | None = None
         self._last_problem = "no lighthouse was tried yet"
-        self._problem_logged = float("-inf")
+        self._unreachable = LogLimiter(UNREACHABLE_LOG_SECONDS)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Loop time of the timer."""
@@ -361,8 +362,7 @@ class LighthouseSession:
         final = None if self._started.done() else session_events.of_connecting(error, self._last_problem)
         if final is not None:
             self._end(final)
-        elif self._loop.time() - self._problem_logged >= UNREACHABLE_LOG_SECONDS:
-            self._problem_logged = self._loop.time()
+        elif self._unreachable.allows(self._loop.time()):
             self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)
 
     def _end(self, error: KeepstepError) -> None:
@@ -511,7 +511,7 @@ class LighthouseSession:
         self._core.welcomed(welcome)
         self._set_timing(welcome)
         self.lighthouse = self._trying
-        self._problem_logged = float("-inf")
+        self._unreachable.reset()
         now = self._loop.time()
         self.liveness.begins(now)
         self._welcomed.set_result(None)

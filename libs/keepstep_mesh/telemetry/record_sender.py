@@ -19,6 +19,7 @@ from http import HTTPStatus
 
 import aiohttp
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.backoff import Backoff
@@ -38,7 +39,7 @@ REFUSED_FOR_GOOD = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 REQUEST_SECONDS = 5.0
 BACKOFF = Backoff(first=0.5, most=15.0)
 """Before a batch is sent again after a failure."""
-LOG_AGAIN_SECONDS = 60.0
+FAILURE_LOG_SECONDS = 60.0
 
 log = get_logger("keepstep.telemetry")
 
@@ -128,7 +129,7 @@ class Sender:
         self._identity = identity
         self._interval = interval
         self._outbox = Outbox()
-        self._logged = float("-inf")
+        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
 
     @property
     def dropped(self) -> int:
@@ -188,9 +189,7 @@ class Sender:
         return True
 
     def _failed(self, address: str, error: Exception) -> None:
-        now = time.monotonic()
-        if now - self._logged >= LOG_AGAIN_SECONDS:
-            self._logged = now
+        if self._failures_logged.allows(time.monotonic()):
             older = "; if it runs an older release, update it first" if isinstance(error, AuthError) else ""
             log.warning(
                 "could not send records to the metrics service; retrying",

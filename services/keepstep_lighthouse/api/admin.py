@@ -49,6 +49,7 @@ from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import MAX_DIGITS, MAX_NAMED, bad, checked, json_answer, number, read_body, those
+from keepstep_mesh.text import listed
 
 T = TypeVar("T")
 
@@ -485,8 +486,7 @@ def _conflict(job: Job) -> str | None:
     advice = "end them first (keepstep drain, or stop their launchers), or evict them with force=true (--force)"
     if job.sessions:
         names = sorted(session.replica_id for session in job.sessions.values())
-        named = ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
-        return f"job {job.name!r} is in use: {len(names)} connected groups ({named}); {advice}"
+        return f"job {job.name!r} is in use: {len(names)} connected groups ({listed(names, MAX_NAMED)}); {advice}"
     if (returning := job.core.returning()) is not None:
         return f"job {job.name!r} is in use: {returning}; wait for them to come or to be lost, or force=true (--force)"
     return None

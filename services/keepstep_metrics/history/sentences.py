@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.text import listed
 
 MIB = 1 << 20
 MAX_NAMED = 20
@@ -28,10 +29,8 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "failed":
             return f"{name} has failed: {reason}"
         case "quorum":
-            members = _list(detail.get("members"))
-            first = ", ".join(name_of(str(one)) for one in members[:MAX_NAMED])
-            more = f" and {len(members) - MAX_NAMED} more" if len(members) > MAX_NAMED else ""
-            return f"quorum {detail.get('quorum_id')}: {first}{more}"
+            members = (name_of(str(one)) for one in _list(detail.get("members")))
+            return f"quorum {detail.get('quorum_id')}: {listed(members, MAX_NAMED)}"
         case "heal_began":
             return f"{name} heals at step {detail.get('step')}" + (f" from {source}" if source else "")
         case "healed":

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 from aiohttp import hdrs, web
 
+from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import (
@@ -38,7 +39,7 @@ LOOKED_AT_SECONDS = 10.0
 RELAY_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
-LOG_AGAIN_SECONDS = 60.0
+FAILURE_LOG_SECONDS = 60.0
 
 log = get_logger("keepstep.metrics.lighthouse")
 
@@ -98,7 +99,7 @@ class LiveStatusPoller:
         self._on_news = on_news
         self._live: dict[str, Live] = {}
         self._looked: dict[str, float] = {}
-        self._logged = float("-inf")
+        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
 
     def live(self, job: str) -> Live:
         """What is known; from now on it is asked for."""
@@ -125,8 +126,7 @@ class LiveStatusPoller:
                         await self._ask(http, address, job, relays)
             except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, AttributeError) as error:
                 self._live.clear()
-                if now - self._logged >= LOG_AGAIN_SECONDS:
-                    self._logged = now
+                if self._failures_logged.allows(now):
                     log.warning("the lighthouse does not say what it does", reason=explained(error, address))
 
     async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.groups import Group, Groups, KeptOut
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count
+from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
 MIB = 1024 * 1024
@@ -16,10 +17,7 @@ MIB = 1024 * 1024
 
 def named(replica_ids: Iterable[str]) -> str:
     """``r0, r1 and 7 more``."""
-    ids = list(replica_ids)
-    if len(ids) <= MAX_NAMED:
-        return ", ".join(ids)
-    return f"{', '.join(ids[:MAX_NAMED])} and {len(ids) - MAX_NAMED} more"
+    return listed(replica_ids, MAX_NAMED)
 
 
 def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterable[str], now: float) -> Reason:
