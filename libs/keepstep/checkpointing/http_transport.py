@@ -35,6 +35,8 @@ class HTTPTransport(CheckpointTransport[T]):
         uplink: bytes a second that all readers together may take from the network; None: no limit.
     """
 
+    accepts_into = True
+
     def __init__(
         self,
         timeout: timedelta,

@@ -47,6 +47,8 @@ class PGTransport(CheckpointTransport[T]):
         state_dict: gives the state to receive into when the caller names none; None: into new memory.
     """
 
+    accepts_into = True
+
     def __init__(
         self, pg: ProcessGroup, timeout: timedelta, device: torch.device, state_dict: Callable[[], T] | None = None
     ) -> None:

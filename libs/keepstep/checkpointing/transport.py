@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ class Exchange:
 
 class CheckpointTransport(ABC, Generic[T]):
     """Rank i of the healthy group sends, rank i of the healing group receives."""
+
+    accepts_into: ClassVar[bool] = False
+    """Whether ``recv_checkpoint`` accepts ``into``, ``progress`` and ``limit``; False: torchft's parameters only."""
 
     @property
     def needs_all_sources(self) -> bool:

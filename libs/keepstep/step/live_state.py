@@ -6,7 +6,6 @@ taking happen where the training thread stands between two passes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,15 +73,12 @@ class LiveState:
         limit: timedelta | None = None,
     ) -> None:
         """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
-        extra: dict[str, Any] = {}
-        known = inspect.signature(transport.recv_checkpoint).parameters
-        if "into" in known:
-            extra["into"] = self._save()
-        if "progress" in known:
-            extra["progress"] = progress
-        if "limit" in known:
-            extra["limit"] = limit
-        state = transport.recv_checkpoint(source, metadata, step, timeout, **extra)
+        if getattr(transport, "accepts_into", False):
+            state = transport.recv_checkpoint(
+                source, metadata, step, timeout, into=self._save(), progress=progress, limit=limit
+            )
+        else:  # written for torchft, perhaps without our base class
+            state = transport.recv_checkpoint(source, metadata, step, timeout)
         if state["user"].keys() != self._parts.keys():
             raise KeepstepError(
                 f"the source has the states {sorted(state['user'])}, this group {sorted(self._parts)}; register the "

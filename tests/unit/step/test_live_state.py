@@ -1,0 +1,68 @@
+"""The live state is received through transports of keepstep and of torchft's contract."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
+from keepstep.step.live_state import LiveState
+
+SECOND = timedelta(seconds=1)
+RECEIVED = {"user": {"model": {"w": torch.ones(2)}}, "manager": {"step": 7}}
+
+
+class WithoutBase:
+    """Written for torchft, whose transports know no options."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self.asked = (src_rank, metadata, step, timeout)
+        return RECEIVED
+
+
+class WithBase(WithoutBase, CheckpointTransport[Any]):
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None: ...
+
+
+def registered() -> tuple[LiveState, list[Any], list[Any]]:
+    user: list[Any] = []
+    manager: list[Any] = []
+    state = LiveState(lambda: {"step": 0}, manager.append)
+    state.register("model", user.append, lambda: {"w": torch.zeros(2)})
+    return state, user, manager
+
+
+@pytest.mark.parametrize("kind", [WithoutBase, WithBase])
+def test_a_transport_written_for_torchft_is_called_with_its_own_parameters_only(kind: type[Any]) -> None:
+    state, user, manager = registered()
+    transport = kind()
+    state.receive(transport, 3, "there", 7, SECOND, lambda *_: None, limit=2 * SECOND)
+    assert transport.asked == (3, "there", 7, SECOND)
+    assert user == [RECEIVED["user"]["model"]]
+    assert manager == [{"step": 7}]
+
+
+@pytest.mark.parametrize("kind", [HTTPTransport, PGTransport, RelayTransport])
+def test_a_transport_of_keepstep_receives_into_the_state_of_the_group(kind: type[CheckpointTransport[Any]]) -> None:
+    assert kind.accepts_into
+
+
+def test_a_transport_that_accepts_into_is_given_the_state_and_the_limits() -> None:
+    class InPlace(WithBase):
+        accepts_into = True
+
+        def recv_checkpoint(self, *_where: Any, **options: Any) -> Any:
+            self.options = options
+            return RECEIVED
+
+    state, _, _ = registered()
+    transport = InPlace()
+    state.receive(transport, 3, "there", 7, SECOND, print, limit=2 * SECOND)
+    assert transport.options.pop("into")["user"]["model"]["w"].equal(torch.zeros(2))
+    assert transport.options == {"progress": print, "limit": 2 * SECOND}
