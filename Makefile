@@ -28,7 +28,7 @@ demo: $(STAMP) ## a real training job survives kills, with a live view
 	@$(BIN)/keepstep demo $(DEMO)
 
 test: $(STAMP) ## all tests, in two processes: make test TESTS=tests/unit PROCESSES=1
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(STAMP) ## style, types and imports between rooms
 	@$(BIN)/ruff check .
