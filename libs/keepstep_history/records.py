@@ -77,6 +77,11 @@ def parse(line: bytes) -> Record:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(plain, dict) or not ({"id", "kind"} <= plain.keys() or {"n", "event"} <= plain.keys()):
         raise ValueError("it is JSON, but of no event log and no step log")
+    return record_of(plain)
+
+
+def record_of(plain: dict[str, Any]) -> Record:
+    """The record of a line that is parsed already. Raises ValueError as ``parse`` does."""
     return _event(plain) if "kind" in plain else _step(plain)
 
 

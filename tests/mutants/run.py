@@ -80,9 +80,9 @@ def mutant(mutation: Mutation, copy: Path) -> Outcome:
 
 def simulate(check: Trace | Seeds) -> int:
     """In the copy: ``CAUGHT`` when something that must hold is violated."""
+    from tests.simulation.checks.violation import Violation
     from tests.simulation.run import violation
     from tests.simulation.traces import TRACES
-    from tests.simulation.training import Violation
 
     if isinstance(check, Trace):
         for seed in range(TRACE_SEEDS):

@@ -1,9 +1,7 @@
-"""Runs simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses 2]``.
+"""Run simulations by their seeds: ``python -m tests.simulation.run --seeds 100000 [--lighthouses N]``.
 
-With one lighthouse it is its core in a shell of the simulator's, with two (or three) the real shell and the election.
-
-Prints a line of progress, and for each seed that fails what was violated, the fewest faults that still do it, and what
-happened. Exit code 1 when one failed.
+Prints a line of progress and, for each seed that fails, the broken rule, the fewest faults that still break it, and
+the trace. Exit code 1 when a seed failed.
 """
 
 from __future__ import annotations
@@ -14,36 +12,28 @@ import sys
 import time
 from functools import partial
 
-from tests.simulation import failover_faults, faults
-from tests.simulation.failover import Failover
-from tests.simulation.faults import Fault
-from tests.simulation.simulator import Simulation
-from tests.simulation.training import Training, Violation
+from tests.simulation.checks.violation import Violation
+from tests.simulation.faults.drawing import Fault
+from tests.simulation.simulation import Simulation
 
 MAX_REPORTED = 5
 FIRST_LINES, LAST_LINES = 300, 50
 
 
-def simulation_of(
-    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int = 1, careful: bool = False
-) -> Training:
-    return (Simulation if lighthouses == 1 else Failover)(seed, faults, careful=careful)
-
-
 def violation(
-    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int = 1, careful: bool = False
+    seed: int, faults: tuple[Fault, ...] | None = None, *, lighthouses: int | None = None, careful: bool = False
 ) -> str | None:
-    """What went wrong with this seed; None: nothing."""
+    """The rule that this seed breaks, if any. ``lighthouses`` None: their number is drawn from the seed."""
     try:
-        simulation_of(seed, faults, lighthouses=lighthouses, careful=careful).run()
+        Simulation(seed, faults, lighthouses=lighthouses, careful=careful).run()
     except Violation as error:
         return str(error)
     return None
 
 
-def minimal_faults(seed: int, lighthouses: int) -> tuple[Fault, ...]:
+def minimal_faults(seed: int, lighthouses: int | None = None) -> tuple[Fault, ...]:
     """Faults of a failing seed of which none can be left out."""
-    left = list((faults if lighthouses == 1 else failover_faults).faults_of(seed))
+    left = list(Simulation(seed, lighthouses=lighthouses).faults)
     for fault in list(left):
         fewer = tuple(one for one in left if one is not fault)
         if violation(seed, fewer, lighthouses=lighthouses, careful=True) is not None:
@@ -51,33 +41,36 @@ def minimal_faults(seed: int, lighthouses: int) -> tuple[Fault, ...]:
     return tuple(left)
 
 
-def explain(seed: int, lighthouses: int = 1) -> str:
+def explain(seed: int, lighthouses: int | None = None) -> str:
     """A report on a failing seed."""
     faults = minimal_faults(seed, lighthouses)
-    simulation = simulation_of(seed, faults, lighthouses=lighthouses, careful=True)
+    simulation = Simulation(seed, faults, lighthouses=lighthouses, careful=True)
     simulation.tracing = True
     try:
         simulation.run()
-        what = "nothing, when its core is validated after each event"
+        what = "no violation when the core is validated after each event"
     except Violation as error:
         what = str(error)
-    told = "\n".join(f"    {fault}" for fault in faults) or "    none"
+    listed = "\n".join(f"    {fault}" for fault in faults) or "    none"
     lines = simulation.trace
     if len(lines) > FIRST_LINES + LAST_LINES:
         lines = [*lines[:FIRST_LINES], "...", *lines[-LAST_LINES:]]
     trace = "\n".join(f"    {line}" for line in lines)
     policy = simulation.policy
-    about = f"{len(simulation.names)} groups, min_replicas {policy.min_replicas}, max_replicas {policy.max_replicas}"
-    return f"seed {seed}: {what}\n  {about}; faults:\n{told}\n  what happened:\n{trace}"
+    about = (
+        f"{len(simulation.names)} groups, {len(simulation.nodes)} lighthouses, "
+        f"min_replicas {policy.min_replicas}, max_replicas {policy.max_replicas}"
+    )
+    return f"seed {seed}: {what}\n  {about}; faults:\n{listed}\n  trace:\n{trace}"
 
 
-def run(seeds: range, jobs: int, lighthouses: int) -> int:
-    """Number of seeds that failed."""
+def run(seeds: range, jobs: int, lighthouses: int | None) -> int:
+    """Run all ``seeds``. Returns the number of seeds that failed."""
     failed: list[int] = []
     began = time.monotonic()
     every = max(100, len(seeds) // 100)
     with multiprocessing.Pool(jobs) as pool:
-        results = pool.imap_unordered(partial(_one, lighthouses), seeds, chunksize=32)
+        results = pool.imap_unordered(partial(_run_one, lighthouses), seeds, chunksize=32)
         for number, (seed, what) in enumerate(results, 1):
             if what is not None:
                 failed.append(seed)
@@ -86,23 +79,24 @@ def run(seeds: range, jobs: int, lighthouses: int) -> int:
                     print(explain(seed, lighthouses))
             if number % every == 0 or number == len(seeds):
                 rate = number / (time.monotonic() - began)
-                kind = "one lighthouse" if lighthouses == 1 else "failover"
-                line = f"{kind}: {number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
+                line = f"{number}/{len(seeds)} seeds, {rate:.0f}/s, {len(failed)} failed"
                 print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
     print()
     return len(failed)
 
 
-def _one(lighthouses: int, seed: int) -> tuple[int, str | None]:
+def _run_one(lighthouses: int | None, seed: int) -> tuple[int, str | None]:
     return seed, violation(seed, lighthouses=lighthouses)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--start", type=int, default=0, help="the first")
-    parser.add_argument("--lighthouses", type=int, choices=(1, 2), default=1, help="one, or several with a store")
-    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds (default: 1000)")
+    parser.add_argument("--start", type=int, default=0, help="first seed (default: 0)")
+    parser.add_argument(
+        "--lighthouses", type=int, choices=(1, 2, 3), help="their number (default: drawn from each seed)"
+    )
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="number of processes")
     arguments = parser.parse_args()
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     return 1 if run(seeds, arguments.jobs, arguments.lighthouses) else 0

@@ -1,4 +1,4 @@
-"""Some seeds of the simulation, each with the core validated after every event. ``make simulate`` runs many more."""
+"""Some seeds of the simulation. ``make simulate`` runs many more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from tests.simulation.run import explain, violation
 
 
 @pytest.mark.parametrize("first", range(0, 64, 8))
-def test_nothing_that_must_hold_is_violated(first: int) -> None:
+def test_no_rule_is_broken_with_one_lighthouse(first: int) -> None:
     for seed in range(first, first + 8):
-        if violation(seed, careful=True) is not None:
-            pytest.fail(explain(seed))
+        if violation(seed, lighthouses=1, careful=True) is not None:
+            pytest.fail(explain(seed, lighthouses=1))
+
+
+@pytest.mark.parametrize("lighthouses", [2, 3])
+@pytest.mark.parametrize("first", range(0, 128, 16))
+def test_no_rule_is_broken_with_several_lighthouses(first: int, lighthouses: int) -> None:
+    for seed in range(first, first + 16):
+        if violation(seed, lighthouses=lighthouses, careful=seed % 4 == 0) is not None:
+            pytest.fail(explain(seed, lighthouses=lighthouses))

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
-from tests.simulation.failover import Failover, Script
-from tests.simulation.node import Node
-from tests.simulation.worker import Worker
+from tests.simulation.actors.node import Node
+from tests.simulation.actors.worker import Worker
+from tests.simulation.simulation import Script, Simulation
 
 LEASE = 3.0
 LONG = 60.0
@@ -26,22 +26,22 @@ class Trace:
     script: Callable[..., Script]
     settings: dict[str, Any]
 
-    def play(self, seed: int = 0, *, tracing: bool = False) -> Failover:
+    def play(self, seed: int = 0, *, tracing: bool = False) -> Simulation:
         """Raises ``Violation``."""
         sim = self.prepare(seed)
         sim.tracing = tracing
         sim.play(self.script)
         return sim
 
-    def prepare(self, seed: int) -> Failover:
-        return Failover(seed, (), **self.settings)
+    def prepare(self, seed: int) -> Simulation:
+        return Simulation(seed, (), **self.settings)
 
 
 TRACES: dict[str, Trace] = {}
 
 
 def trace(**settings: Any) -> Callable[[Callable[..., Script]], Callable[..., Script]]:
-    """Of two groups with two lighthouses unless ``settings`` of ``Failover`` say otherwise."""
+    """Of two groups with two lighthouses unless ``settings`` of ``Simulation`` say otherwise."""
 
     def keep(script: Callable[..., Script]) -> Callable[..., Script]:
         common = {"groups": 2, "policy": ONE_IS_ENOUGH, "lighthouses": 2, "lease": LEASE, "careful": True}
@@ -55,32 +55,33 @@ ONE_IS_ENOUGH = Policy(min_replicas=1, join_timeout=4.0, heal_timeout=3.0, takeo
 ALL_TWO = Policy(min_replicas=2, join_timeout=4.0, heal_timeout=3.0, takeover_grace=0.2)
 
 
-def training(sim: Failover, rounds: int = 4) -> Script:
+def training(sim: Simulation, rounds: int = 4) -> Script:
     """All groups have been in one quorum for a while, and those that stand by are linked to the leader."""
     yield lambda: sim.leader is not None and len(sim.stored.members) == len(sim.names)
-    so_far = sim.rounds
-    yield lambda: sim.rounds >= so_far + rounds and len(leader(sim).lighthouse.followers) == len(sim.nodes) - 1
+    so_far = sim.quorums.rounds
+    yield lambda: sim.quorums.rounds >= so_far + rounds and len(leader(sim).lighthouse.followers) == len(sim.nodes) - 1
 
 
-def leader(sim: Failover) -> Node:
+def leader(sim: Simulation) -> Node:
     assert sim.leader is not None
     return sim.leader
 
 
-def other(sim: Failover, *than: Node) -> Node:
+def other(sim: Simulation, *than: Node) -> Node:
     return next(node for node in sim.nodes.values() if node not in than)
 
 
-def group(sim: Failover, number: int) -> Worker:
+def group(sim: Simulation, number: int) -> Worker:
     return sim.latest[f"r{number}"]
 
 
-def comes_to(sim: Failover, worker: Any, node: Node) -> Script:
+def comes_to(sim: Simulation, worker: Any, node: Node) -> Script:
     """``worker`` finds ``node`` without trying all others first."""
-    while worker.connection not in sim.between(worker.name, node.address):
-        worker.addresses.lost(worker.address, LONG)
-        worker.addresses.follow(node.address)
-        worker.hang_up()
+    session = worker.session
+    while session.connection not in sim.mesh.between(worker.name, node.address):
+        session.addresses.lost(session.address, LONG)
+        session.addresses.follow(node.address)
+        session.hang_up()
         yield 0.1
 
 
@@ -88,30 +89,30 @@ def comes_to(sim: Failover, worker: Any, node: Node) -> Script:
 
 
 @trace(policy=ALL_TWO)
-def a_quorum_id_raised_for_a_failed_commit_outlives_the_leader(sim: Failover) -> Script:
+def a_quorum_id_raised_for_a_failed_commit_outlives_the_leader(sim: Simulation) -> Script:
     yield from training(sim)
     a, before = leader(sim), sim.stored.quorum_id
     group(sim, 0).fail_next = True
-    yield lambda: sim.announced_quorum > before
+    yield lambda: sim.quorums.highest.quorum_id > before
     sim.kill_lighthouse(a, LONG)
-    yield lambda: sim.leader is not None and sim.announced_by == sim.leader.name
+    yield lambda: sim.leader is not None and sim.quorums.announced_by == sim.leader.name
 
 
 @trace()
-def a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends(sim: Failover) -> Script:
+def a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends(sim: Simulation) -> Script:
     """Its lease object is still there: the revocation was lost."""
     yield from training(sim)
     a = leader(sim)
     b = other(sim, a)
     a.store.deaf = True
     b.store.fates["revoke"] = "lost"
-    sim.part_lighthouses(a, b, LONG, silently=False)
+    sim.mesh.partition(a.address, b.address, LONG, silently=False)
     yield lambda: sim.leader is b
     yield 3 * LEASE
 
 
 def _unknown(fate: str) -> Callable[..., Script]:
-    def script(sim: Failover) -> Script:
+    def script(sim: Simulation) -> Script:
         """The leader does not know what became of the write of a quorum; then it is cut off, and another one leads."""
         yield from training(sim)
         a, before = leader(sim), sim.stored.quorum_id
@@ -120,11 +121,11 @@ def _unknown(fate: str) -> Callable[..., Script]:
         group(sim, 0).fail_next = True
         yield lambda: "transact" not in a.store.fates
         yield 1.0
-        if a.lighthouse.term is not term or sim.announced_quorum == before:
+        if a.lighthouse.term is not term or sim.quorums.highest.quorum_id == before:
             sim.violated("it did not read back, and try again, in the time that its lease left")
         sim.cut_from_the_store(a, 2 * LEASE)
-        sim.part_lighthouses(a, other(sim, a), 2 * LEASE, silently=False)
-        yield lambda: sim.announced_quorum > before
+        sim.mesh.partition(a.address, other(sim, a).address, 2 * LEASE, silently=False)
+        yield lambda: sim.quorums.highest.quorum_id > before
 
     script.__name__ = f"a_write_of_a_quorum_that_is_{fate}"
     return script
@@ -135,7 +136,7 @@ for one in ("lost", "done", "late"):
 
 
 @trace()
-def a_write_of_unknown_outcome_and_the_leader_dies(sim: Failover) -> Script:
+def a_write_of_unknown_outcome_and_the_leader_dies(sim: Simulation) -> Script:
     yield from training(sim)
     a, before = leader(sim), sim.stored.quorum_id
     a.store.fates["transact"] = "lost"
@@ -143,11 +144,11 @@ def a_write_of_unknown_outcome_and_the_leader_dies(sim: Failover) -> Script:
     yield lambda: "transact" not in a.store.fates
     yield 0.05
     sim.kill_lighthouse(a, 1.0)
-    yield lambda: sim.announced_quorum > before
+    yield lambda: sim.quorums.highest.quorum_id > before
 
 
 @trace()
-def an_eviction_whose_write_is_lost_is_told_when_it_is_written(sim: Failover) -> Script:
+def an_eviction_whose_write_is_lost_is_told_when_it_is_written(sim: Simulation) -> Script:
     yield from training(sim)
     a = leader(sim)
     a.store.fates["transact"] = "lost"
@@ -158,48 +159,48 @@ def an_eviction_whose_write_is_lost_is_told_when_it_is_written(sim: Failover) ->
 
 
 @trace()
-def an_eviction_outlives_the_leader(sim: Failover) -> Script:
+def an_eviction_outlives_the_leader(sim: Simulation) -> Script:
     """The evicted group does not hear of it, and comes to the next leader with its session's history."""
     yield from training(sim)
     a = leader(sim)
-    sim.part_group("r0", a, LONG)
+    sim.mesh.partition("r0", a.address, LONG)
     sim.order(EvictOrdered("r0", "bad disk", 0.0, "ann"))
     yield lambda: bool(sim.stored.evicted)
     sim.kill_lighthouse(a, LONG)
 
 
 @trace(policy=ALL_TWO)
-def a_round_that_only_some_members_heard_of(sim: Failover) -> Script:
+def a_round_that_only_some_members_heard_of(sim: Simulation) -> Script:
     """The leader dies when r0 has its answer and r1 has not."""
     yield from training(sim)
     a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
     asked_first = False
     while not asked_first:
-        yield lambda: r1.session.open is not None and r0.session.open is None
+        yield lambda: r1.session.core.open is not None and r0.session.core.open is None
         yield 0.006  # its request has arrived
-        asked_first = r0.session.open is None and r1.session.open is not None
-    sim.part_group("r1", a, LONG)
+        asked_first = r0.session.core.open is None and r1.session.core.open is not None
+    sim.mesh.partition("r1", a.address, LONG)
     yield lambda: r0.plan is not None and r1.plan is None
     sim.kill_lighthouse(a, LONG)
-    if r1.connection is not None:
-        r1.connection.rejoin()
+    if r1.session.connection is not None:
+        r1.session.connection.rejoin()
 
 
 @trace(quiet_at=40.0)
-def a_leader_that_is_cut_off_closes_its_sessions(sim: Failover) -> Script:
+def a_leader_that_is_cut_off_closes_its_sessions(sim: Simulation) -> Script:
     """The groups reach it all the time, and would stay."""
     yield from training(sim)
     a = leader(sim)
     sim.cut_from_the_store(a, LONG)
     b = other(sim, a)
-    sim.part_lighthouses(a, b, LONG, silently=True)
+    sim.mesh.partition(a.address, b.address, LONG)
     yield lambda: sim.leader is b
-    so_far = sim.rounds
-    yield lambda: sim.rounds > so_far + 4
+    so_far = sim.quorums.rounds
+    yield lambda: sim.quorums.rounds > so_far + 4
 
 
 @trace()
-def two_groups_at_an_equal_step_with_different_weights(sim: Failover) -> Script:
+def two_groups_at_an_equal_step_with_different_weights(sim: Simulation) -> Script:
     """r1 does not commit the step that r0 commits; it goes on alone to the same step, then r0 comes back."""
     yield from training(sim)
     a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
@@ -209,27 +210,28 @@ def two_groups_at_an_equal_step_with_different_weights(sim: Failover) -> Script:
         so_far, behind = r0.commits, r1.commits
         r1.fail_commit()
         yield lambda: r0.plan is None  # it committed, or was told in time that r1 did not
-    for node in sim.nodes.values():
-        sim.parted_groups.add((r0.name, node.address))
-    if r0.connection is not None:
-        r0.connection.cut()
+    for address in sim.nodes:
+        sim.mesh.refuse(r0.name, address)
+    if r0.session.connection is not None:
+        r0.session.connection.cut()
     yield lambda: r1.step == r0.step
     r1.freeze(2.0)
-    sim.parted_groups.clear()
+    for address in sim.nodes:
+        sim.mesh.rejoin(r0.name, address)
     yield from comes_to(sim, r0, a)
 
 
 @trace(lease=6.0)
-def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Failover) -> Script:
+def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Simulation) -> Script:
     yield from training(sim)
     a = leader(sim)
     b, r0 = other(sim, a), group(sim, 0)
     b.store.fates["revoke"] = "lost"
     sim.cut_from_the_store(a, 20.0)
-    sim.part_lighthouses(a, b, 20.0, silently=False)
+    sim.mesh.partition(a.address, b.address, 20.0, silently=False)
     yield lambda: sim.leader is b
     yield from comes_to(sim, r0, b)
-    yield lambda: r0.welcomed
+    yield lambda: r0.session.welcomed
     yield from comes_to(sim, r0, a)
     yield 3.0
 
@@ -238,7 +240,7 @@ def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Failover)
 
 
 @trace(lighthouses=3, lease=6.0)
-def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
+def the_deposer_releases_the_key_and_a_third_takes_it(sim: Simulation) -> Script:
     """A deposed leader may confirm its quorum until its lease is over, though the key that the third finds is gone."""
     yield lambda: sim.leader is not None
     a = leader(sim)
@@ -247,17 +249,17 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
     yield lambda: len(a.lighthouse.followers) == 2
     yield lambda: "r0" in sim.latest and "r1" in sim.latest
     for node in (b, c):
-        sim.part_group("r0", node, 20.0)
-    sim.part_group("r1", a, 20.0)
-    if group(sim, 1).connection is not None:
-        group(sim, 1).connection.cut()
+        sim.mesh.partition("r0", node.address, 20.0)
+    sim.mesh.partition("r1", a.address, 20.0)
+    if group(sim, 1).session.connection is not None:
+        group(sim, 1).session.connection.cut()
     yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"]
     yield lambda: group(sim, 0).commits > 2
     a.store.deaf = True
     sim.cut_from_the_store(a, 20.0)
     b.store.fates["revoke"] = "lost"
-    sim.part_lighthouses(a, b, 20.0, silently=False)
-    sim.part_lighthouses(a, c, 20.0, silently=True)
+    sim.mesh.partition(a.address, b.address, 20.0, silently=False)
+    sim.mesh.partition(a.address, c.address, 20.0)
     yield lambda: sim.leader is b
     yield 0.1
     b.loop.call_soon(partial(b.lighthouse.leadership.give_up, "told to", stand_back=True))
@@ -267,18 +269,18 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Failover) -> Script:
 
 
 @trace()
-def a_leader_that_slept_past_its_lease_says_nothing(sim: Failover) -> Script:
+def a_leader_that_slept_past_its_lease_says_nothing(sim: Simulation) -> Script:
     """A request has waited in its socket. It wakes, and reads that before any of its timers."""
     yield from training(sim)
     a = leader(sim)
-    yield lambda: any(sim.latest[name].session.open is None for name in sim.names)
+    yield lambda: any(sim.latest[name].session.core.open is None for name in sim.names)
     sim.pause(a, LEASE + 0.6)
     yield lambda: not a.loop.asleep
     yield lambda: sim.leader is not None
 
 
 @trace()
-def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Failover) -> Script:
+def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Simulation) -> Script:
     """The store does it and does not answer, so the key is known to be gone while the term is not yet closed."""
     yield from training(sim)
     a = leader(sim)
@@ -292,7 +294,7 @@ def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Failover) -> Scr
 
 
 @trace()
-def a_renewal_counts_from_when_it_was_sent(sim: Failover) -> Script:
+def a_renewal_counts_from_when_it_was_sent(sim: Simulation) -> Script:
     """Its answer came late, and the store is away after that."""
     yield from training(sim)
     a = leader(sim)
@@ -301,13 +303,13 @@ def a_renewal_counts_from_when_it_was_sent(sim: Failover) -> Script:
     a.store.fates["keep_alive"] = "slow"
     yield lambda: "keep_alive" not in a.store.fates
     yield 0.95
-    sim.part_lighthouses(a, b, 12.0, silently=True)
+    sim.mesh.partition(a.address, b.address, 12.0)
     sim.cut_from_the_store(a, 12.0)
     yield 12.0
 
 
 @trace(rate=0.92)
-def a_slow_clock_is_within_the_margin_of_the_lease(sim: Failover) -> Script:
+def a_slow_clock_is_within_the_margin_of_the_lease(sim: Simulation) -> Script:
     yield from training(sim)
     sim.store.away = True
     yield 2 * LEASE
@@ -315,30 +317,30 @@ def a_slow_clock_is_within_the_margin_of_the_lease(sim: Failover) -> Script:
 
 
 @trace()
-def a_leader_that_no_group_reaches_gives_way(sim: Failover) -> Script:
+def a_leader_that_no_group_reaches_gives_way(sim: Simulation) -> Script:
     yield from training(sim)
     a = leader(sim)
     for name in sim.names:
-        sim.part_group(name, a, LONG)
-        sim.latest[name].connection.cut()
+        sim.mesh.partition(name, a.address, LONG)
+        sim.latest[name].session.connection.cut()
     yield lambda: sim.leader is not None and sim.leader is not a
-    so_far = sim.rounds
-    yield lambda: sim.rounds > so_far + 4
+    so_far = sim.quorums.rounds
+    yield lambda: sim.quorums.rounds > so_far + 4
 
 
-def a_stranger_asks_the_next_leader(sim: Failover) -> Script:
+def a_stranger_asks_the_next_leader(sim: Simulation) -> Script:
     """A leads r0 and is cut off from B and the store, and does not hear of it; r1, a member of nothing, asks B."""
     yield lambda: sim.leader is not None and len(leader(sim).lighthouse.followers) == 1
     a = leader(sim)
     b = other(sim, a)
     yield lambda: "r1" in sim.latest and "r0" in sim.latest
-    sim.part_group("r0", b, 20.0)
-    sim.part_group("r1", a, 20.0)
-    if group(sim, 1).connection is not None:
-        group(sim, 1).connection.cut()
+    sim.mesh.partition("r0", b.address, 20.0)
+    sim.mesh.partition("r1", a.address, 20.0)
+    if group(sim, 1).session.connection is not None:
+        group(sim, 1).session.connection.cut()
     yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"] and group(sim, 0).commits > 2
     sim.cut_from_the_store(a, 20.0)
-    sim.part_lighthouses(a, b, 20.0, silently=False)
+    sim.mesh.partition(a.address, b.address, 20.0, silently=False)
     b.store.fates["revoke"] = "lost"
     yield lambda: sim.leader is b
     yield from comes_to(sim, group(sim, 1), b)
@@ -349,7 +351,7 @@ trace(lease=6.0)(a_stranger_asks_the_next_leader)
 
 
 @trace(lease=6.0)
-def the_next_leader_has_a_shorter_lease(sim: Failover) -> Script:
+def the_next_leader_has_a_shorter_lease(sim: Simulation) -> Script:
     """In the middle of a change of --lease."""
     yield lambda: sim.leader is not None
     b = other(sim, leader(sim))
@@ -359,7 +361,7 @@ def the_next_leader_has_a_shorter_lease(sim: Failover) -> Script:
 
 
 def _bit_flips(lost: str) -> Callable[..., Script]:
-    def script(sim: Failover) -> Script:
+    def script(sim: Simulation) -> Script:
         """A bit of r1's state flips; the leader dies ``lost``. r1 is found by whoever leads then, and heals."""
         yield from training(sim)
         a, worker = leader(sim), group(sim, 1)
@@ -383,7 +385,7 @@ for one in ("when the roots have been asked for", "when it was found"):
 
 
 @trace()
-def the_store_is_away_for_longer_than_a_lease(sim: Failover) -> Script:
+def the_store_is_away_for_longer_than_a_lease(sim: Simulation) -> Script:
     yield from training(sim)
     sim.store.away = True
     yield 2 * LEASE

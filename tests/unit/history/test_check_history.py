@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.simulation.checks.history import EVENTS, report_on
+from tests.simulation.simulation import Simulation
 
 from keepstep_cli.main import main
 from keepstep_history.rules import RULES
-from tests.simulation.history import EVENTS, report_on
-from tests.simulation.simulator import Simulation
 
 
 @cache
@@ -23,7 +23,7 @@ def simulated() -> dict[str, list[str]]:
 
 
 def logs_of(seed: int) -> dict[str, list[str]]:
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, lighthouses=1)
     simulation.run()
     return simulation.logs.lines
 

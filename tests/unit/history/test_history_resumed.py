@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.simulation.history import report_on
+from tests.simulation.checks.history import report_on
 from tests.unit.history.history_story import Story
 
 EVENTS = "l1.jsonl"

@@ -6,13 +6,12 @@ import json
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from tests.simulation.history import report_on
-from tests.simulation.simulator import Simulation
+from tests.simulation.checks.history import report_on
+from tests.simulation.simulation import Simulation
 
 
 def simulated(seed: int) -> dict[str, list[str]]:
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, lighthouses=1)
     simulation.run()  # checks its own history
     return simulation.logs.lines
 

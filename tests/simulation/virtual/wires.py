@@ -1,7 +1,7 @@
-"""Connections of processes: ``Wire`` takes the place of ``websocket.Link`` under the real sessions and leader links.
+"""Connections of processes: ``Wire`` replaces ``websocket.Link`` under the real sessions and leader links.
 
-A ``Socket`` is a process's end of a ``Connection``, as its kernel keeps it: what arrives waits there until somebody
-reads, and while the process sleeps. When the process dies its kernel ends the connection.
+A ``Socket`` is the kernel's end of a ``Connection``: it buffers messages until the process reads them, also while the
+process is paused. When the process dies, the kernel ends the connection.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep_mesh.net.websocket import CLOSE_NORMAL
 from keepstep_mesh.protocol import codec
-from tests.simulation.network import FIN, Connection
+from tests.simulation.virtual.network import FIN, Connection
 
 if TYPE_CHECKING:
-    from tests.simulation.node import Node
+    from tests.simulation.actors.node import Node
 
 
 @dataclass(frozen=True, slots=True)
 class CloseFrame:
-    """The last word of who closes a connection in good order."""
+    """The last message of an orderly close."""
 
     reason: str
 
@@ -38,21 +38,21 @@ class Socket:
         self._waiting: deque[Any] = deque()
         self._reader: Callable[[Any], None] | None = None
         self._ended = False
-        node.sockets.append(self)
+        node.sockets[self] = None
 
     def receive(self, _: Connection, message: Any) -> None:
-        """From the network."""
+        """Take a message from the network."""
         if not self.node.loop.dead:
-            self.node.loop.call_soon(self._arrives, message)
+            self.node.loop.deliver(self._on_message, message)
 
-    def _arrives(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if self._reader is None:
             self._waiting.append(message)
         else:
             self._reader(message)
 
     def read(self, reader: Callable[[Any], None]) -> None:
-        """From now on what arrives goes to ``reader``."""
+        """Pass all buffered and all later messages to ``reader``."""
         self._reader = reader
         while self._waiting:
             reader(self._waiting.popleft())
@@ -64,20 +64,20 @@ class Socket:
     def end(self) -> None:
         if not self._ended:
             self._ended = True
-            self.node.sockets.remove(self)
+            del self.node.sockets[self]
             if not self.node.loop.dead:
                 self.connection.close(self)
 
 
 class Wire:
-    """What sessions and leader links need of a ``websocket.Link``."""
+    """The interface of ``websocket.Link`` that sessions and leader links use."""
 
     def __init__(
         self,
         on_frame: Callable[[bytes], None],
         on_lost: Callable[[str], None],
         *,
-        limit_bytes: int,  # noqa: ARG002 - as a Link has them
+        limit_bytes: int,  # noqa: ARG002 - the signature of Link
         unsent_bytes: int,  # noqa: ARG002
     ) -> None:
         self.loop = asyncio.get_running_loop()
@@ -93,7 +93,7 @@ class Wire:
         return self._ordinal
 
     async def connect(self, node: Node, url: str) -> None:
-        """``node``: whose process this is. Raises ``OSError`` or ``UpgradeError``, or hangs."""
+        """Connect the process ``node`` to ``url``. Raises ``OSError`` or ``UpgradeError``, or hangs."""
         self._take(await node.dial(url))
 
     async def accept(self, socket: Socket) -> None:
@@ -144,7 +144,7 @@ class Wire:
 
 
 class IdentityOf:
-    """Stands for the ``Identity`` of a process: its HTTP sessions are the process itself."""
+    """Replaces the ``Identity`` of a process. Its HTTP session is the process itself, which ``Wire`` dials from."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,8 +1,8 @@
-"""One store for several lighthouses, in virtual time: as far away, as slow and as silent as a network makes it.
+"""The store of the lighthouses in virtual time, behind a network that delays and loses calls.
 
-``SharedStore`` is the truth: keys, leases that end by its own clock, who is told of changes. ``StoreClient`` is how one
-process reaches it, behind the real ``Store`` contract. A call travels there and back, and may be lost on either way: it
-then ends in the errors of the contract, or never, and what it wanted may happen, may not, or may happen later.
+``SharedStore`` holds the truth: keys, leases that end by its own clock, and watches. A ``StoreClient`` is the access of
+one process, behind the real ``Store`` contract. A call travels to the store and back and may be lost on either way. It
+then ends with an error of the contract, or never; its effect may happen, may not happen, or may happen later.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from keepstep_lighthouse.store.contract import (
     Write,
     WriteFailedError,
 )
-from tests.simulation.network import Timeline
-from tests.simulation.process import ProcessLoop
+from tests.simulation.virtual.network import Timeline
+from tests.simulation.virtual.process import ProcessLoop
 
 EXPIRY_SECONDS = 0.5
-"""A lease may live so much longer than it has to."""
+"""The most by which a lease outlives its time to live."""
 HANGS = 30.0
-"""Longer than anybody waits."""
+"""Seconds; longer than any timeout of a call."""
 SLOW_ANSWER = 0.9
 Written = Callable[[Sequence[Write]], None]
 
 
 class SharedStore:
-    """``on_written`` is called with what a transaction is about to change."""
+    """Keys, leases and watches. ``on_written`` is called with the writes of each transaction before they happen."""
 
     def __init__(self, time: Timeline, random: Random, on_written: Written) -> None:
         self.values: dict[str, bytes] = {}
         self.lead_until: dict[int, float] = {}
-        """By lease: until when the leader's key was safe with it; true time."""
+        """By lease: the true time until which the leader's key was safe with it."""
         self.away = False
         self.slow = False
         self.unsure = False
-        """Calls are lost on their ways now and then."""
+        """Some calls are lost on their way."""
         self.watches_are_late = False
         self._time, self._random = time, random
         self._on_written = on_written
         self._lease_of: dict[str, int] = {}
         self._leases: dict[int, tuple[float, float]] = {}
-        """Time to live and end, true time."""
+        """By lease: time to live, and true time of its end."""
         self._last_lease = 0
         self.watches: list[ClientWatch] = []
 
@@ -114,13 +114,18 @@ class SharedStore:
     def get_prefix(self, prefix: str) -> dict[str, bytes]:
         return {key: self.values[key] for key in sorted(self.values) if key.startswith(prefix)}
 
+    def report_missed(self) -> None:
+        """Some process reaches the store again: its watches catch up, or break."""
+        for watch in self.watches:
+            watch.on_reachable()
+
     def delay(self) -> float:
-        """Of one way."""
+        """Seconds of one way to the store."""
         return (0.05 + 1.2 * self._random.random()) if self.slow else 0.0005 + 0.008 * self._random.random()
 
 
 class ClientWatch(Watch):
-    """Told a while after what happens, in its order; of nothing while the process is cut off."""
+    """Reports changes in order, each after a delay, and none while the process is cut off from the store."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
         super().__init__(prefix)
@@ -150,8 +155,8 @@ class ClientWatch(Watch):
         if not self._client.loop.dead:
             self._client.loop.call_soon(self.tell, (change,))
 
-    def reachable_again(self) -> None:
-        """What it missed is told as it is now, or it breaks."""
+    def on_reachable(self) -> None:
+        """Report the present values of all missed keys, or break."""
         if self._missed and not self.ended:
             self._missed = False
             if self._client.random.random() < 0.5:
@@ -167,19 +172,20 @@ class ClientWatch(Watch):
 
 
 class StoreClient(Store):
-    """Of one process."""
+    """The access of one process. ``exclusive``: no other lighthouse uses the store."""
 
-    exclusive = False
-
-    def __init__(self, shared: SharedStore, loop: ProcessLoop, time: Timeline, random: Random) -> None:
+    def __init__(
+        self, shared: SharedStore, loop: ProcessLoop, time: Timeline, random: Random, *, exclusive: bool
+    ) -> None:
+        self.exclusive = exclusive
         self.shared, self.loop = shared, loop
         self.time, self.random = time, random
         self.cut_off = False
         self.deaf = False
-        """Its watches tell nothing."""
+        """Its watches report nothing."""
         self.fates: dict[str, str] = {}
-        """By the name of a method of ``SharedStore``: what becomes of the next such call, once. ``lost`` on its way,
-        ``done`` and the answer is lost, ``late`` (it happens later), ``slow`` (the answer takes 0.9 s), ``hangs``."""
+        """By the name of a method of ``SharedStore``: the fate of its next call. ``lost``: it never arrives. ``done``:
+        it happens, and its answer is lost. ``late``: it happens later. ``slow``: the answer takes 0.9 s. ``hangs``."""
 
     @property
     def unreachable(self) -> bool:
@@ -209,7 +215,7 @@ class StoreClient(Store):
         return watch
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Free nothing: the client holds nothing."""
 
     async def _call(self, act: Callable[..., Any], *args: Any, changes: bool = False) -> Any:
         if self.loop.dead:
@@ -220,7 +226,7 @@ class StoreClient(Store):
 
 
 class _Call:
-    """On its way there, or back."""
+    """A call on its way to the store or back."""
 
     def __init__(self, client: StoreClient, act: Callable[..., Any], args: tuple[Any, ...], *, changes: bool) -> None:
         self._client, self._act, self._args = client, act, args
@@ -235,7 +241,7 @@ class _Call:
         elif client.shared.unsure and not fate:
             fate = random.choice(("", "", "refused", "lost", "done", "late", "hangs"))
         if client.loop.dead and random.random() < 0.5:
-            return  # it died with the process
+            return  # the call died with the process
         if fate == "late":
             client.time.after(3.0 * random.random(), self._carry_out, None)
         elif fate in ("", "done", "slow"):
@@ -264,7 +270,7 @@ class _Call:
         elif fate == "refused":
             self._end(None, WriteFailedError("the store cannot be reached"))
         else:
-            self._end(None, OutcomeUnknownError(f"the store did not say what became of it ({fate})"))
+            self._end(None, OutcomeUnknownError(f"the store did not report the outcome ({fate})"))
 
     def _end(self, result: Any, error: StoreError | None) -> None:
         if not self._client.loop.dead:

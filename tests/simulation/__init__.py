@@ -1,0 +1,1 @@
+"""Replica groups and their lighthouses in virtual time, under faults drawn from a seed."""

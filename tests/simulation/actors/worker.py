@@ -1,0 +1,333 @@
+"""A replica group in virtual time: the real session, plan and progress; a model that is one number; a training loop.
+
+The loop follows SEMANTICS: ask, heal or not, all-reduce, vote, commit. Chance decides the rest: how long things take,
+whether sockets report the death of a peer, which result arrives first, whether the group allows a heal in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from keepstep.group.quorum_plan import QuorumPlan, make_plan
+from keepstep.step.progress import GroupProgress
+from keepstep_mesh.protocol.lineage import is_diverged
+from keepstep_mesh.protocol.messages import (
+    CancelRequest,
+    Denied,
+    Drain,
+    Evicted,
+    Failed,
+    Goodbye,
+    Healing,
+    Leave,
+    Lineage,
+    MemberInfo,
+    MemberLost,
+    Quorum,
+    QuorumRequest,
+    Refused,
+    RoundBroken,
+    StateRoot,
+)
+from tests.simulation.actors.collectives import Collective
+from tests.simulation.actors.session import Session
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+REQUEST_TIMEOUT = 25.0
+REQUEST_TIMEOUT_MS = int(REQUEST_TIMEOUT * 1000)
+INFO = MemberInfo("http://here", "http://here")
+
+
+class Worker:
+    """One incarnation of a group. ``checkpoint``: the state that it resumes from."""
+
+    def __init__(self, simulation: Simulation, name: str, number: int) -> None:
+        self.sim = simulation
+        self.random = simulation.random
+        self.name = name
+        self.replica_id = f"{name}:{number}"
+        self.session = Session(self, simulation.addresses())
+        self.alive = True
+        self.frozen = False
+        self.leaving = False
+        self.progress = GroupProgress(self.replica_id, self.replica_id)
+        self.state = hash(self.replica_id)
+        """The weights."""
+        self.flipped = False
+        """A bit of the state flipped, and the group has not healed since."""
+        self.root: StateRoot | None = None
+        self.commits = 0
+        self.shrink_next = False
+        self.fail_next = False
+        self.plan: QuorumPlan | None = None
+        self.snapshot: tuple[int, int, Lineage, int] | None = None
+        """(quorum_id, step, lineage, state) that others may heal from."""
+        self._attempt = 0
+        self._errored = False
+        self._backward_done = False
+        self._behind = False
+        self._fetched: int | None = None
+        self._healed: bool | None = None
+        """None: not yet. False: the heal failed."""
+        self._result: int | None = None
+        self._collective: Collective | None = None
+        self._configured: tuple[int, int] = (0, 0)
+        """quorum_id of the process group, and the number of collectives done in it."""
+        self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        simulation.add_worker(self)
+        simulation.logs.step(self, "started", lineage=self.lineage)
+        self.session.connect()
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.progress.lineage
+
+    # ---- life
+
+    def soon(self, delay: float, act: Callable[..., None], *args: Any) -> None:
+        """Call ``act`` after ``delay``, unless the process is dead by then; if it is frozen, when it thaws."""
+        self.sim.time.after(delay, self.act, act, args)
+
+    def act(self, act: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self._inbox.append((act, args))
+        else:
+            act(*args)
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.frozen
+
+    def die(self) -> None:
+        """End as SIGKILL does. The kernel ends the connections."""
+        if self.alive:
+            self.alive = False
+            self.session.close()
+            self._abandon_collective()
+
+    def _exit(self) -> None:
+        """End, and be started again by the launcher."""
+        self.die()
+        self.sim.launch_later(self.name)
+
+    def freeze(self, seconds: float) -> None:
+        self.frozen = True
+        self.sim.time.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            inbox, self._inbox = self._inbox, []
+            for act, args in inbox:
+                self.act(act, args)
+
+    # ---- messages of the lighthouse
+
+    def on_welcome(self) -> None:
+        if self.leaving and self.plan is None:
+            self.session.send(Leave("told to"))
+        elif (request := self.session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
+            self.session.send(request)
+        elif self.plan is None:
+            self.ask()
+
+    def on_message(self, message: Any) -> None:
+        match message:
+            case Denied(request):
+                if self.session.core.withdraw(request):
+                    self.soon(0.05, self.ask)
+            case MemberLost(quorum_id) | RoundBroken(quorum_id):
+                if self.plan is not None and self.plan.quorum_id == quorum_id:
+                    self._abort()
+            case Drain():
+                self.leaving = True
+            case Evicted() | Goodbye() | Refused("banned"):
+                self._exit()
+
+    # ---- the training loop
+
+    def ask(self) -> None:
+        session = self.session
+        if session.core.open is not None or self.plan is not None:
+            return
+        if self.leaving:
+            session.send(Leave("told to"))
+            return
+        request = session.core.ask(
+            self.step,
+            self.lineage,
+            INFO,
+            REQUEST_TIMEOUT_MS,
+            shrink_only=self.shrink_next,
+            commit_failures=self.progress.commit_failures,
+            root=self.root,
+            allow_heal=self.sim.allows_heal(),
+        )
+        self.shrink_next = False
+        if session.welcomed and (sent := session.core.to_send(request.timeout_ms)) is not None:
+            session.send(sent)
+        self.soon(REQUEST_TIMEOUT, self.cancel, request)
+
+    def cancel(self, request: QuorumRequest) -> None:
+        if self.session.core.withdraw(request.request):
+            self.session.send(CancelRequest(request.request))
+            self.soon(0.05 + self.random.random(), self.ask)
+
+    def on_quorum(self, quorum: Quorum, asked: QuorumRequest) -> None:
+        self.plan = plan = make_plan(quorum, self.replica_id)
+        self.sim.states.check_plan(self, plan, asked)
+        self.root = None
+        if plan.verify and not plan.heal:
+            self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
+        if plan.diverged and not is_diverged(self.lineage):
+            self.progress.diverge()
+            self.sim.logs.step(self, "diverged", lineage=self.lineage)
+        self._attempt += 1
+        self._errored, self.fail_next = self.fail_next, False
+        self._backward_done, self._collective, self._result = False, None, None
+        self._behind = plan.heal and not plan.allow_heal
+        self._healed, self._fetched = None if plan.heal and plan.allow_heal else True, None
+        if self._configured[0] != plan.quorum_id:
+            self._configured = (plan.quorum_id, 0)
+        if self._healed is None:
+            self.session.send(Healing(0, 100, 10.0))
+            self.soon(0.02 + 0.05 * self.random.random(), self._fetch, self._attempt)
+            seconds = self.sim.slow_heals.pop(self.name, 0.1 + 0.3 * self.random.random())
+            self.soon(seconds, self._heal, self._attempt)
+        elif not plan.heal:
+            self.snapshot = (plan.quorum_id, plan.max_step, plan.lineage, self.state)
+        if not self._heals_first(plan):
+            self.soon(0.1 + 0.4 * self.random.random(), self._reduce, self._attempt)
+
+    @staticmethod
+    def _heals_first(plan: QuorumPlan) -> bool:
+        """Whether the group heals before it trains: at the first step all groups take part, healed."""
+        return plan.heal and plan.allow_heal and plan.max_step == 0
+
+    def _fetch(self, attempt: int) -> None:
+        """Take the source's snapshot of this step. It stays whole even if the source goes on."""
+        plan = self.plan
+        if plan is not None and attempt == self._attempt and plan.source is not None:
+            source = self.sim.workers[plan.members[plan.source].replica_id]
+            partitioned = self.sim.collectives.is_partitioned(self.name, source.name)
+            if source.alive and source.snapshot is not None and not partitioned:
+                wanted = (plan.quorum_id, plan.max_step, plan.lineage)
+                self._fetched = source.snapshot[3] if source.snapshot[:3] == wanted else None
+
+    def _heal(self, attempt: int) -> None:
+        """End the heal, successful or not. A group that healed keeps the state even if the step does not commit."""
+        plan = self.plan
+        if plan is None or attempt != self._attempt or plan.source is None:
+            return
+        if self._fetched is None:
+            self._fetch(attempt)
+        self._healed = self._fetched is not None and self.sim.workers[plan.members[plan.source].replica_id].alive
+        if self._healed and self._fetched is not None:
+            self.progress.step, self.progress.lineage, self.state = plan.max_step, plan.lineage, self._fetched
+            self.flipped = False
+            self.sim.logs.step(self, "healed", lineage=self.lineage)
+            self.sim.states.check_state(self)
+        else:
+            self._errored = self._errored or self._heals_first(plan)
+        if self._heals_first(plan):
+            self._reduce(attempt)
+        else:
+            self._vote()
+
+    def _reduce(self, attempt: int) -> None:
+        """Average the gradients with the other groups: the backward pass is done."""
+        plan = self.plan
+        if plan is None or attempt != self._attempt:
+            return
+        self._backward_done = True
+        if self._errored:
+            self._vote()
+            return
+        quorum_id, done = self._configured
+        self._configured = (quorum_id, done + 1)
+        heals_later = plan.heal and plan.allow_heal and plan.max_step > 0
+        gradient = None if heals_later else hash((self.state, self.replica_id))
+        self._collective = self.sim.collectives.begin((quorum_id, done), plan, self)
+        self.sim.collectives.contribute(self._collective, self, gradient)
+
+    def on_reduced(self, collective: Collective, result: int | None) -> None:
+        """The all-reduce ended for this group. ``result`` None: it failed here."""
+        if not self.runs:
+            self.act(self.on_reduced, (collective, result))
+        elif collective is self._collective and self._result is None and not self._errored:
+            self._result = result
+            if result is None:
+                self._abort()
+            self._vote()
+
+    def _abort(self) -> None:
+        """Fail the collective in flight, or the next one. A heal goes on."""
+        if self.plan is not None and self._result is None and not self._errored:
+            self._errored = True
+            self._abandon_collective()
+            self._vote()
+
+    def _abandon_collective(self) -> None:
+        if self._collective is not None and self._result is None:
+            self.sim.collectives.abandon(self._collective, self)
+
+    def _vote(self) -> None:
+        plan = self.plan
+        reduced = self._backward_done and (self._errored or self._result is not None)
+        if plan is None or not reduced or self._healed is None:
+            return
+        if self._errored or not self._healed or self._result is None:
+            self.progress.discard()
+            self.sim.logs.step(self, "discarded")
+        else:
+            self._commit(plan, self._result)
+        self.session.core.finished_step()
+        self.plan = None
+        self.soon(0.01 + 0.03 * self.random.random(), self.ask)
+
+    def _commit(self, plan: QuorumPlan, result: int) -> None:
+        self.state = hash((self.state, result))
+        before, participants = self.lineage, plan.max_world_size
+        if plan.max_step == 0 or not plan.allow_heal:
+            participants = len(plan.members)
+        self.progress.commit(plan.quorum_id, participants, behind=self._behind)
+        facts: dict[str, Any] = {"lineage": before, "participants": participants}
+        if self._behind:
+            facts["behind"] = True
+        if self.lineage != plan.quorum_id:
+            facts["new_lineage"] = self.lineage
+        self.sim.logs.step(self, "committed", **facts)
+        self.commits += 1
+        self.sim.states.check_state(self)
+
+    # ---- faults
+
+    def fail_commit(self) -> None:
+        """Fail the step in this group only: the all-reduce completes for the others."""
+        if self.contributed and not self._errored:
+            self._errored = True
+            self._vote()
+
+    def flip_a_bit(self) -> None:
+        self.state ^= 1
+        self.flipped = True
+        self.sim.states.flips += 1
+
+    @property
+    def contributed(self) -> bool:
+        """Whether the group waits for the result of an all-reduce."""
+        return self._collective is not None and self._result is None
+
+    def lose_a_rank(self) -> None:
+        """Rank 0 reports the death of another rank, and all ranks exit."""
+        self.session.send(Failed("rank 1 died"))
+        self.die()

@@ -1,0 +1,131 @@
+"""Faults of groups and of the network between them, and orders of an administrator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, Policy, PolicyOrdered, ReadmitOrdered
+
+if TYPE_CHECKING:
+    from tests.simulation.actors.worker import Worker
+    from tests.simulation.faults.drawing import Act, Fault
+    from tests.simulation.simulation import Simulation
+
+
+# ---- processes
+
+
+def kill(sim: Simulation, worker: Worker, _: Fault) -> None:
+    worker.die()
+    sim.launch_later(worker.name)
+
+
+def kill_and_heal_slowly(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    sim.slow_heals[worker.name] = 2.0 + fault.seconds
+    kill(sim, worker, fault)
+
+
+def lose_a_rank(sim: Simulation, worker: Worker, _: Fault) -> None:
+    if worker.runs:
+        worker.lose_a_rank()
+        sim.launch_later(worker.name)
+
+
+def leave(_: Simulation, worker: Worker, __: Fault) -> None:
+    worker.leaving = True
+
+
+def freeze(_: Simulation, worker: Worker, fault: Fault) -> None:
+    if worker.runs:
+        worker.freeze(fault.seconds)
+
+
+def start_twice(sim: Simulation, first: Worker, fault: Fault) -> None:
+    """Start a second process of the same name, and kill it after a while."""
+    second = sim.launch(first.name)
+    sim.latest[first.name] = first
+    sim.time.after(fault.seconds + 1.0, _end_second, sim, first, second)
+
+
+def _end_second(sim: Simulation, first: Worker, second: Worker) -> None:
+    second.die()
+    if not first.alive:
+        sim.launch_later(first.name)
+
+
+# ---- steps
+
+
+def cancel_a_request(_: Simulation, worker: Worker, __: Fault) -> None:
+    if worker.runs and worker.session.core.open is not None:
+        worker.cancel(worker.session.core.open)
+
+
+def fail_a_step(_: Simulation, worker: Worker, __: Fault) -> None:
+    worker.fail_next = True
+
+
+def fail_a_commit(_: Simulation, worker: Worker, __: Fault) -> None:
+    if worker.runs:
+        worker.fail_commit()
+
+
+def ask_with_shrink_only(_: Simulation, worker: Worker, __: Fault) -> None:
+    worker.shrink_next = True
+
+
+# ---- the network
+
+
+def break_the_connection(_: Simulation, worker: Worker, __: Fault) -> None:
+    if worker.session.connection is not None:
+        worker.session.connection.cut()
+
+
+def partition_two_groups(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    other = sim.names[fault.other % len(sim.names)]
+    if other != worker.name:
+        sim.collectives.partition(worker.name, other, fault.seconds)
+
+
+# ---- orders
+
+
+def drain(sim: Simulation, worker: Worker, _: Fault) -> None:
+    sim.order(DrainOrdered(worker.name, "maintenance", "ann"))
+
+
+def evict(sim: Simulation, worker: Worker, _: Fault) -> None:
+    sim.order(EvictOrdered(worker.name, "bad disk", 0.0, "ann"))
+
+
+def ban(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    sim.order(EvictOrdered(worker.name, "bad disk", 2 * fault.seconds, "ann"))
+    sim.time.after(fault.seconds, sim.order, ReadmitOrdered(worker.name, "ann"))
+
+
+def change_the_policy(sim: Simulation, _: Worker, fault: Fault) -> None:
+    minimum = 1 + fault.other % len(sim.names)
+    old = sim.policy
+    sim.order(PolicyOrdered(Policy(minimum, old.max_replicas, old.join_timeout, old.heal_timeout), "ann"))
+
+
+WEIGHTS: dict[Act, int] = {
+    kill: 4,
+    kill_and_heal_slowly: 1,
+    lose_a_rank: 1,
+    leave: 1,
+    freeze: 2,
+    cancel_a_request: 2,
+    fail_a_step: 2,
+    fail_a_commit: 2,
+    ask_with_shrink_only: 1,
+    start_twice: 1,
+    break_the_connection: 4,
+    partition_two_groups: 2,
+    drain: 1,
+    evict: 1,
+    ban: 1,
+    change_the_policy: 1,
+}
+"""How often each is drawn."""

@@ -1,0 +1,351 @@
+"""One job in virtual time: replica groups that train, their lighthouses, the network, and faults from a seed.
+
+The lighthouses run the product's own code: one with a store of its own, or several that share a store and elect a
+leader. ``checks`` says what must hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator
+from random import Random
+from typing import Any
+
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.leadership.term import EPOCH_KEY
+from keepstep_lighthouse.quorum.events import JobRecord, Policy
+from tests.simulation.actors.collectives import Collectives
+from tests.simulation.actors.node import Node, address_of, simulated
+from tests.simulation.actors.worker import Worker
+from tests.simulation.checks.history import Logs
+from tests.simulation.checks.quorums import QuorumChecks
+from tests.simulation.checks.states import StateChecks
+from tests.simulation.checks.violation import Violation
+from tests.simulation.faults.drawing import Fault, draw_faults, inject
+from tests.simulation.virtual.mesh import Mesh
+from tests.simulation.virtual.network import Connection, End, Timeline
+from tests.simulation.virtual.store import SharedStore
+from tests.simulation.virtual.wires import Socket
+
+FAULT_SECONDS = 12.0
+RECOVERY_SECONDS = 120.0
+"""Virtual seconds. Join, heal, collective and heartbeat timeouts, one after another, fit in."""
+LAST_RESTART_SECONDS = 8.0
+"""After the end of the faults: everything that is still down is started."""
+LIGHTHOUSES = (1, 2, 2, 3)
+LEASES = (3.0, 3.0, 6.0)
+RATES = (0.95, 1.05)
+POLL_SECONDS = 0.005
+SCRIPT_SECONDS = 60.0
+
+Script = Generator[float | Callable[[], bool], None, None]
+"""Faults by hand: yields seconds to wait, or a condition to wait for."""
+
+
+class Simulation:
+    """``run`` raises ``Violation`` when a rule is broken. What is not given is drawn from the seed.
+
+    Args:
+        seed: Equal seeds give equal runs.
+        faults: All faults.
+        groups: Number of replica groups.
+        policy: Of the job.
+        lighthouses: Number of lighthouses. One has a store of its own; several share one.
+        lease: Of all lighthouses, in seconds.
+        rate: Of the clocks of all lighthouses.
+        careful: Validate the core after every event.
+        quiet_at: Virtual second at which the faults end.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        faults: tuple[Fault, ...] | None = None,
+        *,
+        groups: int | None = None,
+        policy: Policy | None = None,
+        lighthouses: int | None = None,
+        lease: float | None = None,
+        rate: float | None = None,
+        careful: bool = False,
+        quiet_at: float = FAULT_SECONDS,
+    ) -> None:
+        random = self.random = Random(f"simulation {seed}")
+        self.time = Timeline()
+        self.trace: list[str] = []
+        self.tracing = False
+        self.raises = True
+        """False: broken rules are passed over, to see what they leave in the logs."""
+        self._violation: Violation | None = None
+        self._quiet = self._script_runs = self._done = False
+        self._quiet_at = quiet_at
+
+        count = random.choice(LIGHTHOUSES)
+        count = lighthouses or count
+        groups = groups or random.randint(1, 5)
+        self.names = [f"r{number}" for number in range(groups)]
+        self.forbids_heal = 0.0 if policy is not None else Random(f"healing {seed}").choice((0.0, 0.0, 0.1, 0.5))
+        """How often a group allows no heal in a round, until the faults end."""
+        self._healing = Random("healing")
+        self.policy = policy or _draw_policy(random, groups)
+
+        self.logs = Logs()
+        self.mesh = Mesh(self.time, random, self.note)
+        self.collectives = Collectives(self.time, random, self.violated)
+        self.quorums = QuorumChecks(self, self.violated, careful=careful)
+        self.states = StateChecks(self.quorums.memberships, self.violated)
+        self.store = SharedStore(self.time, random, self.quorums.on_write)
+
+        self.workers: dict[str, Worker] = {}
+        """By replica_id."""
+        self.latest: dict[str, Worker] = {}
+        """By name of the group."""
+        self.slow_heals: dict[str, float] = {}
+        """By name: the seconds that its next heal takes."""
+        self._launched = itertools.count(1)
+
+        names = "ABC"[:count]
+        self._lease = dict.fromkeys(names, lease or random.choice(LEASES))
+        if lease is None and random.random() < 0.2:  # in the middle of a change of --lease
+            self._lease[names[0]] = random.choice(LEASES)
+        self._rate = {name: rate or random.uniform(*RATES) for name in names}
+        self._started = itertools.count(1)
+        self.nodes: dict[str, Node] = {}
+        """By address."""
+        for name in names:
+            self.time.at(0.0, self._start_lighthouse, name)
+        for name in self.names:
+            self.time.after(0.3 * random.random(), self.launch, name)
+        self.faults = draw_faults(seed, count) if faults is None else faults
+        for fault in self.faults:
+            self.time.at(fault.at, inject, self, fault)
+        self.time.at(quiet_at, self._stop_faults)
+
+    # ---- running
+
+    def run(self) -> None:
+        with simulated(self):
+            try:
+                self.time.run(self._quiet_at + RECOVERY_SECONDS)
+            finally:
+                for node in self.nodes.values():
+                    node.kill()
+        if self._violation is not None:
+            raise self._violation
+        if not self._done:
+            self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {self._why_no_quorum()}")
+        self.states.check_logs(self.logs)
+
+    def play(self, script: Callable[[Simulation], Script]) -> None:
+        """Run with the faults of ``script``."""
+        self._script_runs = True
+        self.time.at(0.0, self._follow, script(self), None, 0.0)
+        self.run()
+
+    def _follow(self, script: Script, condition: Callable[[], bool] | None, since: float) -> None:
+        if condition is not None and not condition():
+            if self.time.now - since > SCRIPT_SECONDS:
+                self.violated(f"the script waits in vain in line {_line_of(script)}")
+            self.time.after(POLL_SECONDS, self._follow, script, condition, since)
+            return
+        for wanted in script:
+            if callable(wanted):
+                self.time.after(0.0, self._follow, script, wanted, self.time.now)
+            else:
+                self.time.after(wanted, self._follow, script, None, 0.0)
+            return
+        self._script_runs = False
+
+    def _stop_faults(self) -> None:
+        """Wait for recovery: from now on nothing fails, and all that is down is started."""
+        self.note("the faults stop")
+        self._quiet = True
+        self.states.faults_stopped(self.workers)
+        for name in self.names:
+            self.time.after(LAST_RESTART_SECONDS, self._relaunch, name)
+        for node in self.nodes.values():
+            self.time.after(LAST_RESTART_SECONDS, self._restart_lighthouse, node.name)
+
+    def stop_if_recovered(self) -> None:
+        if self._quiet and not self._script_runs and self.states.recovered(self.latest, self.quorums.highest.members):
+            self._done = True
+            self.time.stop()
+
+    def _why_no_quorum(self) -> str:
+        return "; ".join(node.why_no_quorum() for node in self.nodes.values())
+
+    # ---- violations
+
+    def violated(self, what: str) -> None:
+        """Raise ``Violation``, and remember it: the product may catch what is raised within it."""
+        if not self.raises:
+            return
+        if self._violation is None:
+            self._violation = Violation(what)
+            self.note(f"VIOLATED {what}")
+        self.time.stop()
+        raise self._violation
+
+    def on_fault(self, what: str) -> None:
+        """A process has a fault of its own."""
+        if not self.raises:
+            return
+        if self._violation is None:
+            self._violation = Violation(f"a fault in a process: {what}")
+            self.note(f"VIOLATED {self._violation}")
+        self.time.stop()
+
+    def on_logged_exception(self, what: str) -> None:
+        if not any(node.loop.dead for node in self.nodes.values() if node.loop.is_running()):
+            self.on_fault(what)
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace, for people."""
+        if self.tracing:
+            self.trace.append(f"{self.time.now:8.4f}  {text}")
+
+    # ---- groups
+
+    def add_worker(self, worker: Worker) -> None:
+        self.workers[worker.replica_id] = worker
+        self.latest[worker.name] = worker
+        self.states.check_state(worker)
+
+    def allows_heal(self) -> bool:
+        return self._quiet or self._healing.random() >= self.forbids_heal
+
+    def launch(self, name: str) -> Worker:
+        number = next(self._launched)
+        self.note(f"{name}:{number} starts")
+        return Worker(self, name, number)
+
+    def launch_later(self, name: str) -> None:
+        self.time.after(0.2 + 1.5 * self.random.random(), self._relaunch, name)
+
+    def _relaunch(self, name: str) -> None:
+        if not self.latest[name].alive:
+            self.launch(name)
+
+    def addresses(self) -> list[str]:
+        """The lighthouse addresses of a group, in random order."""
+        addresses = list(self.nodes)
+        self.random.shuffle(addresses)
+        return addresses
+
+    def dial(self, name: str, client: End, address: str) -> Connection | None:
+        """Connect the group ``name`` to a lighthouse. None: connection refused, or no route."""
+        node = self.nodes[address]
+        if node.loop.dead:
+            return None
+        if self.mesh.is_partitioned(name, address):
+            nowhere = Connection(client, client, self.time, self.random)
+            nowhere.partition()
+            return nowhere if self.random.random() < 0.5 else None
+        socket = Socket(node)
+        connection = socket.connection = self.mesh.connect(name, client, address, socket)
+        node.accept(socket)
+        return connection
+
+    # ---- lighthouses
+
+    @property
+    def stored(self) -> JobRecord:
+        """The record of the job in the store."""
+        return self.quorums.stored
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in the store."""
+        return int(self.store.values.get(EPOCH_KEY, b"0"))
+
+    @property
+    def leader(self) -> Node | None:
+        """The lighthouse that leads in its own opinion and by what the store says."""
+        return next((node for node in self.nodes.values() if node.leads and node.leads_in_store), None)
+
+    def node_of(self, job: Job) -> Node:
+        return next(node for node in self.nodes.values() if node.loop is job._loop)
+
+    def running_node(self) -> str:
+        return next((node.name for node in self.nodes.values() if node.loop.is_running()), "-")
+
+    def order(self, order: Any) -> None:
+        """Give an administrator's order to the leader. It is lost when there is none."""
+        leader = self.leader
+        if leader is not None and not leader.loop.asleep:
+            leader.order(order)
+
+    def _start_lighthouse(self, name: str) -> None:
+        self.note(f"{name} starts")
+        alone = len(self._lease) == 1
+        number = next(self._started)
+        node = Node(self, name, number, rate=self._rate[name], lease=self._lease[name], alone=alone)
+        self.nodes[node.address] = node
+
+    def _restart_lighthouse(self, name: str) -> None:
+        if self.nodes[address_of(name)].loop.dead:
+            self._start_lighthouse(name)
+
+    # ---- faults of lighthouses and their store
+
+    def kill_lighthouse(self, node: Node, seconds: float) -> None:
+        """Kill a lighthouse and start it again after ``seconds``."""
+        if not node.loop.dead:
+            self.note(f"{node.name} is dead")
+            node.kill()
+            self.time.after(seconds, self._restart_lighthouse, node.name)
+
+    def restart_with_lease(self, node: Node, lease: float) -> None:
+        self._lease[node.name] = lease
+        self.kill_lighthouse(node, 0.1)
+
+    def pause(self, node: Node, seconds: float) -> None:
+        if not node.loop.dead and not node.loop.asleep:
+            self.note(f"{node.name} sleeps")
+            node.loop.sleep()
+            self.time.after(seconds, self._wake, node)
+
+    def _wake(self, node: Node) -> None:
+        self.note(f"{node.name} wakes")
+        node.loop.wake()
+
+    def cut_from_the_store(self, node: Node, seconds: float) -> None:
+        self.note(f"{node.name} is cut off from the store")
+        node.store.cut_off = True
+        self.time.after(seconds, self._rejoin_the_store, node)
+
+    def _rejoin_the_store(self, node: Node) -> None:
+        node.store.cut_off = False
+        self.store.report_missed()
+
+    def deafen(self, node: Node, seconds: float) -> None:
+        """The watches of ``node`` report nothing."""
+        node.store.deaf = True
+        self.time.after(seconds, self._hear_again, node)
+
+    def _hear_again(self, node: Node) -> None:
+        node.store.deaf = False
+        self.store.report_missed()
+
+    def bring_the_store_back(self) -> None:
+        self.store.away = False
+        self.store.report_missed()
+
+
+def _draw_policy(random: Random, groups: int) -> Policy:
+    return Policy(
+        min_replicas=random.choice((1, random.randint(1, groups))),
+        max_replicas=random.choice((0, 0, 0, groups)),
+        initial_replicas=random.choice((0, groups)),
+        join_timeout=random.choice((1.0, 4.0)),
+        heal_timeout=3.0,
+        heartbeat_timeout=random.choice((2.5, 5.0)),
+        takeover_grace=random.choice((None, None, 0.2)),
+        verify_every=1,
+    )
+
+
+def _line_of(script: Script) -> int:
+    while isinstance(script.gi_yieldfrom, Generator):
+        script = script.gi_yieldfrom
+    return script.gi_frame.f_lineno

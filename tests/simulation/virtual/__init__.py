@@ -1,0 +1,1 @@
+"""The virtual machine room: time, networks, processes and the store of the lighthouses."""
