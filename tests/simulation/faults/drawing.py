@@ -19,7 +19,7 @@ MAX_FAULTS = 10
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: the name of the function that injects it. ``who``: a group by number. ``other``: for ``kind`` to use."""
+    """``kind``: the name of the function that injects it. ``who``: a group by number. ``other``: input of ``kind``."""
 
     at: float
     kind: str
