@@ -13,7 +13,7 @@ from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.quorum.events import JobRecord
 from keepstep_lighthouse.store.contract import Store, Write
-from keepstep_mesh.protocol.messages import Member, Quorum
+from keepstep_mesh.protocol.membership import Member, Quorum
 from tests.simulation.actors import worker
 from tests.simulation.simulation import Simulation
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.messages import Lineage
+from keepstep_mesh.protocol.membership import Lineage
 from tests.simulation.virtual.network import Timeline
 
 if TYPE_CHECKING:

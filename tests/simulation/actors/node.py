@@ -22,7 +22,7 @@ from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import StoreError
 from keepstep_mesh.net.websocket import UpgradeError
-from keepstep_mesh.protocol.messages import Data
+from keepstep_mesh.protocol.membership import Data
 from tests.simulation.checks.history import EVENTS
 from tests.simulation.virtual.network import Connection
 from tests.simulation.virtual.process import ProcessClock, ProcessLoop, replaced

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import is_diverged
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo, Quorum, StateRoot
 from keepstep_mesh.protocol.messages import (
     CancelRequest,
     Denied,
@@ -21,14 +22,10 @@ from keepstep_mesh.protocol.messages import (
     Goodbye,
     Healing,
     Leave,
-    Lineage,
-    MemberInfo,
     MemberLost,
-    Quorum,
     QuorumRequest,
     Refused,
     RoundBroken,
-    StateRoot,
 )
 from tests.simulation.actors.collectives import Collective
 from tests.simulation.actors.session import Session

@@ -96,8 +96,8 @@ class QuorumChecks:
     # ---- the core of a job
 
     def before_event(self, job: Job, event: Event) -> None:
-        now = job._loop.time()
         if isinstance(event, Tick):
+            now = job._loop.time()
             at, count = self._ticks.get(job, (0.0, 0))
             count = count + 1 if now - at < 2 * MIN_WAIT else 0
             self._ticks[job] = now, count

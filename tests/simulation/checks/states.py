@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.messages import Lineage, QuorumRequest
+from keepstep_mesh.protocol.membership import Lineage
+from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
 
 if TYPE_CHECKING:

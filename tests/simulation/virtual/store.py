@@ -153,7 +153,7 @@ class ClientWatch(Watch):
 
     def _deliver(self, change: Change) -> None:
         if not self._client.loop.dead:
-            self._client.loop.call_soon(self.tell, (change,))
+            self._client.loop.deliver(self.tell, (change,))
 
     def on_reachable(self) -> None:
         """Report the present values of all missed keys, or break."""
@@ -274,7 +274,7 @@ class _Call:
 
     def _end(self, result: Any, error: StoreError | None) -> None:
         if not self._client.loop.dead:
-            self._client.loop.call_soon(self._tell, result, error)
+            self._client.loop.deliver(self._tell, result, error)
 
     def _tell(self, result: Any, error: StoreError | None) -> None:
         if self.answer.done():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.simulation.checks.history import EVENTS
-from tests.unit.history.history_story import Line
 
 from keepstep_history.history import History, Report
 from keepstep_history.jobs import JobHistory
 from keepstep_history.records import Place, StepRecord, parse
 from keepstep_history.rules import KEPT_PER_RULE, Violations
+from tests.simulation.checks.history import EVENTS
+from tests.unit.history.history_story import Line
 
 
 def read(*lines: bytes | Line, whole: bool = True) -> Report:

@@ -6,6 +6,7 @@ import json
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from tests.simulation.checks.history import report_on
 from tests.simulation.simulation import Simulation
 

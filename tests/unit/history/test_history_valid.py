@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.simulation.checks.history import EVENTS, report_on
 from tests.unit.history.history_story import Story, valid
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.simulation.checks.history import report_on
-from tests.unit.history.history_story import Line, Story, valid
 
 from keepstep_history.rules import RULES
+from tests.simulation.checks.history import report_on
+from tests.unit.history.history_story import Line, Story, valid
 
 
 def another_membership_at_a_group(story: Story) -> list[Line]:
