@@ -127,13 +127,14 @@ class Simulation:
         with simulated(self):
             try:
                 self.time.run(self._quiet_at + RECOVERY_SECONDS)
+                if self._violation is None and not self._done:
+                    why = self._why_no_quorum()
+                    self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {why}")
             finally:
                 for node in self.nodes.values():
                     node.kill()
         if self._violation is not None:
             raise self._violation
-        if not self._done:
-            self.violated(f"no common quorum {RECOVERY_SECONDS:g} s after the last fault: {self._why_no_quorum()}")
         self.states.check_logs(self.logs)
 
     def play(self, script: Callable[[Simulation], Script]) -> None:
