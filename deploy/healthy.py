@@ -1,7 +1,7 @@
-"""Health checks of containers: exit code 0, or a sentence.
+"""Check the health of a container: exit with 0, or with 1 and the reason on standard error.
 
-``healthy.py SERVICE PORT``: the service on this port says that it can do its work. ``healthy.py trainer``: a lighthouse
-knows the replica group of this container, and it is not gone.
+``healthy.py SERVICE PORT`` asks the service on this port whether it is ready. ``healthy.py trainer`` asks a lighthouse
+whether the replica group of this container is connected.
 """
 
 import json
@@ -23,7 +23,7 @@ def get(url: str, context: ssl.SSLContext | None, **headers: str) -> bytes:
 
 
 def service(name: str, port: str) -> None:
-    """With TLS it shows the service its own certificate, and has no need to look at the one that it gets."""
+    """Ask ``/readyz``. With TLS, present the service's own certificate, and skip verification on loopback."""
     certificate, key = (os.environ.get(f"KEEPSTEP_{name.upper()}_TLS_{part}") for part in ("CERT", "KEY"))
     if certificate is None:
         get(f"http://127.0.0.1:{port}/readyz", None)

@@ -1,4 +1,4 @@
-"""Prints what these extras of pyproject.toml need, one requirement a line: ``needs.py services durable``."""
+"""Print the requirements of extras in pyproject.toml, one per line: ``needs.py services durable``."""
 
 import sys
 import tomllib

@@ -1,7 +1,8 @@
-"""The tokens of a compose project, each in a volume of its own so that nobody sees another's.
+"""Create and distribute the tokens of a compose project: ``setup.py FOLDER``.
 
-``setup.py FOLDER``. ``tokens`` is made unless it is there, and is what counts. Who changes it runs this again, which
-hands out the first worker token to the trainers and the first service token to Prometheus, which reads only.
+Each kind of container has a volume of its own for its token, so that it cannot read another's. The file ``tokens`` is
+the source; this script creates it if it is missing. Run the script again after you change the file: it copies the first
+worker token for the trainers, and the first service token for Prometheus, which only reads.
 """
 
 import os
@@ -14,7 +15,7 @@ TOKENS = FOLDER / "tokens" / "tokens"
 
 
 def write(file: Path, text: str) -> None:
-    """All of it or nothing; for its owner only."""
+    """Replace ``file`` atomically, readable by its owner only."""
     part = file.with_suffix(".part")
     part.touch(mode=0o600)
     part.write_text(text)
@@ -27,6 +28,6 @@ if not TOKENS.exists():
 lines = [line.strip().partition("=") for line in TOKENS.read_text().splitlines()]
 first = {role.partition(" ")[0]: token.strip() for role, _, token in reversed(lines) if token}
 if missing := {"worker", "service"} - first.keys():
-    sys.exit(f"{TOKENS} has no token for {' and '.join(sorted(missing))}: write a line `role = token` for each")
+    sys.exit(f"{TOKENS} has no token for {' and '.join(sorted(missing))}: add a line `role = token` for each")
 write(FOLDER / "worker-token" / "token", first["worker"])
 write(FOLDER / "prometheus-token" / "token", first["service"])

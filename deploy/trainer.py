@@ -1,7 +1,8 @@
-"""Entry point of the trainer image: takes a number that no other container has, and runs that one replica group.
+"""Run one replica group in a container: ``trainer.py FOLDER SCRIPT ARGUMENTS...``, the entry point of the image.
 
-``trainer.py FOLDER SCRIPT ARGUMENTS...``; the variable ``TRAINERS`` says how many groups the job has. A number is a
-lock on a file in a folder that all containers share: one that dies gives it back at once, and with it the checkpoint.
+The variable ``TRAINERS`` is the number of groups of the job. The script locks the first free file of ``FOLDER``, which
+all containers share, and runs the group of that number. When a container dies, its lock is free at once, and another
+container continues with the number and its checkpoint.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ for number in range(trainers):
     else:
         break
 else:
-    sys.exit(f"all {trainers} groups of the job run in other containers: set TRAINERS to as many as are scaled to")
+    sys.exit(f"all {trainers} groups run in other containers: set TRAINERS to the number of trainer containers")
 os.set_inheritable(lock, True)  # the lock is held until the command ends
 Path(tempfile.gettempdir(), "group").write_text(str(number))  # for healthy.py
 groups = ["--replicas", "1", "--first-replica", str(number), "--replicas-in-job", str(trainers)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the mesh, starts it, kills a container of every kind, and shows that training goes on, also after `down` and
-# `up`, and that in the end the weights of all groups are equal. Takes it down again, volumes too. Needs bash, bc, curl,
-# python3 and docker with compose.
+# Build and start the mesh, kill a container of every kind, and check that training goes on, also after `down` and `up`,
+# and that all groups end with equal weights. Take everything down again, with its volumes. Needs bash, bc, curl,
+# python3, and docker with compose.
 #
 #   deploy/try.sh             with the official images
 #   deploy/try.sh local       with the stand-ins of deploy/docker-compose.local.yml
@@ -17,19 +17,19 @@ if docker compose version >/dev/null 2>&1; then compose=(docker compose "${files
 say() { printf '%6.1f s  %s\n' "$(bc <<<"$(date +%s.%N) - $began")" "$*"; }
 began=$(date +%s.%N)
 
-# quietly COMMAND...: shows what it says only if it fails
+# quietly COMMAND...: print its output only if it fails
 quietly() {
   local said
   said=$("$@" 2>&1) || { tail -n 30 <<<"$said"; exit 1; }
 }
 
-# until SECONDS WHAT COMMAND...: waits until COMMAND succeeds
+# until_true SECONDS WHAT COMMAND...: wait until COMMAND succeeds
 until_true() {
   local limit=$1 what=$2 end=$((SECONDS + $1))
   shift 2
   until "$@"; do
     if ((SECONDS >= end)); then
-      echo "FAILED: not within $limit s: $what" >&2
+      echo "FAILED: timed out after $limit s: $what" >&2
       "${compose[@]}" ps >&2
       "${compose[@]}" logs --tail 20 >&2
       exit 1
@@ -38,12 +38,12 @@ until_true() {
   done
 }
 
-# keepstep COMMAND...: the command, with the admin token, in the container of a relay
+# keepstep COMMAND...: run the command in the container of a relay, with the admin token
 keepstep() {
   docker exec -e KEEPSTEP_LIGHTHOUSE=http://lighthouse-1:29510,http://lighthouse-2:29510 -e KEEPSTEP_TOKEN="$admin" \
     "$(container relay)" keepstep "$@"
 }
-# ask PATH: what a lighthouse answers, whichever does
+# ask PATH: print the answer of the first lighthouse that answers
 ask() {
   local at=http://${PUBLISH:-127.0.0.1}
   curl -sf --max-time 2 -H "Authorization: Bearer $admin" "$at:29510$1" ||
@@ -72,8 +72,8 @@ all_groups_in() { [ "$(job 'len(it["members"])')" = "$TRAINERS" ]; }
 leader() { ask /v1/cluster | read_json 'it["leader"].split("//")[1].split(":")[0]'; }
 restarted() { [[ $(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$1") == "true $(($2 + 1))" ]]; }
 
-# A kill that is nobody's order: SIGKILL from outside to the container's first process, after which its restart policy
-# counts, as it would not after `docker kill`.
+# Send SIGKILL from outside to the first process of the container. Its restart policy then applies, which it would not
+# after `docker kill`.
 kill_container() {
   local one before steps pid
   one=$(container "$1" "${2:-1}")
@@ -97,7 +97,7 @@ end
 quietly "${compose[@]}" build
 say "built: $(docker images --format '{{.Repository}} {{.Size}}' | grep -E '^keepstep-(service|trainer) ' | sort -u | paste -sd, | sed 's/,/, /g')"
 
-# The script reads from a file how far it is to go.
+# The script reads its last step from a file.
 quietly "${compose[@]}" run --rm --no-deps -T --entrypoint sh trainer -c "echo 1000000000 > $STEPS"
 up=("${compose[@]}" up -d --no-build)
 began=$(date +%s.%N)
@@ -110,7 +110,7 @@ until_true 60 "all groups train" healthy_and_whole
 
 kill_container trainer 2
 kill_container relay
-kill_container "$(leader)" # the lighthouse that leads
+kill_container "$(leader)" # the leader
 kill_container etcd
 kill_container metrics
 kill_container prometheus
@@ -120,13 +120,13 @@ quietly "${compose[@]}" down
 quietly "${up[@]}"
 until_true 90 "all is healthy, with $TRAINERS groups in the quorum" healthy_and_whole
 first=$("${compose[@]}" logs --no-color trainer | sed -n 's/.*\] step \([0-9]*\) loss.*/\1/p' | sort -n | sed -n 1p)
-((first > before - 200)) || { echo "FAILED: after down and up it began at step $first, not at the last checkpoints"; exit 1; }
+((first > before - 200)) || { echo "FAILED: after down and up training began at step $first, not at the last checkpoints"; exit 1; }
 say "down after step $before, up again: all $TRAINERS groups are in, and went on at step $first"
 
 keepstep verify-replicas
-last=$(($(step) + 2000)) # so far ahead that all groups know it before any of them is there
+last=$(($(step) + 2000)) # far enough ahead that all groups read it in time
 docker exec "$(container trainer)" sh -c "echo $last > $STEPS.part && mv $STEPS.part $STEPS"
-(($(step) < last)) || { echo "FAILED: step $last was over before all groups were told to end there"; exit 1; }
+(($(step) < last)) || { echo "FAILED: training passed step $last before all groups had read it"; exit 1; }
 ends() { "${compose[@]}" logs --no-color trainer | grep 'test accuracy'; }
 finished() { [ "$(ends | wc -l)" = "$TRAINERS" ]; }
 until_true 120 "all groups finish" finished

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: commands and flags, variables, routes, metrics, as the code has them (`make reference`)."""
+"""Generate docs/reference.md from the code: commands and flags, variables, routes, metrics (`make reference`)."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ PAGE = ROOT / "docs" / "reference.md"
 HEAD = """\
 # Reference
 
-Every command with its flags, every variable, every route and every metric. Made from the code by `make reference`; a
-test compares them. So it is the code that is to be changed, not this page.
+This page lists every command with its flags, every variable, every route, and every metric. `make reference` generates
+it from the code, and a test compares the two. Change the code, not this page.
 
 [Commands](#commands) | [Variables](#variables) | [Routes](#routes) | [Metrics](#metrics)
 
 ## Commands
-`keepstep COMMAND --help` says the same. A flag beats a variable beats the default. Times are seconds, or `500ms`,
-`1.5s`, `2m`, `1h`, `30d`; sizes are bytes, or `512MiB`, `8GiB`. [The command](cli.md) tells how commands behave, and
-their exit codes.
+`keepstep COMMAND --help` prints the same. A flag overrides a variable, which overrides the default. Times are seconds,
+or `500ms`, `1.5s`, `2m`, `1h`, `30d`; sizes are bytes, or `512MiB`, `8GiB`. [The command](cli.md) describes the
+behavior and exit codes of each command.
 """
 SHARED = "Flags of commands that ask"
 VARIABLES = """\
 ## Variables
-One that is empty is not set. All but those in "of services, beside their flags", `KEEPSTEP_TOKEN`,
-`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE` and `KEEPSTEP_RELAY` are read as `TORCHFT_...` too,
-if `KEEPSTEP_...` is not set.
+An empty variable counts as not set. If `KEEPSTEP_...` is not set, `TORCHFT_...` is read, except for `KEEPSTEP_TOKEN`,
+`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE`, `KEEPSTEP_RELAY`, and the variables of services beside
+their flags.
 """
 ROUTES = """\
 ## Routes
-JSON, but for what is said to be bytes; an error is a problem document (RFC 9457) that says what to do. `GET
-/openapi.json` of each service has every field of every answer. Role: who may ask, once tokens are set; "any" is any
-of the tokens, an admin may all.
+Bodies are JSON, except where the table says bytes. Errors are problem documents (RFC 9457) that say what to do. `GET
+/openapi.json` of each service has every field of every answer. The column "role" has the token that a route requires;
+"any" accepts every token, and an admin token is accepted everywhere. Without tokens, roles do not apply.
 """
 METRICS = """\
 ## Metrics
-What `GET /metrics` of each service gives to Prometheus.
+`GET /metrics` of each service exports these metrics to Prometheus.
 """
 SETTINGS = {"lighthouse": lighthouse_settings, "relay": relay_settings, "metrics": metrics_settings}
 SERVICES_OF = {**{name: [name] for name in SETTINGS}, "up": list(SETTINGS)}
-"""Command: the services that it runs."""
+"""The services that a command runs."""
 ROLES = {
     Access.OPEN: "none",
     Access.READ: "any",
@@ -74,11 +74,11 @@ ROLES = {
     Access.ADMIN: "admin",
 }
 NOTE = re.compile(r"\s*\[(?:env: ([A-Z_, ]+))?(?:; )?(?:default: ([^]]*))?\]")
-"""What the help of a flag ends with."""
+"""The end of a flag's help: its variables and default."""
 
 
 class Asked(dict[str, str]):
-    """An environment in which nothing is set, and that notes what is looked for."""
+    """An empty environment that records the names that a caller reads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -89,7 +89,7 @@ class Asked(dict[str, str]):
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """Markdown. ``head``: names of the columns, with bars between them."""
+    """Return a Markdown table. ``head``: names of the columns, with bars between them."""
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *(f"| {line} |" for line in lines)]) + "\n"
 
@@ -116,7 +116,7 @@ class Flag:
 
 
 def flag_of(option: click.Option, service: str = "", looked_for: Collection[str] = ()) -> Flag:
-    """``looked_for``: variables that its command reads, those of ``service`` before others."""
+    """Describe an option. ``looked_for``: variables that its command reads; those of ``service`` come first."""
     text = option.help or ""
     variables, default = ("".join(of) for of in zip(("", ""), *NOTE.findall(text), strict=True))
     name = str(option.name).upper()
@@ -131,7 +131,7 @@ def flag_of(option: click.Option, service: str = "", looked_for: Collection[str]
 
 
 def value_of(option: click.Option) -> str:
-    """What stands behind a flag."""
+    """Return the placeholder of a flag's value."""
     kind = option.type
     if option.is_flag or option.metavar:
         return option.metavar or ""
@@ -143,7 +143,7 @@ def value_of(option: click.Option) -> str:
 
 
 def parts_of(name: str) -> dict[str, click.Command]:
-    """A command, or those of a group, by what is typed."""
+    """Return a command, or the commands of a group, by the words to type."""
     found = main.commands[name]
     if isinstance(found, click.Group):
         return {f"{name} {part}": command for part, command in found.commands.items()}
@@ -182,7 +182,7 @@ def commands() -> Iterator[str]:
 
 
 def default_of(name: str) -> str:
-    """Of the argument of the Manager that a variable beats."""
+    """Return the default of the Manager's argument that a variable overrides."""
     argument = name.removeprefix("KEEPSTEP_").removesuffix("_SEC").lower()
     found = inspect.signature(Manager).parameters.get(argument)
     if found is None or found.default is None:
@@ -199,10 +199,10 @@ def all_variables() -> Iterator[str]:
     yield "### Of trainers, and of what asks a lighthouse"
     yield meanings(variables.OF_CLIENTS)
     yield "### Of trainers"
-    yield "A variable beats the argument of the `Manager`, but for the port.\n"
+    yield "A variable overrides the argument of the `Manager`, except for the port.\n"
     yield meanings(variables.OF_TRAINERS)
     yield "### Of trainers, as launchers set them"
-    yield "Where no argument of the `Manager` says otherwise.\n"
+    yield "These apply where no argument of the `Manager` sets the value.\n"
     yield meanings(variables.OF_LAUNCHERS)
     yield "### Of services, beside their flags"
     yield meanings(variables.OF_SERVICES)
@@ -227,12 +227,12 @@ def all_variables() -> Iterator[str]:
 
 
 def takes(shape: Shape, method: str) -> str:
-    """Query parameters and body of a route."""
+    """Return query parameters and body of a route."""
     found = [f"`?{name}=`: {meaning}" for name, meaning in shape.query.items()]
     if shape.takes_bytes:
         found.append("bytes")
     if shape.body is not None and (of_body := fields(shape.body)):
-        left_out = (None, MISSING)  # what a PATCH does not name stays as it is
+        left_out = (None, MISSING)  # a PATCH leaves fields that it does not name unchanged
         values = [(one.name, None if method == "PATCH" else one.default) for one in of_body]
         said = [f"`{name}`" + ("" if value in left_out else f" ({value})") for name, value in values]
         found.append(f"JSON: {', '.join(said)}")
@@ -262,7 +262,7 @@ def all_apis() -> Iterator[str]:
 
 
 def families(source: str) -> Iterator[list[str]]:
-    """A row for each family that ``source`` makes."""
+    """Yield a row for each metric family that ``source`` creates."""
     made = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(made, key=lambda node: node.lineno):
         kind = re.fullmatch(r"(Counter|Gauge|Summary)MetricFamily", ast.unparse(call.func))

@@ -1,4 +1,4 @@
-"""Digits over replica groups that may die: keepstep run --replicas 3 -- examples/train_ddp.py --checkpoints saved"""
+"""Learn digits on fault-tolerant groups: keepstep run --replicas 3 -- examples/train_ddp.py --checkpoints saved"""
 
 import argparse
 import hashlib
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from keepstep import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", default="300", help="how many, or a file that says so and may change meanwhile")
-parser.add_argument("--checkpoints", type=Path, help="folder to save to every 100 steps and to resume from")
+parser.add_argument("--steps", default="300", help="last step: a number, or a file that contains it and may change")
+parser.add_argument("--checkpoints", type=Path, help="folder for a checkpoint every 100 steps, and to resume from")
 args = parser.parse_args()
 group, groups = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
 
@@ -43,16 +43,16 @@ if checkpoint and checkpoint.exists():
 for x, y in itertools.chain.from_iterable(epochs):
     if manager.current_step() >= int(args.steps if args.steps.isdigit() else Path(args.steps).read_text()):
         break
-    optimizer.zero_grad()  # begins the step: asks who takes part
+    optimizer.zero_grad()  # begin the step: ask for a quorum
     loss = nn.functional.cross_entropy(replicated(x), y)
-    loss.backward()  # averages the gradients over the groups that take part
-    manager.record(loss=loss.item())  # for the metrics service
-    if optimizer.step() and manager.current_step() % 10 == 0:  # commits the step if all of it worked
+    loss.backward()  # average gradients over the groups of the quorum
+    manager.record(loss=loss.item())  # send the loss to the metrics service
+    if optimizer.step() and manager.current_step() % 10 == 0:  # commit if every part of the step succeeded
         print(f"step {manager.current_step()} loss {loss.item():.4f}", flush=True)
         if checkpoint and manager.current_step() % 100 == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save([part.state_dict() for part in (*state.values(), manager)], f"{checkpoint}.part")
-            Path(f"{checkpoint}.part").rename(checkpoint)  # never half a file
+            Path(f"{checkpoint}.part").rename(checkpoint)  # replace the file at once
 
 accuracy = (model(test[0]).argmax(1) == test[1]).float().mean()
 weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
