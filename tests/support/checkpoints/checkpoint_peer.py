@@ -80,7 +80,7 @@ def relay_source(me: str, sources: str, joiners: str, relays: str, mib: str, upl
 
 def relay_joiner(me: str, sources: str, joiners: str, relays: str, url: str) -> None:
     transport = relay_transport(me, sources, joiners, relays)
-    begun = []
+    begun: list[bool] = []
 
     def begin(_done: int, _total: int) -> None:
         if not begun:

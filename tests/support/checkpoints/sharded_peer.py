@@ -21,7 +21,7 @@ from keepstep.checkpointing.state.serialization import load_state, save_state
 from keepstep.checkpointing.state.state_manifest import read_manifest
 
 
-def refused(manifest, pack, into):
+def refused(manifest: bytes, pack: Any, into: Any) -> str:
     try:
         load_state(manifest, pack, into)
     except TransferError as error:
@@ -86,7 +86,7 @@ def shards_are_restored_in_place(rank: int) -> None:
 def dtensors_are_built_on_the_mesh_of_the_process() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     full = torch.arange(15.0).reshape(5, 3)
-    state = {
+    state: dict[str, Any] = {
         "uneven": distribute_tensor(full, mesh, [Shard(0), Replicate()]),
         "columns": distribute_tensor(full, mesh, [Replicate(), Shard(1)]),
         "both": distribute_tensor(full, mesh, [Shard(0), Shard(1)]),
@@ -107,7 +107,7 @@ def dtensors_are_built_on_the_mesh_of_the_process() -> None:
 
 def what_an_optimizer_lacks_is_built_on_the_mesh_of_its_parameters() -> None:
     mesh = shard_mesh()
-    weights = [torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])) for _ in range(2)]
+    weights: list[Any] = [torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], momentum=0.5) for weight in weights]
     weights[0].grad = weights[0].detach().clone()
     optimizers[0].step()

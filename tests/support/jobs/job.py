@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -239,7 +240,7 @@ class Job:
                 "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
-            group.ranks.append(Rank(variables, lambda text, group=group: self._heard(group, text), self.host_of(name)))
+            group.ranks.append(Rank(variables, partial(self._heard, group), self.host_of(name)))
         return group
 
     def assert_all_live(self) -> None:

@@ -30,7 +30,7 @@ class Peer:
         self.timeout = timedelta(seconds=timeout)
         self.group = ProcessGroupGloo(self.timeout)
         self.tensor = torch.zeros(0)
-        self.begun: Callable[[], None] = int
+        self.begun: Callable[[], None] = lambda: None
 
     def configure(self, quorum: int, world: int, rank: int | None = None) -> None:
         rank = self.rank if rank is None else rank

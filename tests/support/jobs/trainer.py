@@ -65,16 +65,17 @@ def hold_the_gil(_number: int, _frame: object) -> None:
 
 
 class SlowReader(HTTPTransport[Any]):
-    """Takes its time for each chunk of a heal."""
+    """A transport that pauses after each chunk of a heal."""
 
     def __init__(self, seconds_a_chunk: float) -> None:
         super().__init__(timedelta(seconds=30), 0, "127.0.0.1")
         self._seconds_a_chunk = seconds_a_chunk
 
-    def recv_checkpoint(self, *where: Any, progress: Callable[[int, int], None], **options: Any) -> Any:
+    def recv_checkpoint(self, *where: Any, progress: Callable[[int, int], None] | None = None, **options: Any) -> Any:
         def slowly(done: int, total: int) -> None:
-            progress(done, total)
-            time.sleep(self._seconds_a_chunk)  # a heal that is slow by order
+            if progress is not None:
+                progress(done, total)
+            time.sleep(self._seconds_a_chunk)  # makes the heal slow: that is what the test asks for
 
         return super().recv_checkpoint(*where, progress=slowly, **options)
 
@@ -83,11 +84,12 @@ def batches_of_workers(count: int, samples: int) -> Iterator[torch.Tensor]:
     """Indices of a batch, for ever, drawn by forked processes."""
     # the tests start trainers as daemons, which multiprocessing lets have no children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    indices: Any = range(samples)  # has all that a map-style dataset needs
     loader: DataLoader[Any] = DataLoader(
-        range(samples), 32, shuffle=True, num_workers=count, persistent_workers=True, multiprocessing_context="fork"
+        indices, 32, shuffle=True, num_workers=count, persistent_workers=True, multiprocessing_context="fork"
     )
     while True:
-        epoch = iter(loader)
+        epoch: Any = iter(loader)
         say("workers", pids=[worker.pid for worker in epoch._workers])
         yield from epoch
 
@@ -142,7 +144,7 @@ def main() -> None:
             else:
                 batch = torch.randint(len(inputs), (32,), generator=generator)
             loss = nn.functional.cross_entropy(ddp(inputs[batch]), targets[batch])
-            loss.backward()
+            torch.autograd.backward(loss)
             manager.record(loss=loss.item())
             if wrapped.step():
                 state = digest(model.state_dict(), optimizer.state_dict())
@@ -158,7 +160,7 @@ def main() -> None:
                 say("discarded", step=manager.current_step())
             if 0 <= flip_at <= manager.current_step():
                 with torch.no_grad():
-                    model[0].weight.view(torch.int32)[1, 2] ^= 1 << 20
+                    layers[0].get_parameter("weight").view(torch.int32)[1, 2] ^= 1 << 20
                 say("flipped", step=manager.current_step())
                 flip_at = -1
             time.sleep(pace)  # a step takes as long as it is told to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from keepstep_lighthouse.quorum.events import (
     Announce,
@@ -43,7 +44,7 @@ UNIX_AT_START = 1_000_000.0
 class Driver:
     """Every method feeds one event and returns its decisions."""
 
-    def __init__(self, policy: Policy | None = None, record: JobRecord | None = None, **limits: float) -> None:
+    def __init__(self, policy: Policy | None = None, record: JobRecord | None = None, **limits: Any) -> None:
         self.now = 100.0
         self.record = record or JobRecord(policy=policy or Policy(**limits))
         self.core = JobCore("job", self.record, self.now, self.unix, restarted=False)

@@ -1,4 +1,4 @@
-"""A name that no name server says anything about. Resolvers cannot be had in a test: the system's call is replaced."""
+"""A host name for which no name server answers. ``socket.getaddrinfo`` is replaced: a test has no resolver."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEADLINE = 60.0
 
 @contextmanager
 def unanswered_name() -> Iterator[str]:
-    """Who looks it up waits until this is closed."""
+    """A name whose lookup blocks until the context ends."""
     name, over, look_up = "silent.invalid", threading.Event(), socket.getaddrinfo
 
-    def unanswered(host: Any, *arguments: Any, flags: int = 0, **how: Any) -> Any:
-        if host == name and not flags & socket.AI_NUMERICHOST:
+    def unanswered(host: Any, *arguments: Any, **how: Any) -> Any:
+        if host == name and not how.get("flags", 0) & socket.AI_NUMERICHOST:
             over.wait(DEADLINE)
-        return look_up(host, *arguments, flags=flags, **how)
+        return look_up(host, *arguments, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", unanswered)

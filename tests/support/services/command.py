@@ -48,6 +48,8 @@ async def service_process(name: str, *flags: str) -> AsyncIterator[tuple[asyncio
     """``keepstep <name>`` on a free port, and its address."""
     async with process(name, "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
         async with asyncio.timeout(START_SECONDS):
+            assert started.stdout is not None
+            assert started.stderr is not None
             line = (await started.stdout.readline()).decode()
         assert line.startswith(f"{name} http"), line + (await started.stderr.read()).decode()
         yield started, line.split()[1]

@@ -52,11 +52,11 @@ class EtcdNode:
         client_url = f"{scheme}://{self.host.address}:{self.port}"
         command = [
             *self.host.command,
-            BINARY,
+            str(BINARY),
             "--name",
             self.name,
             "--data-dir",
-            self._folder / self.name,
+            str(self._folder / self.name),
             "--log-level",
             "error",
         ]
