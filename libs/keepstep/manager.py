@@ -1,18 +1,16 @@
-"""One training step of a replica group, in order.
+"""What a training script calls: begin a step, average over the groups, commit.
 
-    start_quorum    ask, and unless async wait; heal if this is a first step or the quorum is synchronous
-    allreduce       wait for the quorum and the process group, contribute, average over who takes part
-    should_commit   wait for what is in flight, hand out or take in live state, vote with the group's other ranks
+    start_quorum    request the quorum; wait for it and heal in a synchronous or first step
+    allreduce       wait for the quorum and the process group, then average over the groups that take part
+    should_commit   wait for the collectives, exchange live state, vote with the other ranks of the group
 
-Everything that talks runs on the mesh thread; everything that touches the user's state runs on the training thread.
-``attempt.py`` has what one step does; here is what the script calls, and how a group comes and goes.
+Everything that communicates runs on the mesh thread; everything that touches the user's state runs on the training
+thread. ``step/attempt.py`` has the course of a step, ``lifecycle/`` how a group comes and goes.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
-import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,75 +21,64 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
-from keepstep.checkpointing.relayed.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.futures import future_timeout
-from keepstep.group.agreement import group_settings, layout_digest
-from keepstep.group.group_link import LinkSettings, connect_group
 from keepstep.group.quorum_plan import WorldSizeMode
-from keepstep.runtime import environment
-from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
-from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
+from keepstep.lifecycle import wiring
+from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.membership import GroupMembership
 from keepstep.step.attempt import Attempt
-from keepstep.step.context import StepContext
-from keepstep.step.live_state import LiveState
-from keepstep.step.progress import GroupProgress
-from keepstep.step.reconfigurer import Reconfigurer
-from keepstep.step.step_log import StepLog
-from keepstep.step.step_telemetry import StepTelemetry
-from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import Banned, Drained, KeepstepError
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
-from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.lineage import NEW
-from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken, ServiceAddress
-from keepstep_mesh.security.tls import as_safe
-from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.protocol.messages import ServiceAddress
 
 T = TypeVar("T")
 
 __all__ = ["Manager", "WorldSizeMode"]
 
-log = get_logger("keepstep.manager")
-
-STREAMS = 4
-"""Parallel streams of a heal without a relay; measured faster than one and than sixteen."""
+SHUTDOWN_SECONDS = 5.0
+"""Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
 class Manager:
     """Keeps one replica group in step with the others.
 
-    All groups of a job must have the same ``use_async_quorum``, ``world_size_mode`` and ``init_sync``, and with
-    ``FIXED_WITH_SPARES`` the same ``min_replica_size``; one that differs gets a LayoutMismatch.
+    ``use_async_quorum``, ``world_size_mode`` and ``init_sync``, and with ``FIXED_WITH_SPARES`` also
+    ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a LayoutMismatch.
 
     Args:
-        pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``; reconfigured as members change.
-        load_state_dict, state_dict: the user's state, registered under "default"; None: register it later.
-        min_replica_size: groups that must take part for a step to commit.
-        use_async_quorum: True overlaps the quorum with the forward pass; a healing group then contributes zeros in its
-            first step. False: everybody waits, heals, and takes part.
-        timeout: of collectives and commit votes, and of a heal without progress (``KEEPSTEP_TIMEOUT_SEC``).
-        quorum_timeout: of one request for a quorum (``KEEPSTEP_QUORUM_TIMEOUT_SEC``). After it the step fails or, where
+        pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``. The Manager reconfigures it as
+            members change.
+        load_state_dict: loads the user's state; registered under "default" together with ``state_dict``.
+        state_dict: returns the user's state. None: register states later, with ``register_state_dict_fn``.
+        min_replica_size: number of groups that must take part for a step to commit.
+        use_async_quorum: True: the quorum overlaps the forward pass; a group that heals contributes zeros in its first
+            step. False: all groups wait for the quorum and for heals, and take part.
+        timeout: of a collective, of a commit vote, and of a heal without progress (``KEEPSTEP_TIMEOUT_SEC``).
+        quorum_timeout: of one request for a quorum (``KEEPSTEP_QUORUM_TIMEOUT_SEC``). After it the step fails; where
             ``start_quorum`` waits for the quorum, the group asks again.
-        connect_timeout: of reaching the lighthouse and the group's rank 0 (``KEEPSTEP_CONNECT_TIMEOUT_SEC``).
-        rank, world_size: of this process within its group; default: RANK and WORLD_SIZE, else a group of one.
+        connect_timeout: of the first connection to the lighthouse and to the group's rank 0
+            (``KEEPSTEP_CONNECT_TIMEOUT_SEC``).
+        rank: of this process within its group; default: ``RANK``, else 0.
+        world_size: number of ranks in the group; default: ``WORLD_SIZE``, else 1.
         world_size_mode: see ``WorldSizeMode``.
-        store_addr, store_port: where the ranks of one group find each other; default: MASTER_ADDR and MASTER_PORT.
-            Not used by a group of one.
+        store_addr: host of the store where the ranks of one group find each other; default: ``MASTER_ADDR``. Not used
+            by a group of one rank.
+        store_port: its port; default: ``MASTER_PORT``.
         lighthouse_addr: ``http://host:port``, several separated by commas; default: ``KEEPSTEP_LIGHTHOUSE``.
-        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else a random one of rank 0.
-        port: of the group server on rank 0 (``KEEPSTEP_MANAGER_PORT``); default: any free one.
+        replica_id: stable name of the group; default: ``REPLICA_GROUP_ID`` (``r0`` for 0), else rank 0 makes one up.
+        port: of the group server on rank 0; default: ``KEEPSTEP_MANAGER_PORT``, else any free one.
         hostname: to advertise; default: the address of the interface that reaches the lighthouse.
-        heartbeat_interval: between heartbeats to the lighthouse, unless it asks for fewer.
-        checkpoint_transport: how live state travels; default: ``RelayTransport``, which is direct where no relay is.
-        init_sync: True: at the first step all groups take over the weights of one. False: they are equal already.
-        max_retries: failed commits in a row after which ``should_commit`` raises; None: no limit.
-        quorum_retries: how often a quorum that timed out is asked for again (``KEEPSTEP_QUORUM_RETRIES``).
+        heartbeat_interval: between heartbeats to the lighthouse, unless the lighthouse asks for fewer.
+        checkpoint_transport: moves live state to groups that heal; default: ``RelayTransport``, which sends it directly
+            where no relay is registered.
+        init_sync: True: at the first step all groups load the weights of one group. False: they are equal already.
+        max_retries: number of failed steps in a row after which ``should_commit`` raises; None: no limit.
+        quorum_retries: number of times that a quorum that timed out is requested again (``KEEPSTEP_QUORUM_RETRIES``).
 
     Raises:
-        ValueError: an argument or variable makes no sense.
-        TimeoutError: the lighthouse, or the group's rank 0, was not reached within ``connect_timeout``.
-        KeepstepError: rank 0 cannot serve the group's store, or it is the store of another group.
+        ValueError: an argument or variable is missing or out of range.
+        TimeoutError: the lighthouse, or the group's rank 0, could not be reached within ``connect_timeout``.
+        KeepstepError: rank 0 cannot serve the group's store, or the store belongs to another group.
         EvictedExit: the group is banned.
     """
 
@@ -120,103 +107,36 @@ class Manager:
         max_retries: int | None = None,
         quorum_retries: int = 0,
     ) -> None:
-        if min_replica_size < 1:
-            raise ValueError(f"min_replica_size={min_replica_size} must be at least 1")
-        self._timeout = environment.seconds("TIMEOUT_SEC", timeout)
-        self._quorum_timeout = environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout)
-        self._connect_timeout = environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout)
-        if max_retries is not None and max_retries < 0:
-            raise ValueError(f"max_retries={max_retries} must be at least 0; None: no limit")
-        self._use_async_quorum = use_async_quorum
-        self._init_sync = init_sync
-        self._max_retries = max_retries
-
-        settings = LinkSettings.from_arguments(
-            lighthouse_addr=lighthouse_addr,
-            replica_id=replica_id,
-            rank=environment.from_launcher("RANK", rank, 0),
-            world_size=environment.from_launcher("WORLD_SIZE", world_size, 1),
+        self._settings = ManagerSettings.from_arguments(
+            min_replica_size=min_replica_size,
+            use_async_quorum=use_async_quorum,
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            rank=rank,
+            world_size=world_size,
+            world_size_mode=world_size_mode,
             store_addr=store_addr,
             store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=replica_id,
             port=port,
             hostname=hostname,
-            heartbeat_interval=heartbeat_interval.total_seconds(),
-            connect_timeout=self._connect_timeout.total_seconds(),
-            quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
+            heartbeat_interval=heartbeat_interval,
+            init_sync=init_sync,
+            max_retries=max_retries,
+            quorum_retries=quorum_retries,
         )
         self._pid = os.getpid()
-        self._several_ranks = settings.world_size > 1
         self._attempt: Attempt | None = None
-        self._requests = 0
-        self._leaving = ""
-        self._layout_digest = ""
-        self._shut_down = False
-        self._early: list[Push] | None = []
-        """What was pushed before there was anything to act upon it; None from then on."""
-
-        self._mesh = LoopThread()
-        closing = contextlib.ExitStack()
-        closing.callback(self._mesh.stop)
-        with closing:
-            # the store's server ends with its last reference, and other ranks may come to it late
-            try:
-                link, self._store = connect_group(self._mesh, settings, self._group_failed, self._pushed)
-            except Banned as error:
-                raise EvictedExit(str(error)) from error
-            closing.callback(lambda: self._mesh.call(link.close(), CALL_MARGIN_SECONDS))
-            transport = checkpoint_transport
-            if transport is None:
-                transport = RelayTransport(
-                    timeout=self._timeout,
-                    relays=self._relays,
-                    num_chunks=STREAMS,
-                    hostname=settings.host,
-                    token=settings.token,
-                    tls=settings.session.tls,
-                    uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
-                )
-                closing.callback(transport.shutdown)
-            progress = GroupProgress(link.replica_id, f"{NEW}{link.replica_id}" if init_sync else "")
-            self._context = StepContext(
-                mesh=self._mesh,
-                link=link,
-                settings=settings,
-                reconfigurer=Reconfigurer(
-                    pg,
-                    job=settings.job,
-                    replica_id=link.replica_id,
-                    group_rank=settings.rank,
-                    group_world_size=settings.world_size,
-                    token=settings.token,
-                    host=settings.host,
-                    key_values=link.key_values,
-                    own_address=link.address,
-                    timeout=self._timeout,
-                ),
-                transport=transport,
-                state=LiveState(progress.state_dict, progress.load),
-                progress=progress,
-                steps=StepLog(settings.job, link.replica_id, settings.rank),
-                telemetry=StepTelemetry(self._mesh, link, settings),
-                log=log.bind(replica_id=link.replica_id, rank=settings.rank),
-                timeout=self._timeout,
-                min_replica_size=min_replica_size,
-                world_size_mode=world_size_mode,
-                job_settings=group_settings(
-                    use_async_quorum=use_async_quorum,
-                    world_size_mode=world_size_mode,
-                    min_replica_size=min_replica_size,
-                    init_sync=init_sync,
-                ),
-            )
-            if state_dict is not None and load_state_dict is not None:
-                self.register_state_dict_fn("default", load_state_dict, state_dict)
-            self._write("started")
-            self._termination = TerminationFlag(self._wish_to_leave)
-            tell_children(self)
-            closing.pop_all()
-        self._mesh.loop.call_soon_threadsafe(self._hear_early_pushes)
-        atexit.register(self.shutdown)  # a script that just ends leaves too
+        self._membership = GroupMembership(self._settings.link)
+        self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership)
+        if state_dict is not None and load_state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self._context.log_progress("started")
+        tell_children(self)
+        self._membership.start(self._context)
+        atexit.register(self.shutdown)  # a script that just ends leaves the job too
 
     # ---- state
 
@@ -226,95 +146,117 @@ class Manager:
         load_state_dict: Callable[[T], None],
         state_dict: Callable[[], T],
     ) -> None:
-        """Adds a named part of the user's state that heals. ValueError when the key is taken."""
+        """Register a named part of the user's state, which heals together with all other parts.
+
+        Args:
+            key: name of the part, equal in all groups.
+            load_state_dict: loads what ``state_dict`` of another group returned.
+            state_dict: returns the part: tensors, and containers of tensors and plain values.
+
+        Raises:
+            ValueError: ``key`` is registered already.
+        """
         self._context.state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
-        """The user's state under "default", replacing what was registered there."""
+        """Register the user's state under "default", in place of what was registered there.
+
+        Args:
+            load_state_dict: see ``register_state_dict_fn``.
+            state_dict: see ``register_state_dict_fn``.
+        """
         self._context.state.register("default", load_state_dict, state_dict, replace=True)
 
     def allow_state_dict_read(self) -> None:
-        """Ends ``disallow_state_dict_read``."""
+        """End ``disallow_state_dict_read``."""
         self._context.state.readable = True
 
     def disallow_state_dict_read(self) -> None:
-        """Until allowed again no healing group is given this state: it is in the middle of a change."""
+        """Hand out no state until ``allow_state_dict_read``, because the state is in the middle of a change."""
         self._context.state.readable = False
 
     def add_layout(self, lines: list[str]) -> None:
-        """More of what all groups must have in common, one line a parameter or bucket; each DDP adds its module's.
+        """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
 
-        A group whose lines, in their order, differ from the job's is refused, with the first difference named.
+        A group whose lines differ from the job's, also in their order, is refused with the first difference.
+
+        Args:
+            lines: one for each parameter or bucket.
         """
-        self._context.layout = [*self._context.layout, *lines]
-        self._layout_digest = layout_digest(self._context.job_settings, self._context.layout)
-        self._context.link.layout_lines = self._context.layout
+        self._context.add_layout(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the user's own checkpoint: step, batches_committed and, once there is one, the lineage."""
+        """Return the Manager's part of the user's own checkpoint.
+
+        Returns:
+            ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
+        """
         return self._context.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From the user's own checkpoint; takes torchft's too (no lineage).
+        """Resume from the user's own checkpoint.
 
-        Once groups that loaded one have committed a step, a group that was away since before that heals from them, even
-        from a lower step: it does not undo the resume.
+        Once groups that resumed have committed a step, a group that was away since before the resume heals from them,
+        even when its step is higher.
+
+        Args:
+            state_dict: what ``state_dict`` returned. One of torchft, which has no lineage, works too.
         """
         self._context.progress.resume(state_dict)
-        self._write("loaded")
-
-    def _write(self, event: str) -> None:
-        self._context.steps.write(event, self._context.progress.step, 0, lineage=self._context.progress.lineage)
+        self._context.log_progress("loaded")
 
     def mark_torn(self) -> None:
-        """This group's state is of no step any more (a heal or an optimizer broke in the middle).
+        """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.
 
-        It heals from another group at the next step, and never counts as a state that others could heal from.
+        The group heals from another one at the next step, and no group heals from it until then.
         """
         self._context.tear()
 
     def record(self, **values: float) -> None:
-        """Numbers to be seen beside the steps, such as ``record(loss=loss.item())``: with the step that ends next.
+        """Record numbers of the current step for the metrics service, such as ``record(loss=loss.item())``.
 
-        At most 16 names. Those of rank 0 are sent to the metrics service, in the background; without one it is free.
+        Rank 0 sends them in the background with the step that ends next. Without a metrics service nothing is sent.
+
+        Args:
+            **values: at most 16 names.
         """
         self._context.telemetry.values({name: float(value) for name, value in values.items()})
 
     # ---- facts of the step
 
     def current_step(self) -> int:
-        """Steps committed so far; changes only in ``should_commit`` and with a heal."""
+        """Return the number of committed steps. It changes only in ``should_commit`` and when this group heals."""
         return self._context.progress.step
 
     def batches_committed(self) -> int:
-        """Batches of all groups that went into committed steps."""
+        """Return the number of batches, of all groups, that went into committed steps."""
         return self._context.progress.batches_committed
 
     def replica_id(self) -> str:
-        """This incarnation of the group: ``name:uuid``."""
+        """Return the id of this incarnation of the group, ``name:uuid``."""
         return self._context.link.replica_id
 
     @property
     def services(self) -> tuple[ServiceAddress, ...]:
-        """Where relays and the metrics service are: what registered with the lighthouse and is there now."""
+        """Relays and metrics services that are registered with the lighthouse now."""
         return self._context.link.services
 
-    def _relays(self) -> list[str]:
-        asked = self._context.settings.session.addresses[0]
-        return [as_safe(one.address, asked) for one in self.services if one.service == "relay"]
-
     def participating_rank(self) -> int | None:
-        """This group's place among those that take part; None while it heals or stands by. Waits for the quorum.
+        """Wait for the quorum, and return this group's number among the groups that take part.
 
-        After ``should_commit`` that of the step that ended, as with ``num_participants`` and ``is_participating``.
+        After ``should_commit``, this and ``num_participants`` and ``is_participating`` are of the step that ended.
+
+        Returns:
+            In [0, num_participants()); None while this group heals or is a spare.
         """
         return self._latest_participation()[0]
 
     def num_participants(self) -> int:
-        """How many groups take part in this step. Waits for the quorum."""
+        """Wait for the quorum, and return the number of groups that take part in this step."""
         return self._latest_participation()[1]
 
     def is_participating(self) -> bool:
+        """Wait for the quorum, and return whether this group takes part in this step."""
         return self.participating_rank() is not None
 
     def _latest_participation(self) -> tuple[int | None, int]:
@@ -326,19 +268,27 @@ class Manager:
     # ---- errors
 
     def report_error(self, e: Exception) -> None:
-        """This step will not commit. The process group is aborted, so that nobody waits for us."""
+        """Keep this step from committing, and abort the process group so that no other group waits for this one.
+
+        Args:
+            e: the reason, for the log.
+        """
         if self._attempt is not None:
             self._attempt.report(e)
 
     def errored(self) -> Exception | None:
-        """What went wrong in this step, or in the last one until the next begins; None when nothing did."""
+        """Return the error of this step, or of the last one until the next begins; None without an error."""
         return self._attempt.error if self._attempt is not None else None
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """A future that gives ``default``, and reports, when ``fut`` fails or takes longer than ``timeout``.
+        """Return a future that reports an error of ``fut`` and completes with ``default`` instead of raising it.
 
-        Wait for it before ``should_commit``: what it reports later is too late for this step, and not held against
-        the next.
+        Wait for it before ``should_commit``: an error that is reported later has no effect on this step or the next.
+
+        Args:
+            fut: any future of torch.
+            default: the value when ``fut`` fails or is late.
+            timeout: default: ``timeout`` of the Manager.
         """
         attempt = self._attempt
 
@@ -350,7 +300,7 @@ class Manager:
                     attempt.report(error)
                 return default
 
-        return future_timeout(fut, timeout or self._timeout).then(value_or_default)
+        return future_timeout(fut, timeout or self._settings.timeout).then(value_or_default)
 
     # ---- a step
 
@@ -359,27 +309,27 @@ class Manager:
     ) -> None:
         """Begin a step.
 
-        Continue the open step instead if the arguments are the same and nothing has been reduced in it; any other open
-        step is discarded.
+        Continue the open step instead if the arguments are the same and nothing has been reduced in it; discard any
+        other open step.
 
-        Where it waits (a synchronous quorum, a group's first step) and no quorum forms within ``quorum_timeout``, it
-        logs the reason and asks again, until there is one.
+        In a synchronous quorum and in a group's first step this waits for the quorum. If none forms within
+        ``quorum_timeout``, it logs the reason and asks again.
 
         Args:
-            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). So it is in every
-                group of a round when one of them asks so.
-            shrink_only: take no new groups in.
-            timeout: for the quorum, instead of ``quorum_timeout``; after it TimeoutError instead of asking again.
+            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). One group that asks
+                so decides it for all groups of the quorum.
+            shrink_only: take no new groups into the quorum.
+            timeout: of the quorum, instead of ``quorum_timeout``; after it TimeoutError instead of asking again.
 
         Raises:
-            Drained: the group was asked to leave, and has.
-            TimeoutError: where it waits, if ``timeout`` is given: why there is no quorum; the next call asks again.
-            KeepstepError: where it waits, what went wrong; the next call asks again.
+            Drained: the group was asked to leave the job, and has left.
+            TimeoutError: no quorum formed within ``timeout``; the next call asks again. Only where this waits.
+            KeepstepError: any other reason why no quorum formed; the next call asks again. Only where this waits.
         """
-        context, progress = self._context, self._context.progress
+        context = self._context
         context.raise_fatal()
-        limit = (timeout or self._quorum_timeout).total_seconds()
-        arguments = (allow_heal, shrink_only, limit, self._layout_digest)
+        limit = (timeout or self._settings.quorum_timeout).total_seconds()
+        arguments = (allow_heal, shrink_only, limit, context.layout_digest)
         if self._attempt is not None and not self._attempt.done:
             if self._attempt.arguments == arguments and self._attempt.is_untouched():
                 return
@@ -387,15 +337,15 @@ class Manager:
         self._attempt = attempt = Attempt(
             context,
             allow_heal=allow_heal,
-            sync=not self._use_async_quorum or not allow_heal,
-            first_step=self._init_sync and progress.step == 0,
+            sync=not self._settings.use_async_quorum or not allow_heal,
+            first_step=self._settings.init_sync and context.progress.step == 0,
             timeout=limit,
             arguments=arguments,
         )
         while True:
-            if self._leaving and not self._several_ranks:
-                self._leave_and_raise()
-            ask = self._next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
+            if context.leaving and context.settings.world_size == 1:
+                self._membership.leave(context)
+            ask = context.next_ask(limit, allow_heal=allow_heal, shrink_only=shrink_only)
             try:
                 attempt.begin(ask)
                 break
@@ -403,29 +353,14 @@ class Manager:
                 if timeout is not None or ask.leaving or not attempt.quorum_failed:
                     raise
                 context.raise_fatal()
-                context.log.warning("no quorum yet; asking again", step=progress.step, reason=str(error))
-
-    def _next_ask(self, limit: float, *, allow_heal: bool, shrink_only: bool) -> RankAsk:
-        context, progress = self._context, self._context.progress
-        self._requests += 1
-        return RankAsk(
-            request=self._requests,
-            step=progress.step,
-            lineage=progress.lineage,
-            shrink_only=shrink_only,
-            commit_failures=max(progress.commit_failures, 1 if context.reconfigurer.broken else 0),
-            timeout_ms=max(1, round(limit * 1000)),
-            leaving=self._leaving,
-            layout=self._layout_digest,
-            checkpoint=context.transport.metadata(),
-            root=context.root,
-            batches_committed=progress.batches_committed,
-            allow_heal=allow_heal,
-            settings=context.job_settings,
-        )
+                context.log.warning("no quorum yet; asking again", step=context.progress.step, reason=str(error))
 
     def wait_quorum(self) -> None:
-        """Waits until the quorum is there and the process group fits it. Raises what went wrong."""
+        """Wait for the quorum and for the process group.
+
+        Raises:
+            Exception: the reason why there is no quorum, or why the process group could not be built.
+        """
         self._current().wait_plan()
         error = self.errored()
         if error is not None:
@@ -442,18 +377,21 @@ class Manager:
         should_quantize: bool = False,
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
     ) -> Work:
-        """Reduces ``tensor`` in place over the groups that take part.
+        """Reduce ``tensor`` in place over the groups that take part.
 
         Args:
-            tensor: any shape, dense. A group that heals or stands by contributes zeros and gets the result all the
-                same.
-            should_quantize: not in this build: ValueError, never a silent full-precision reduction.
-            reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before it is added, so that the
-                sum does not overflow. SUM of booleans is a logical or.
+            tensor: dense, of any shape. A group that heals or is a spare contributes zeros, and gets the result.
+            should_quantize: not supported: True raises ValueError.
+            reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
+                not overflow. SUM of booleans is a logical or.
 
         Returns:
-            A Work whose ``wait()`` gives False when this step cannot commit, and whose future gives ``tensor``. An
-            error is reported, not raised.
+            A Work. Its ``wait()`` returns False when this step cannot commit; its future completes with ``tensor``. An
+            error of the collective is reported (``errored``), not raised.
+
+        Raises:
+            ValueError: quantization, or an average of integers.
+            RuntimeError: no step has begun.
         """
         if should_quantize:
             raise ValueError("this build of keepstep has no quantized all-reduce; call with should_quantize=False")
@@ -465,126 +403,68 @@ class Manager:
         return self._current().allreduce(tensor, reduce_op, average=average)
 
     def mark_synchronized(self) -> None:
-        """Says that the state that this step commits is equal in all groups that take part, whatever it was before.
+        """Declare that this step makes the registered state equal in all groups that take part.
 
-        For algorithms that average the parameters (or take all of them from one group) in a step in which nobody heals,
-        ``start_quorum(allow_heal=False)``. Call it after ``start_quorum``, before ``should_commit``, in every group; it
-        has no effect unless the step commits here. A group that was behind then counts as equal to the others: its step
-        and ``batches_committed`` become theirs, and it does not heal. Without it such a group heals in the next step
+        For algorithms that average the parameters, or load them from one group, in a step without heals
+        (``start_quorum(allow_heal=False)``). Call it in every group between ``start_quorum`` and ``should_commit``. It
+        has an effect only if the step commits: a group that was behind then counts as equal to the others, so its step
+        and ``batches_committed`` become theirs, and it does not heal. Otherwise such a group heals in the next step
         that allows it.
 
-        It is not checked. **Everything** that is registered as state has to be equal after the step, bit for bit:
-        parameters, buffers, state of optimizers. What differs stays different until ``keepstep verify-replicas`` finds
-        it. Groups that call it and groups that do not never count as equal after the step: some of them heal.
+        Nothing checks the declaration. After the step **all** registered state must be equal bit for bit: parameters,
+        buffers, state of optimizers. What differs stays different until ``keepstep verify-replicas`` finds it. A group
+        that calls this and a group that does not never count as equal after the step; some of them heal.
         """
         self._current().synchronized = True
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Whether this step counts; then, and only then, step the optimizer.
+        """End the step, and return whether it commits. Step the optimizer only if it does.
 
-        Waits for the collectives of the step, exchanges live state, and votes with the other ranks of the group.
+        Wait for the collectives of the step, exchange live state with other groups, and vote with the other ranks of
+        this group.
+
+        Args:
+            timeout: of the vote; default: ``timeout`` of the Manager.
 
         Raises:
-            Drained, EvictedExit, LayoutMismatch: the group is to end.
-            GroupFailedExit: the vote's outcome cannot be known.
-            RuntimeError: more than ``max_retries`` steps in a row failed.
+            Drained, EvictedExit, LayoutMismatch: the process must end.
+            GroupFailedExit: the outcome of the vote is unknown, and the process must end.
+            RuntimeError: no step has begun, or more than ``max_retries`` steps in a row failed.
         """
         attempt = self._current()
         self._context.raise_fatal()
-        committed = attempt.conclude(timeout or self._timeout)
-        failures = self._context.progress.commit_failures
-        if not committed and self._max_retries is not None and failures > self._max_retries:
-            raise RuntimeError(
-                f"{failures} steps in a row failed (max_retries={self._max_retries}); the last one: {attempt.error}"
-            )
+        committed = attempt.conclude(timeout or self._settings.timeout)
+        failures, limit = self._context.progress.commit_failures, self._settings.max_retries
+        if not committed and limit is not None and failures > limit:
+            raise RuntimeError(f"{failures} steps in a row failed (max_retries={limit}); the last one: {attempt.error}")
         return committed
 
-    # ---- ends
-
-    def _wish_to_leave(self, reason: str) -> None:
-        if not self._leaving and not self._shut_down:
-            self._leaving = self._context.leaving = reason
-            self._mesh.loop.call_soon_threadsafe(self._context.link.wish_to_leave, reason)
-
-    def _leave_and_raise(self) -> None:
-        seconds = self._timeout.total_seconds()
-        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # who cannot say goodbye leaves all the same
-            self._mesh.call(self._context.link.leave(self._leaving, min(seconds, 5.0)), seconds)
-        self._context.end_with(Drained(self._leaving))
-
-    def _group_failed(self, reason: str) -> None:
-        if not self._shut_down and self._several_ranks:
-            evicted = self._early is None and isinstance(self._context.fatal, EvictedExit)
-            end_process(reason, EXIT_EVICTED if evicted else EXIT_GROUP_FAILED)
-
-    def _pushed(self, push: Push) -> None:
-        """What the lighthouse says between answers. On the mesh thread."""
-        if self._early is not None:
-            self._early.append(push)
-            return
-        match push:
-            case MemberLost():
-                self._context.log.warning(
-                    "member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason
-                )
-                self._context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
-                if self._heals_from(push.replica_id):
-                    self._context.transport.source_lost(f"{push.replica_id}: {push.reason}")
-            case RoundBroken():
-                self._context.log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
-                self._context.reconfigurer.lost(push.quorum_id, push.reason)
-            case Drain():
-                self._wish_to_leave(push.reason or "drained")
-            case Evicted():
-                self._context.fatal = EvictedExit(push.reason)
-                self._context.reconfigurer.abort(f"evicted: {push.reason}")
-            case _:
-                pass
+    # ---- the end
 
     def forked(self) -> None:
-        """In a forked child. Of no use there: only the parent has the threads."""
-        if not self._shut_down:
-            self._shut_down = True
+        """Disable the copy of this object in a forked child: only the parent has its threads."""
+        if not self._membership.ended:
             atexit.unregister(self.shutdown)
-            self._termination.restore()
-            never_free(self._context, self._attempt, self._store)
+            self._membership.stop_acting()
+            never_free(self._context, self._attempt)
             self._context = self._attempt = cast("Any", OfParent("this Manager", self._pid))
 
-    def _heals_from(self, replica_id: str) -> bool:
-        plan = self._attempt.answered if self._attempt is not None else None
-        return plan is not None and plan.source is not None and plan.members[plan.source].replica_id == replica_id
-
-    def _hear_early_pushes(self) -> None:
-        early, self._early = self._early or [], None
-        for push in early:
-            self._pushed(push)
-
     def shutdown(self, wait: bool = True) -> None:
-        """Says leave, frees threads, ports and memory. Twice is fine.
+        """Leave the job, and free threads, ports and memory. May be called more than once.
 
-        In the middle of a step the group does not say leave: its peers must learn that it is lost. Its other ranks end.
+        In the middle of a step the group does not say goodbye, so that its peers learn that it is lost; its other ranks
+        end.
+
+        Args:
+            wait: wait until transfers of live state have ended.
         """
-        if self._shut_down:
+        if self._membership.ended:
             return
-        self._shut_down = True
         atexit.unregister(self.shutdown)
-        self._termination.restore()
-        limit = min(self._timeout.total_seconds(), 5.0)
+        self._membership.stop_acting()
+        context, limit = self._context, min(self._settings.timeout.total_seconds(), SHUTDOWN_SECONDS)
         in_step = self._attempt is not None and self._attempt.is_in_flight()
         if in_step and self._attempt is not None:
             self._attempt.refuse_joiners("this group ended in the middle of a step")
-        if self._context.fatal is None and not in_step:
-            try:
-                self._mesh.call(self._context.link.leave("shutdown", limit), limit + 1.0)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                self._context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
-        elif in_step and self._several_ranks:
-            self._context.fail_group(f"rank {self._context.settings.rank} ended in the middle of a step")
-        self._context.reconfigurer.shutdown()
-        self._context.transport.shutdown(wait=wait)
-        self._context.telemetry.close()
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            self._mesh.call(self._context.link.close(), limit)
-        self._mesh.stop()
-        self._store = None
-        self._context.steps.close()
+        self._membership.end(context, limit, in_step=in_step)
+        wiring.disconnect(context, limit, wait=wait)

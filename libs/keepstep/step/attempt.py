@@ -101,6 +101,7 @@ class Attempt:
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
     def _send(self, ask: RankAsk) -> None:
+        self._context.source = ""
         self._request = QuorumRequest(self._context, self._follow_quorum(ask), self.timeout)
 
     async def _follow_quorum(self, ask: RankAsk) -> QuorumPlan:
@@ -119,9 +120,9 @@ class Attempt:
         )
         self.answered = plan
         context.transport.disallow_checkpoint()  # readers of the last step's state are done, or too late
-        if plan.heal and self.allow_heal:
-            source = "" if plan.source is None else plan.members[plan.source].replica_id
-            context.link.healing(Healing(0, 0, 0.0, plan.max_step, source))
+        if plan.source is not None and self.allow_heal:
+            context.source = plan.members[plan.source].replica_id
+            context.link.healing(Healing(0, 0, 0.0, plan.max_step, context.source))
         try:
             built = await context.reconfigurer.follow(plan)
             context.steps.quorum(context.progress.step, plan, built=built)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from torch.distributed import Store
+
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.group.rank_link import RankLink
@@ -19,6 +22,7 @@ from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import StateRoot
 
 
@@ -46,12 +50,50 @@ class StepContext:
     """The settings that decide this group's arithmetic; those of all groups must be equal."""
     layout: list[str] = field(default_factory=list)
     """The parameters and buckets of this rank, one line each."""
+    layout_digest: str = ""
+    """Digest of ``job_settings`` and ``layout``; empty without a layout."""
     root: StateRoot | None = None
     """The root digest to send with the next request, because the lighthouse asked for it."""
     leaving: str = ""
     """Why this group is about to leave the job; empty while it is not."""
+    source: str = ""
+    """replica_id of the group that this one heals from in the current quorum, or empty."""
     late_heals: int = 0
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
+    requests: int = 0
+    """Number of requests for a quorum so far."""
+    store: Store | None = None
+    """The launcher's store. Its server ends with the last reference, and other ranks may connect to it late."""
+
+    def next_ask(self, timeout: float, *, allow_heal: bool, shrink_only: bool) -> RankAsk:
+        """Build this rank's request for the quorum of its next step; ``timeout`` in seconds."""
+        self.requests += 1
+        progress = self.progress
+        return RankAsk(
+            request=self.requests,
+            step=progress.step,
+            lineage=progress.lineage,
+            shrink_only=shrink_only,
+            commit_failures=max(progress.commit_failures, 1 if self.reconfigurer.broken else 0),
+            timeout_ms=max(1, round(timeout * 1000)),
+            leaving=self.leaving,
+            layout=self.layout_digest,
+            checkpoint=self.transport.metadata(),
+            root=self.root,
+            batches_committed=progress.batches_committed,
+            allow_heal=allow_heal,
+            settings=self.job_settings,
+        )
+
+    def add_layout(self, lines: list[str]) -> None:
+        """Add lines to the layout that all groups must have in common."""
+        self.layout = [*self.layout, *lines]
+        self.layout_digest = layout_digest(self.job_settings, self.layout)
+        self.link.layout_lines = self.layout
+
+    def log_progress(self, event: str) -> None:
+        """Write ``event`` to the step log, with the step and lineage of this group."""
+        self.steps.write(event, self.progress.step, 0, lineage=self.progress.lineage)
 
     def end_with(self, error: BaseException) -> NoReturn:
         """Raise ``error`` now and in every later step."""

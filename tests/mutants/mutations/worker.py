@@ -20,8 +20,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a trainer does not say its settings",
-        "libs/keepstep/manager.py",
-        "            settings=context.job_settings,\n        )\n",
+        "libs/keepstep/step/context.py",
+        "            settings=self.job_settings,\n        )\n",
         "        )\n",
         Test(
             "tests/services/manager/agreement/test_agreement.py::"

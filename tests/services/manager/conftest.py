@@ -35,5 +35,5 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[str, int]]:
     """Why and with which code a rank was to end, in place of its end."""
     told: queue.Queue[tuple[str, int]] = queue.Queue()
-    monkeypatch.setattr("keepstep.manager.end_process", lambda reason, code: told.put((reason, code)))
+    monkeypatch.setattr("keepstep.lifecycle.membership.end_process", lambda reason, code: told.put((reason, code)))
     return told

@@ -212,7 +212,7 @@ def test_a_group_of_before_a_resume_heals_from_those_that_resumed_and_goes_back(
         state = {"w": torch.full((2,), 9.0)}
         with manager(lighthouse, "z", state) as m:
             m._context.progress.step, m._context.progress.lineage = 1_000_000, 3
-            m._write("loaded")
+            m._context.log_progress("loaded")
             while not train(m, state):
                 pass
             joined.set()

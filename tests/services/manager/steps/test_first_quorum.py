@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -104,7 +105,7 @@ def test_a_later_synchronous_step_asks_again_too(two_needed, asked_again):
         with manager(two_needed, "a", use_async_quorum=False) as m:
             committed = [step(m)]
             first_step_done.wait(DEADLINE)
-            m._quorum_timeout = SOON
+            m._settings = dataclasses.replace(m._settings, quorum_timeout=SOON)
             committed.append(step(m))
             back.set()
             return committed
@@ -153,7 +154,7 @@ def test_a_group_that_waits_for_its_first_quorum_ends_at_once_when_it_is_told_to
             asked_again.get(timeout=DEADLINE)
         with contextlib.ExitStack() as by_signal:  # ends them too when the order is refused
             for one in told:
-                by_signal.callback(one._wish_to_leave, "SIGTERM")
+                by_signal.callback(one._membership.request_leave, "SIGTERM")
             if how != "SIGTERM":
                 order(two_needed, f"a/{how}")
                 by_signal.pop_all()

@@ -173,7 +173,7 @@ def test_a_group_that_is_told_to_leave_while_it_heals_does_not_ask_for_the_step_
     def group(name: str) -> str:
         with manager(lighthouse, name, {"w": torch.ones(1)}, use_async_quorum=False, min_replica_size=2) as m:
             if name == "b":
-                m.set_state_dict_fns(lambda _: m._wish_to_leave("told to"), lambda: {"w": torch.zeros(1)})
+                m.set_state_dict_fns(lambda _: m._membership.request_leave("told to"), lambda: {"w": torch.zeros(1)})
             ready.wait(30)
             try:
                 m.start_quorum()

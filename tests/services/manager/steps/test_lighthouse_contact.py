@@ -94,7 +94,7 @@ def test_a_wish_to_leave_ends_at_the_next_step_with_exit_code_0(lighthouse):
     with manager(lighthouse, "a") as m:
         m.start_quorum()
         assert m.should_commit()
-        m._wish_to_leave("SIGTERM")
+        m._membership.request_leave("SIGTERM")
         with pytest.raises(Drained) as left:
             m.start_quorum()
         assert left.value.code == 0

@@ -1,0 +1,96 @@
+"""The settings of a Manager: its arguments, completed from the environment and validated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from keepstep.group.agreement import group_settings
+from keepstep.group.group_link import LinkSettings
+from keepstep.group.quorum_plan import WorldSizeMode
+from keepstep.runtime import environment
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """See ``Manager`` for what each one means."""
+
+    link: LinkSettings
+    timeout: timedelta
+    quorum_timeout: timedelta
+    min_replica_size: int
+    use_async_quorum: bool
+    world_size_mode: WorldSizeMode
+    init_sync: bool
+    max_retries: int | None
+    uplink: float | None
+    """Limit of what this process uploads when other groups heal from it, in bytes per second; None: no limit."""
+
+    @classmethod
+    def from_arguments(
+        cls,
+        *,
+        min_replica_size: int,
+        use_async_quorum: bool,
+        timeout: timedelta,
+        quorum_timeout: timedelta,
+        connect_timeout: timedelta,
+        rank: int | None,
+        world_size: int | None,
+        world_size_mode: WorldSizeMode,
+        store_addr: str | None,
+        store_port: int | None,
+        lighthouse_addr: str | None,
+        replica_id: str | None,
+        port: int | None,
+        hostname: str | None,
+        heartbeat_interval: timedelta,
+        init_sync: bool,
+        max_retries: int | None,
+        quorum_retries: int,
+    ) -> ManagerSettings:
+        """Complete the arguments from the environment and validate them.
+
+        Raises:
+            ValueError: a value is missing or out of range; the message names it and what is allowed.
+        """
+        if min_replica_size < 1:
+            raise ValueError(
+                f"min_replica_size={min_replica_size} must be at least 1; it is the number of groups that must take "
+                f"part in a step"
+            )
+        if max_retries is not None and max_retries < 0:
+            raise ValueError(f"max_retries={max_retries} must be at least 0; pass None for no limit")
+        return cls(
+            link=LinkSettings.from_arguments(
+                lighthouse_addr=lighthouse_addr,
+                replica_id=replica_id,
+                rank=environment.from_launcher("RANK", rank, 0),
+                world_size=environment.from_launcher("WORLD_SIZE", world_size, 1),
+                store_addr=store_addr,
+                store_port=store_port,
+                port=port,
+                hostname=hostname,
+                heartbeat_interval=heartbeat_interval.total_seconds(),
+                connect_timeout=environment.seconds("CONNECT_TIMEOUT_SEC", connect_timeout).total_seconds(),
+                quorum_retries=environment.integer("QUORUM_RETRIES", quorum_retries),
+            ),
+            timeout=environment.seconds("TIMEOUT_SEC", timeout),
+            quorum_timeout=environment.seconds("QUORUM_TIMEOUT_SEC", quorum_timeout),
+            min_replica_size=min_replica_size,
+            use_async_quorum=use_async_quorum,
+            world_size_mode=world_size_mode,
+            init_sync=init_sync,
+            max_retries=max_retries,
+            uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
+        )
+
+    @property
+    def of_job(self) -> str:
+        """The settings that must be equal in all groups of the job, as text."""
+        return group_settings(
+            use_async_quorum=self.use_async_quorum,
+            world_size_mode=self.world_size_mode,
+            min_replica_size=self.min_replica_size,
+            init_sync=self.init_sync,
+        )

@@ -1,0 +1,117 @@
+"""How a group ends its part in the job: it is drained or evicted, it loses a rank, or its script ends."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NoReturn
+
+from keepstep.group.group_link import LinkSettings
+from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
+from keepstep.step.context import StepContext
+from keepstep_mesh.errors import Drained, KeepstepError
+from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
+from keepstep_mesh.session.session_events import Push
+
+LEAVE_SECONDS = 5.0
+"""Limit for the lighthouse to confirm that the group leaves."""
+
+
+class GroupMembership:
+    """Acts on what the lighthouse pushes and on SIGTERM.
+
+    Pushes that arrive before ``start`` are kept until then.
+
+    Args:
+        settings: of this rank's link.
+    """
+
+    def __init__(self, settings: LinkSettings) -> None:
+        self.ended = False
+        """Whether the Manager was shut down."""
+        self._settings = settings
+        self._context: StepContext | None = None
+        self._termination: TerminationFlag | None = None
+        self._replayed = False
+        self._early: list[Push] = []
+        """Pushes that arrived before ``start``."""
+
+    def start(self, context: StepContext) -> None:
+        """Act on pushes and on SIGTERM from now on."""
+        self._context = context
+        self._termination = TerminationFlag(self.request_leave)
+        context.mesh.loop.call_soon_threadsafe(self._replay_early)
+
+    def _replay_early(self) -> None:
+        self._replayed = True
+        for push in self._early:
+            self.on_push(push)
+
+    # ---- from the group and the lighthouse
+
+    def on_group_failed(self, reason: str) -> None:
+        """End this process, because the group has lost one of its ranks. On the mesh thread."""
+        if not self.ended and self._settings.world_size > 1:
+            evicted = self._context is not None and isinstance(self._context.fatal, EvictedExit)
+            end_process(reason, EXIT_EVICTED if evicted else EXIT_GROUP_FAILED)
+
+    def on_push(self, push: Push) -> None:
+        """Act on a message that the lighthouse sent without a request. On the mesh thread."""
+        context = self._context
+        if context is None or not self._replayed:
+            self._early.append(push)
+            return
+        match push:
+            case MemberLost():
+                context.log.warning("member lost", member=push.replica_id, quorum_id=push.quorum_id, reason=push.reason)
+                context.reconfigurer.lost(push.quorum_id, f"{push.replica_id} is lost: {push.reason}")
+                if context.source == push.replica_id:
+                    context.transport.source_lost(f"{push.replica_id}: {push.reason}")
+            case RoundBroken():
+                context.log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
+                context.reconfigurer.lost(push.quorum_id, push.reason)
+            case Drain():
+                self.request_leave(push.reason or "drained")
+            case Evicted():
+                context.fatal = EvictedExit(push.reason)
+                context.reconfigurer.abort(f"evicted: {push.reason}")
+            case _:
+                pass
+
+    # ---- leaving
+
+    def request_leave(self, reason: str) -> None:
+        """Leave the job at the next step boundary. From any thread, and from a signal handler."""
+        context = self._context
+        if context is not None and not context.leaving and not self.ended:
+            context.leaving = reason
+            context.mesh.loop.call_soon_threadsafe(context.link.wish_to_leave, reason)
+
+    def leave(self, context: StepContext) -> NoReturn:
+        """Say goodbye to the lighthouse, and raise Drained."""
+        seconds = context.timeout.total_seconds()
+        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the group leaves without goodbye, then
+            context.mesh.call(context.link.leave(context.leaving, min(seconds, LEAVE_SECONDS)), seconds)
+        context.end_with(Drained(context.leaving))
+
+    def end(self, context: StepContext, limit: float, *, in_step: bool) -> None:
+        """End the membership with the Manager.
+
+        Args:
+            context: of this process.
+            limit: seconds for the goodbye.
+            in_step: the group is in the middle of a step. Then it says no goodbye, so that its peers learn that it is
+                lost, and its other ranks end.
+        """
+        if context.fatal is None and not in_step:
+            try:
+                context.mesh.call(context.link.leave("shutdown", limit), limit + 1.0)
+            except (TimeoutError, KeepstepError, OSError) as error:
+                context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+        elif in_step and self._settings.world_size > 1:
+            context.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
+
+    def stop_acting(self) -> None:
+        """Ignore SIGTERM and the end of the group from now on; the handler from before gets the signal again."""
+        self.ended = True
+        if self._termination is not None:
+            self._termination.restore()
