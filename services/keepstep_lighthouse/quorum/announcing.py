@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.events import Announce, JobRecord
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_mesh.protocol.lineage import DIVERGED, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest

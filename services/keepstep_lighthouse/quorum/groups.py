@@ -1,10 +1,9 @@
-"""Who is there: the groups that the lighthouse knows, counted so that the rules never have to look at all of them.
+"""All groups that the lighthouse knows, indexed and counted so that no rule has to look at all of them.
 
-A group is *counted* (healthy in the sense of the rules) from its hello until it leaves or is lost, unless something
-keeps it out: an older incarnation of its name, or a layout or settings that do not fit the job. A counted group is
-*asking* while it has an open request and *healing* while it reports progress instead.
+A group *counts* (is healthy in the sense of the rules) from its hello until it leaves or is lost, unless it is
+excluded: an older incarnation of its name is healthy, or its layout or settings do not fit the job.
 
-Every change of a group goes through a method here; ``validate`` counts all again.
+Every change of a group that is counted or indexed here goes through a method here; ``validate`` counts again.
 """
 
 from __future__ import annotations
@@ -12,74 +11,30 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, replace
 
 from keepstep_lighthouse.quorum.events import Announce
-from keepstep_mesh.protocol.membership import Lineage, MemberInfo
+from keepstep_lighthouse.quorum.group import (
+    ANSWER,
+    ASK,
+    ASKING,
+    EXCLUDE,
+    HEAL_ENDED,
+    HEAL_PROGRESS,
+    HEALED,
+    HEALING,
+    WITHDRAW,
+    Answer,
+    Excluded,
+    Exclusion,
+    Group,
+    Heal,
+)
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 from keepstep_mesh.protocol.names import name_of
 
 NEVER = float("inf")
 MAX_REMEMBERED_HEALS = 1000
-
-
-class KeptOut(Enum):
-    DUPLICATE_NAME = "duplicate_name"
-    LAYOUT = "layout"
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """One incarnation. Only ``Groups`` changes what it counts: session, request, healing, member, kept_out."""
-
-    replica_id: str
-    name: str
-    arrived: int
-    """Ordinal of its hello: lower is older."""
-    member: bool
-    """Of the current quorum."""
-    session: int | None = None
-    """None: its connection ended at ``closed_at`` and it may come back."""
-    heard_at: float = 0.0
-    closed_at: float = 0.0
-    info: MemberInfo = field(default_factory=MemberInfo)
-    settings: str = ""
-    """As in its request; empty: unknown."""
-    misfit: str = ""
-    """Kept out for its layout or settings: what does not fit, as a sentence."""
-    step: int = 0
-    lineage: Lineage = ""
-    request: QuorumRequest | None = None
-    """The open one."""
-    asked_at: float = 0.0
-    highest_request: int = -1
-    answer: Announce | None = None
-    """What it was last answered, ``answered_request`` on ``answered_session``."""
-    answered_request: int = -1
-    answered_session: int = -1
-    answered_at: float | None = None
-    step_seconds: float | None = None
-    """From its last answer to its next request."""
-    committed: int = 0
-    """Steps, each from an answer of this lighthouse to the next request."""
-    healing: Healing | None = None
-    """What it said last of its heal, until its next request."""
-    heal_began: float = 0.0
-    failed_heals: int = 0
-    """Of its name, when this heal began."""
-    heal_given_up: bool = False
-    """A quorum was formed without it: nobody waits for this heal any more."""
-    draining: str | None = None
-    """The reason given with the drain."""
-    kept_out: KeptOut | None = None
-    diverged: bool = False
-    """Its weights were found to differ from those of the other groups, and it has not moved on from that state."""
-
-    @property
-    def heal(self) -> Healing | None:
-        """The one that is under way."""
-        return None if self.healing is None or self.healing.ended else self.healing
 
 
 @dataclass(slots=True)
@@ -172,12 +127,12 @@ class Groups:
     def remove(self, group: Group) -> None:
         """The group is gone; a namesake that it kept out is counted from now on."""
         self.withdraw(group)
-        self._stop_healing(group)
+        self._drop_heal(group)
         del self.by_id[group.replica_id]
         self.suspects.pop(group.replica_id, None)
         if group.session is not None:
             del self.by_session[group.session]
-        self.counted -= group.kept_out is None
+        self.counted -= group.excluded is None
         namesakes = self.by_name[group.name]
         namesakes.remove(group)
         if namesakes:
@@ -185,71 +140,88 @@ class Groups:
         else:
             del self.by_name[group.name]
 
-    # ---- what keeps a group out
+    # ---- exclusion
 
-    def keep_out(self, group: Group, why: KeptOut | None) -> None:
-        if group.kept_out is why:
-            return
-        self._uncount_request(group)
-        self._stop_healing(group)
-        self.counted += (why is None) - (group.kept_out is None)
-        group.kept_out = why
-        self._count_request(group, self.passed_over)
+    def exclude(self, group: Group, excluded: Excluded) -> None:
+        """The group does not count from now on; its heal is over."""
+        if group.excluded is None or group.excluded.reason is not excluded.reason:
+            self._uncount_request(group)
+            self._drop_heal(group)
+            group.apply(EXCLUDE)
+            self.counted -= group.excluded is None
+        group.excluded = excluded
+
+    def readmit(self, group: Group) -> None:
+        """The group counts again, and so does its open request."""
+        if group.excluded is not None:
+            group.excluded = None
+            self.counted += 1
+            self._count_request(group, self.passed_over)
 
     def _settle_name(self, namesakes: list[Group]) -> None:
         oldest = min(namesakes, key=lambda group: (not group.member, group.arrived))
         for group in namesakes:
             if group is not oldest:
-                self.keep_out(group, KeptOut.DUPLICATE_NAME)
-            elif group.kept_out is KeptOut.DUPLICATE_NAME:
-                self.keep_out(group, None)
+                self.exclude(group, Excluded(Exclusion.DUPLICATE_NAME))
+            elif group.is_excluded(Exclusion.DUPLICATE_NAME):
+                self.readmit(group)
 
     def namesake(self, group: Group) -> Group:
-        """The incarnation of this name that counts."""
-        return next(other for other in self.by_name[group.name] if other.kept_out is not KeptOut.DUPLICATE_NAME)
+        """Return the incarnation of this name that is not excluded as a duplicate."""
+        return next(other for other in self.by_name[group.name] if not other.is_excluded(Exclusion.DUPLICATE_NAME))
 
     # ---- requests
 
     def open(self, group: Group, request: QuorumRequest, now: float) -> None:
+        """The group asks. A request that was open before is withdrawn; a heal is over."""
         self.withdraw(group)
-        if group.healing is not None and not group.heal_given_up and request.commit_failures == 0:
+        heal = group.heal
+        if heal is not None and not group.heal_given_up and request.commit_failures == 0:
             self.failed_heals.pop(group.name, None)
-        healed = group.healing is not None and group.healing.ended and not group.healing.error
-        self._stop_healing(group)
-        group.heal_given_up = False
-        if group.answered_at is not None:
-            group.step_seconds, group.answered_at = now - group.answered_at, None
-            self.tally.step_seconds += group.step_seconds
-            # who asks for the same step again, without a failure, has waited for heals before it
-            committed = request.commit_failures == 0 and not (group.answer and request.step == group.answer.step)
-            group.committed += committed
-            self.tally.committed += committed
-            self.tally.discarded += request.commit_failures > 0
+        healed = heal is not None and heal.progress.ended and not heal.progress.error
+        self._drop_heal(group)
+        group.apply(ASK)
         group.request = request
-        group.highest_request = max(group.highest_request, request.request)
         group.asked_at = now
+        group.heal_given_up = False
+        if group.working_since is not None:
+            self._count_step(group, request, now - group.working_since)
         stands_still = (group.step, group.lineage) == (request.step, request.lineage)
         group.diverged = group.diverged and stands_still and not healed
         group.step = request.step
         group.lineage = request.lineage
+        group.highest_request = max(group.highest_request, request.request)
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))
         if len(self._deadlines) > 64 + 2 * len(self.by_id):
             self._drop_stale_deadlines()
         self._count_request(group, self.asking)
 
+    def _count_step(self, group: Group, request: QuorumRequest, seconds: float) -> None:
+        """``request`` ends the step that began with the last answer, ``seconds`` ago."""
+        group.step_seconds, group.working_since = seconds, None
+        self.tally.step_seconds += seconds
+        # a group that asks for the same step again, without a failure, waited for heals before that step
+        same_step = group.answer is not None and request.step == group.answer.announce.step
+        committed = request.commit_failures == 0 and not same_step
+        group.committed += committed
+        self.tally.committed += committed
+        self.tally.discarded += request.commit_failures > 0
+
     def withdraw(self, group: Group) -> None:
-        """The group asks no longer."""
-        self._uncount_request(group)
-        group.request = None
+        """The group no longer asks. No effect on a group that does not ask."""
+        if group.request is not None:
+            self._uncount_request(group)
+            group.apply(WITHDRAW)
+            group.request = None
 
     def _count_request(self, group: Group, where: dict[str, Group]) -> None:
-        if group.kept_out is None and group.request is not None:
+        if group.excluded is None and group.request is not None:
             where[group.replica_id] = group
             self.members_asking += group.member
             self.shrinking += group.request.shrink_only
 
     def _uncount_request(self, group: Group) -> None:
-        if group.kept_out is None and group.request is not None:
+        if group.excluded is None and group.request is not None:
             if self.asking.pop(group.replica_id, None) is None:
                 del self.passed_over[group.replica_id]
             self.members_asking -= group.member
@@ -274,16 +246,15 @@ class Groups:
         self._clock_start = now
 
     def close_round(self, announce: Announce, chosen: list[Group], now: float) -> None:
-        """``chosen`` are answered; who asks and is not among them goes on asking."""
+        """``chosen`` are answered. The other groups that ask go on asking."""
         for group in chosen:
+            group.apply(ANSWER)
             if group.request is not None:
-                group.answered_request = group.request.request
                 self.tally.waits += 1
                 self.tally.wait_seconds += now - group.asked_at
-            group.answer = announce
-            group.answered_session = -1 if group.session is None else group.session
-            group.answered_at = now
+                group.answer = Answer(announce, group.request.request, group.session)
             group.request = None
+            group.working_since = now
         left = [group for group in (*self.passed_over.values(), *self.asking.values()) if group.request is not None]
         self.asking = {}
         self.passed_over = {group.replica_id: group for group in left}
@@ -326,48 +297,59 @@ class Groups:
 
     # ---- healing
 
-    def progress(self, group: Group, told: Healing, now: float) -> None:
-        """The group reports that it heals. Ignored from a group that asks or is kept out, or whose heal has ended."""
-        if group.request is not None or group.kept_out is not None or (group.healing and group.healing.ended):
+    def report_heal(self, group: Group, progress: Healing, now: float) -> None:
+        """The group reports its heal. Ignored while it is excluded or asks, and once its heal has ended."""
+        if group.excluded is not None or group.state in (ASKING, HEALED):
             return
-        if group.healing is None:
-            self.healing[group.replica_id] = group
-            group.heal_began = now - told.seconds
-            group.failed_heals = self.failed_heals.get(group.name, 0)
-            if not group.heal_given_up:
-                self.heals_waited_for[group.failed_heals] += 1
-        group.healing = told
+        group.apply(HEAL_ENDED if progress.ended else HEAL_PROGRESS)
+        if group.heal is not None:
+            group.heal = replace(group.heal, progress=progress)
+            return
+        group.heal = Heal(progress, now - progress.seconds, self.failed_heals.get(group.name, 0))
+        self.healing[group.replica_id] = group
+        if not group.heal_given_up:
+            self.heals_waited_for[group.heal.failed_tries] += 1
 
-    def give_up_heals(self) -> list[Group]:
-        """A quorum is formed without those that still heal: the limit of their next try is doubled."""
-        given_up = [group for group in self.healing.values() if not group.heal_given_up and group.heal is not None]
+    def give_up_heals(self) -> list[tuple[Group, int]]:
+        """A quorum is formed without the groups that still heal: the time limit of their next heal is doubled.
+
+        Returns:
+            Each group whose heal was given up now, and how many heals of its name have failed in a row.
+        """
+        given_up = []
         for group in self.healing.values():
+            if group.heal is not None and group.state is HEALING and not group.heal_given_up:
+                failed = group.heal.failed_tries + 1
+                self.failed_heals[group.name] = failed
+                self.failed_heals.move_to_end(group.name)
+                given_up.append((group, failed))
             group.heal_given_up = True
-        for group in given_up:
-            self.failed_heals[group.name] = group.failed_heals + 1
-            self.failed_heals.move_to_end(group.name)
         self.heals_waited_for.clear()
         while len(self.failed_heals) > MAX_REMEMBERED_HEALS:
             self.failed_heals.popitem(last=False)
         return given_up
 
-    def _stop_healing(self, group: Group) -> None:
-        if group.healing is None:
+    def _drop_heal(self, group: Group) -> None:
+        """Forget the heal and its count; the state follows with the action that ended it."""
+        if group.heal is None:
             return
         del self.healing[group.replica_id]
-        group.healing = None
         if not group.heal_given_up:
-            self.heals_waited_for[group.failed_heals] -= 1
-            if not self.heals_waited_for[group.failed_heals]:
-                del self.heals_waited_for[group.failed_heals]
+            failed_tries = group.heal.failed_tries
+            self.heals_waited_for[failed_tries] -= 1
+            if not self.heals_waited_for[failed_tries]:
+                del self.heals_waited_for[failed_tries]
+        group.heal = None
 
     # ---- invariants
 
     def validate(self) -> None:
-        """Raises AssertionError with a sentence when a count or an index does not fit the groups."""
+        """Raise AssertionError with a sentence when a count or an index does not fit the groups."""
         groups = list(self)
-        asking = [g for g in groups if g.request is not None and g.kept_out is None]
-        assert self.counted == sum(g.kept_out is None for g in groups), "counted groups are miscounted"
+        for group in groups:
+            group.validate()
+        asking = [g for g in groups if g.request is not None and g.excluded is None]
+        assert self.counted == sum(g.excluded is None for g in groups), "counted groups are miscounted"
         assert set(self.asking) | set(self.passed_over) == {g.replica_id for g in asking}, "asking groups are misfiled"
         assert not set(self.asking) & set(self.passed_over), "a group asks twice"
         assert self.members_asking == sum(g.member for g in asking), "asking members are miscounted"
@@ -375,22 +357,19 @@ class Groups:
         assert self.shrinking == shrinking, "shrinking requests are miscounted"
         assert {s: g for g in groups if (s := g.session) is not None} == dict(self.by_session), "sessions are misfiled"
         assert {g.replica_id for g in groups if g.session is None} == set(self.suspects), "suspects are misfiled"
-        assert all(g.request is None for g in self.suspects.values()), "a request outlived its session"
         heard = [g.heard_at for g in self.by_session.values()]
         assert heard == sorted(heard), "groups are not in the order in which they were heard"
         closed = [g.closed_at for g in self.suspects.values()]
         assert closed == sorted(closed), "suspects are not in the order in which their connections ended"
         asked = [g.asked_at for g in self.asking.values()]
         assert asked == sorted(asked), "groups are not in the order in which they asked"
-        assert set(self.healing) == {g.replica_id for g in groups if g.healing is not None}, (
-            "healing groups are misfiled"
-        )
-        assert all(g.request is None and g.kept_out is None for g in self.healing.values()), "a healing group asks"
-        waited_for = Counter(g.failed_heals for g in self.healing.values() if not g.heal_given_up)
+        healing = {g.replica_id: g.heal for g in groups if g.heal is not None}
+        assert set(self.healing) == set(healing), "healing groups are misfiled"
+        waited_for = Counter(heal.failed_tries for g, heal in healing.items() if not self.by_id[g].heal_given_up)
         assert self.heals_waited_for == waited_for, "heals are miscounted"
         named = {g.replica_id for namesakes in self.by_name.values() for g in namesakes}
         assert named == set(self.by_id), "names are misfiled"
         for name, namesakes in self.by_name.items():
-            counted = [g.replica_id for g in namesakes if g.kept_out is not KeptOut.DUPLICATE_NAME]
+            counted = [g.replica_id for g in namesakes if not g.is_excluded(Exclusion.DUPLICATE_NAME)]
             assert len(counted) == 1, f"{len(counted)} incarnations of {name} count"
         assert len(self._deadlines) <= 64 + 2 * len(self.by_id), "deadlines pile up"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.events import Decision, EndSession, JobRecord, LogEntry, Persist, Tell
-from keepstep_lighthouse.quorum.groups import Group, Groups
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.takeover import Takeover

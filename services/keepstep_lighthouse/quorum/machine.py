@@ -64,7 +64,8 @@ from keepstep_lighthouse.quorum.events import (
     Tick,
     VerifyOrdered,
 )
-from keepstep_lighthouse.quorum.groups import NEVER, Group, Tally
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.groups import NEVER, Tally
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.rules import reasons
@@ -256,10 +257,10 @@ class JobCore:
             return
         last, session = self._announcer.last, group.session
         current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
-        answer = last if current and group.answer is last else None
-        if answer is not None and session is not None and request.request == group.answered_request:
-            state.decisions.append(replace(answer, to=((session, request.request),)))
-            group.answered_session = session
+        answer = group.answer if current and group.answer is not None and group.answer.announce is last else None
+        if answer is not None and session is not None and request.request == answer.request:
+            state.decisions.append(replace(answer.announce, to=((session, request.request),)))
+            group.answer = answer._replace(session=session)
             return
         heals.end(state, group, "its step was not committed" if request.commit_failures else "")
         if not agreements.fits(state, group, request):
@@ -276,13 +277,18 @@ class JobCore:
             departures.lose_reported(state, now)
         if answer is not None and request.commit_failures:
             departures.break_round(state, f"{group.replica_id} did not commit the step", group)
-        elif answer is not None and where_it_was == (group.step, group.lineage) and session != group.answered_session:
+        elif answer is not None and where_it_was == (group.step, group.lineage) and session != answer.session:
             departures.break_round(state, f"{group.replica_id} lost its connection before it had the answer", group)
 
     def _cancelled(self, group: Group, number: int) -> None:
         if group.request is not None and group.request.request == number:
             self._groups.withdraw(group)
-        elif group.member and group.answer is self._announcer.last and group.answered_request == number:
+        elif (
+            group.member
+            and group.answer is not None
+            and group.answer.announce is self._announcer.last
+            and group.answer.request == number
+        ):
             reason = f"{group.replica_id} gave its request up before it had the answer"
             departures.break_round(self._state, reason, group)
 
@@ -394,13 +400,13 @@ class JobCore:
         if left_behind:
             reason = f"quorum {before} is over, the job is at {announce.quorum_id}"
             state.tell_all(left_behind, RoundBroken(before, reason))
-        names = sorted(g.replica_id for g in groups if g.kept_out is None and not g.member) if left_out else []
+        names = sorted(g.replica_id for g in groups if g.excluded is None and not g.member) if left_out else []
         self._formed = reasons.formed(code, announce.quorum_id, len(chosen), names, forbid_heal)
         if announce.quorum_id != before:
             members = list(state.record.members)
             state.log("quorum", "", quorum_id=announce.quorum_id, members=members, reason=self._formed.sentence)
-        for group in given_up:
-            state.log("heal_given_up", group.replica_id, failed_heals=group.failed_heals + 1)
+        for group, failed in given_up:
+            state.log("heal_given_up", group.replica_id, failed_heals=failed)
         if comparison is not None:
             divergence.tell(state, comparison)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 
 
 class Round:

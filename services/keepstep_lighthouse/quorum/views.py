@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from keepstep_lighthouse.quorum.events import Announce, JobRecord, Reason
-from keepstep_lighthouse.quorum.groups import Group, Groups
+from keepstep_lighthouse.quorum.group import ASKING, HEALING, Group, Heal
+from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_mesh.protocol.membership import Lineage
-from keepstep_mesh.protocol.messages import Healing
 from keepstep_mesh.protocol.names import name_of
 
 MAX_GONE = 100
@@ -100,6 +100,7 @@ class QuorumView:
 
 
 def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
+    heal = group.heal_progress
     return ReplicaView(
         replica_id=group.replica_id,
         name=group.name,
@@ -112,13 +113,14 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         address=group.info.address,
         heard_seconds_ago=max(0.0, now - group.heard_at),
         step_seconds=group.step_seconds,
-        healed_bytes=group.heal.bytes_done if group.heal else 0,
-        heal_bytes=group.heal.bytes_total if group.heal else 0,
+        healed_bytes=heal.bytes_done if heal else 0,
+        heal_bytes=heal.bytes_total if heal else 0,
         reason=reasons.of_group(group, groups, record),
     )
 
 
-def _heal_view(group: Group, told: Healing, now: float) -> HealView:
+def _heal_view(group: Group, heal: Heal, now: float) -> HealView:
+    told = heal.progress
     return HealView(
         replica_id=group.replica_id,
         step=told.step,
@@ -128,7 +130,7 @@ def _heal_view(group: Group, told: Healing, now: float) -> HealView:
         bytes_total=told.bytes_total,
         bytes_per_second=told.bytes_per_second,
         seconds_left=told.seconds_left,
-        began_seconds_ago=max(0.0, now - group.heal_began),
+        began_seconds_ago=max(0.0, now - heal.began),
     )
 
 
@@ -166,7 +168,7 @@ def quorum_view(
         lineage=last.lineage if last else "",
         asking=tuple(group.replica_id for group in groups.all_asking()),
         healthy=groups.counted,
-        joiners=sum(group.kept_out is None and not group.member for group in groups),
+        joiners=sum(group.excluded is None and not group.member for group in groups),
         reason=reason,
         formed=formed,
     )
@@ -186,17 +188,17 @@ def replica_views(
 
 
 def heal_views(groups: Groups, now: float) -> tuple[HealView, ...]:
-    healing = ((group, group.heal) for _, group in sorted(groups.healing.items()))
-    return tuple(_heal_view(group, told, now) for group, told in healing if told is not None)
+    healing = [group for _, group in sorted(groups.healing.items()) if group.state is HEALING]
+    return tuple(_heal_view(group, group.heal, now) for group in healing if group.heal is not None)
 
 
 def _state(group: Group) -> ReplicaState:
     if group.session is None:
         return ReplicaState.SUSPECT
-    if group.kept_out is not None:
+    if group.excluded is not None:
         return ReplicaState.KEPT_OUT
-    if group.request is not None:
+    if group.state is ASKING:
         return ReplicaState.ASKING
-    if group.heal is not None:
+    if group.state is HEALING:
         return ReplicaState.HEALING
     return ReplicaState.TRAINING if group.member else ReplicaState.IDLE

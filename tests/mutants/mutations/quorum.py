@@ -135,7 +135,7 @@ MUTATIONS = (
     Mutation(
         "an answer that was lost with its connection is not given again",
         f"{LIGHTHOUSE}/quorum/machine.py",
-        "session is not None and request.request == group.answered_request:\n",
+        "session is not None and request.request == answer.request:\n",
         "session is None:\n",
         Test(
             "tests/scenarios/test_scenarios.py::"
@@ -203,14 +203,14 @@ MUTATIONS = (
     Mutation(
         "a heal that failed makes a diverged group sound",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "        healed = group.healing is not None and group.healing.ended and not group.healing.error\n",
-        "        healed = group.healing is not None and group.healing.ended\n",
+        "        healed = heal is not None and heal.progress.ended and not heal.progress.error\n",
+        "        healed = heal is not None and heal.progress.ended\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(
         "a quorum before which groups heal counts as a step",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "request.commit_failures == 0 and not (group.answer and request.step == group.answer.step)\n",
+        "request.commit_failures == 0 and not same_step\n",
         "request.commit_failures == 0\n",
         Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),
     ),
@@ -228,7 +228,7 @@ MUTATIONS = (
         "whether a member had its answer is told by its step alone",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "where_it_was == (group.step, group.lineage) and session",
-        "request.step <= answer.step and session",
+        "request.step <= answer.announce.step and session",
         Test(
             "tests/unit/quorum/test_core_lineages.py::"
             "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"

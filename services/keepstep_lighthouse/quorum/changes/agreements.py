@@ -6,7 +6,8 @@ has neither settings nor parameters.
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.groups import Group, Groups, KeptOut
+from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
+from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol import job_settings
 from keepstep_mesh.protocol.messages import Denied, QuorumRequest
@@ -24,14 +25,14 @@ def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
             if other.request is not None:
                 _deny(state, other, other.request, group)
         state.settings, state.layout = settings or state.settings, layout or state.layout
-    if group.kept_out is KeptOut.LAYOUT:
-        state.groups.keep_out(group, None)
+    if group.is_excluded(Exclusion.LAYOUT):
+        state.groups.readmit(group)
     return True
 
 
 def _differing(groups: Groups, group: Group) -> list[Group]:
     """The healthy groups that ``group`` does not fit: members of the quorum first, then who came first."""
-    others = [other for other in groups if other.kept_out is not KeptOut.LAYOUT and _differ(group, other)]
+    others = [other for other in groups if not other.is_excluded(Exclusion.LAYOUT) and _differ(group, other)]
     return sorted(others, key=lambda other: (not other.member, other.arrived))
 
 
@@ -44,12 +45,12 @@ def _differ(one: Group, other: Group) -> bool:
 def _deny(state: JobState, group: Group, request: QuorumRequest, reference: Group) -> None:
     state.groups.withdraw(group)
     group.highest_request = max(group.highest_request, request.request)
-    if group.kept_out is None:
-        state.groups.keep_out(group, KeptOut.LAYOUT)
-    group.misfit, address = _misfit(group, reference)
+    sentence, address = _misfit(group, reference)
+    if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
+        state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
     if group.session is not None:
-        state.tell(group.session, Denied(request.request, "layout", group.misfit, address))
-        state.log("denied", group.replica_id, code="layout", reason=group.misfit)
+        state.tell(group.session, Denied(request.request, "layout", sentence, address))
+        state.log("denied", group.replica_id, code="layout", reason=sentence)
 
 
 def _misfit(group: Group, reference: Group) -> tuple[str, str]:

@@ -7,7 +7,7 @@ while it holds that quorum's answer. ``leave`` and ``moved`` are no loss: nobody
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.changes import heals
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import gone_view
 from keepstep_mesh.protocol.messages import MemberLost, RoundBroken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import Healing
@@ -10,9 +10,9 @@ from keepstep_mesh.protocol.messages import Healing
 
 def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:
     """The group says how far its heal is."""
-    before = group.healing
-    state.groups.progress(group, told, now)
-    if group.healing is not told:
+    before = group.heal
+    state.groups.report_heal(group, told, now)
+    if group.heal is None or group.heal.progress is not told:
         return
     if before is None:
         state.log("heal_began", group.replica_id, step=told.step, source=told.source)
@@ -22,8 +22,8 @@ def progressed(state: JobState, group: Group, told: Healing, now: float) -> None
 
 def end(state: JobState, group: Group, error: str) -> None:
     """The group heals no longer, and may not have said so."""
-    if group.heal is not None:
-        _log_end(state, group, group.heal, error)
+    if (progress := group.heal_progress) is not None:
+        _log_end(state, group, progress, error)
 
 
 def _log_end(state: JobState, group: Group, told: Healing, error: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.changes import departures
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.policies import policy_changes, policy_problem
 from keepstep_mesh.protocol.messages import Drain, Evicted

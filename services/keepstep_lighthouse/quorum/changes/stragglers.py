@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.changes import orders
 from keepstep_lighthouse.quorum.events import DrainOrdered, StragglerFound
+from keepstep_lighthouse.quorum.group import HEALING
 from keepstep_lighthouse.quorum.job_state import JobState
 
 
@@ -30,7 +31,8 @@ def refusal(state: JobState, found: StragglerFound) -> str | None:
         return f"it was one for {found.steps} steps in a row, and drain_straggler_after is {after}"
     if group.committed < after:
         return f"it has committed {group.committed} steps here since it came, and drain_straggler_after is {after}"
-    stay = sum(one.member and one.session is not None and one.heal is None for one in groups if one is not group)
+    others = (one for one in groups if one is not group)
+    stay = sum(one.member and one.session is not None and one.state is not HEALING for one in others)
     if stay < policy.min_replicas:
         return f"{stay} would stay, and min_replicas is {policy.min_replicas}"
     return None

@@ -20,7 +20,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from keepstep_lighthouse.quorum.events import Policy
-from keepstep_lighthouse.quorum.groups import Group, Groups
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.groups import Groups
 
 Code = Literal[
     "fast",

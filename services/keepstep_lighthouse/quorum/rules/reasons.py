@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
-from keepstep_lighthouse.quorum.groups import Group, Groups, KeptOut
+from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
+from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count
 from keepstep_mesh.text import listed
 
@@ -28,7 +29,7 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
     numbers: dict[str, float] = {"asking": asking, "healthy": healthy, "members": members}
     if left is not None:
         numbers["seconds_left"] = left
-    silent = [g for g in groups if g.kept_out is None and g.request is None and g.healing is None]
+    silent = [g for g in groups if g.excluded is None and g.state is WORKING]
     match verdict.code:
         case "takeover_grace":
             missing = sorted(absent)
@@ -76,7 +77,8 @@ def _not_asking(silent: list[Group]) -> str:
 
 def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
     for replica_id in healing[:MAX_NAMED]:
-        progress = groups.healing[replica_id].healing
+        heal = groups.healing[replica_id].heal
+        progress = None if heal is None else heal.progress
         if progress is None or not progress.bytes_total:
             yield f"{replica_id} is healing"
         else:
@@ -106,7 +108,7 @@ def formed(code: str, quorum_id: int, members: int, left_out: list[str], forbid_
 def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
     """Why this group would not be in the next quorum although it is healthy; None if nothing keeps it out."""
     policy = record.policy
-    if group.kept_out is KeptOut.DUPLICATE_NAME:
+    if group.is_excluded(Exclusion.DUPLICATE_NAME):
         older = groups.namesake(group).replica_id
         return Reason(
             "duplicate_name",
@@ -114,8 +116,8 @@ def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
             f"{group.replica_id} waits: {older} has the same name and is healthy; "
             "a second `keepstep run` of one job needs --first-replica N",
         )
-    if group.kept_out is KeptOut.LAYOUT:
-        return Reason("layout", {}, group.misfit)
+    if group.excluded is not None:
+        return Reason("layout", {}, group.excluded.sentence)
     if group.member or group.request is None:
         return None
     if groups.shrinking and record.members:

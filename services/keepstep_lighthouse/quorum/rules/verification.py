@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep_lighthouse.quorum.events import Announce
-from keepstep_lighthouse.quorum.groups import Group
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_mesh.protocol.lineage import worth
 from keepstep_mesh.protocol.membership import Lineage, StateRoot
 

@@ -1,0 +1,176 @@
+"""One group as the lighthouse knows it: a state, the data of that state, and facts that outlive it.
+
+``State`` says what the group does between two quorums; ``Action`` is everything that may change it. ``TRANSITIONS`` is
+this table:
+
+    ========  ======  ========  =======  =============  ==========  =======
+    state     ASK     WITHDRAW  ANSWER   HEAL_PROGRESS  HEAL_ENDED  EXCLUDE
+    ========  ======  ========  =======  =============  ==========  =======
+    WORKING   ASKING  WORKING   -        HEALING        HEALED      WORKING
+    ASKING    ASKING  WORKING   WORKING  ASKING         ASKING      ASKING
+    HEALING   ASKING  HEALING   -        HEALING        HEALED      WORKING
+    HEALED    ASKING  HEALED    -        HEALED         HEALED      WORKING
+    ========  ======  ========  =======  =============  ==========  =======
+
+``-`` raises ``IllegalTransitionError``: the caller answered a group that does not ask. Reports of a heal do not change
+a group that asks or whose heal has ended.
+
+Three facts are independent of the state: whether the group is a member of the current quorum (``member``), whether its
+connection is open (``session``; a group without one never asks), and whether it is excluded (``excluded``; an excluded
+group never heals, and its open request does not count).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+from keepstep_lighthouse.quorum.events import Announce
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo
+from keepstep_mesh.protocol.messages import Healing, QuorumRequest
+
+
+class State(IntEnum):
+    WORKING = 0
+    """No open request, no heal: the group trains under its last answer, or has not asked yet."""
+    ASKING = 1
+    """Waits for the next quorum; ``Group.request`` is open since ``Group.asked_at``."""
+    HEALING = 2
+    """Receives the state of another group; ``Group.heal`` has the progress."""
+    HEALED = 3
+    """The heal has ended, with or without an error; ``Group.heal`` has the last report."""
+
+
+class Action(IntEnum):
+    ASK = 0
+    """A quorum request arrived."""
+    WITHDRAW = 1
+    """The request was cancelled, denied, or lost with its connection."""
+    ANSWER = 2
+    """The group is in the quorum that was announced."""
+    HEAL_PROGRESS = 3
+    HEAL_ENDED = 4
+    EXCLUDE = 5
+    """The group no longer counts, see ``Exclusion``."""
+
+
+WORKING, ASKING, HEALING, HEALED = State
+ASK, WITHDRAW, ANSWER, HEAL_PROGRESS, HEAL_ENDED, EXCLUDE = Action  # an attribute of an enum takes three times as long
+
+TRANSITIONS: tuple[tuple[State | None, ...], ...] = (
+    (ASKING, WORKING, None, HEALING, HEALED, WORKING),
+    (ASKING, WORKING, WORKING, ASKING, ASKING, ASKING),
+    (ASKING, HEALING, None, HEALING, HEALED, WORKING),
+    (ASKING, HEALED, None, HEALED, HEALED, WORKING),
+)
+"""``TRANSITIONS[state][action]``: the next state; None: illegal."""
+
+
+class IllegalTransitionError(Exception):
+    """A defect of the state machine: an action that the table does not allow."""
+
+
+class Exclusion(Enum):
+    """Why a healthy group does not count."""
+
+    DUPLICATE_NAME = "duplicate_name"
+    """Another incarnation of its name is healthy."""
+    LAYOUT = "layout"
+    """Its layout or its settings differ from those of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    reason: Exclusion
+    sentence: str = ""
+    """What differs, for ``LAYOUT``."""
+
+
+class Answer(NamedTuple):
+    """What a group was last answered. A named tuple, because each group gets one in each round."""
+
+    announce: Announce
+    request: int
+    """Number of the request that was answered."""
+    session: int | None
+    """Session that the answer was sent to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """Data of ``State.HEALING`` and ``State.HEALED``."""
+
+    progress: Healing
+    """The last report."""
+    began: float
+    failed_tries: int
+    """Heals of this name that failed in a row before this one."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One incarnation. Only ``Groups`` changes what it indexes: session, member, excluded, and the state."""
+
+    replica_id: str
+    name: str
+    arrived: int
+    """Ordinal of its hello: lower is older."""
+    member: bool
+    """Of the current quorum."""
+
+    session: int | None = None
+    """None: its connection ended at ``closed_at`` and may be opened again."""
+    heard_at: float = 0.0
+    closed_at: float = 0.0
+
+    state: State = State.WORKING
+    request: QuorumRequest | None = None
+    """The open one."""
+    asked_at: float = 0.0
+    heal: Heal | None = None
+    heal_given_up: bool = False
+    """A quorum was formed without waiting for its heal. Reset by its next request."""
+    excluded: Excluded | None = None
+    draining: str | None = None
+    """Reason of the drain."""
+    diverged: bool = False
+    """Its weights differ from those of the other groups, and it still stands at that state."""
+
+    info: MemberInfo = field(default_factory=MemberInfo)
+    settings: str = ""
+    """As in its request; empty: unknown."""
+    step: int = 0
+    lineage: Lineage = ""
+
+    highest_request: int = -1
+    answer: Answer | None = None
+    working_since: float | None = None
+    """When it was answered; None: it has asked since."""
+    step_seconds: float | None = None
+    """From its last answer to its next request."""
+    committed: int = 0
+    """Steps, each from an answer of this lighthouse to the next request."""
+
+    def apply(self, action: Action) -> None:
+        """Move to the next state. Data of the state is the caller's task."""
+        state = TRANSITIONS[self.state][action]
+        if state is None:
+            raise IllegalTransitionError(f"{self.replica_id} is {self.state.name} and cannot {action.name}")
+        self.state = state
+
+    def is_excluded(self, reason: Exclusion) -> bool:
+        return self.excluded is not None and self.excluded.reason is reason
+
+    @property
+    def heal_progress(self) -> Healing | None:
+        """Progress of the heal that is under way."""
+        return self.heal.progress if self.state is State.HEALING and self.heal is not None else None
+
+    def validate(self) -> None:
+        """Raise AssertionError with a sentence when state and data do not fit."""
+        assert (self.state is State.ASKING) == (self.request is not None), "an open request without its state"
+        assert (self.state in (State.HEALING, State.HEALED)) == (self.heal is not None), "a heal without its state"
+        assert self.heal is None or self.heal.progress.ended == (self.state is State.HEALED), "a heal misses its end"
+        assert self.request is None or self.session is not None, "a request outlived its session"
+        assert self.heal is None or self.excluded is None, "an excluded group heals"
