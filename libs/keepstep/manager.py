@@ -376,6 +376,8 @@ class Manager:
         tensor: torch.Tensor,
         should_quantize: bool = False,
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        write_back: Callable[[], None] | None = None,
     ) -> Work:
         """Reduce ``tensor`` in place over the groups that take part.
 
@@ -384,6 +386,7 @@ class Manager:
             should_quantize: not supported: True raises ValueError.
             reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
                 not overflow. SUM of booleans is a logical or.
+            write_back: called on this thread in ``should_commit``, after all passes, if the collective succeeded.
 
         Returns:
             A Work. Its ``wait()`` returns False when this step cannot commit; its future completes with ``tensor``. An
@@ -400,7 +403,7 @@ class Manager:
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
-        return self._current().allreduce(tensor, reduce_op, average=average)
+        return self._current().allreduce(tensor, reduce_op, average=average, write_back=write_back)
 
     def mark_synchronized(self) -> None:
         """Declare that this step makes the registered state equal in all groups that take part.

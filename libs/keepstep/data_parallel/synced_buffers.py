@@ -150,8 +150,7 @@ class SyncedBuffers:
         self._reduce(carrier.view(torch.int64), targets)  # eight bytes at once, and a sum of zeros has no carry
 
     def _reduce(self, carrier: torch.Tensor, targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        work = self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM)
-        work.after = partial(_write_back, targets)  # type: ignore[attr-defined]
+        self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM, write_back=partial(_write_back, targets))
 
 
 @torch.no_grad()

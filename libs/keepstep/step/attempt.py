@@ -13,6 +13,7 @@ goes on. An error that ends the process is raised, and kept in ``StepContext.fat
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -223,16 +224,28 @@ class Attempt:
     # ---- collectives and live state
 
     def allreduce(
-        self, tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType, *, average: bool
+        self,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType,
+        *,
+        average: bool,
+        write_back: Callable[[], None] | None = None,
     ) -> ManagedWork:
-        """Reduce ``tensor`` in place over the groups that take part. Errors are reported, not raised."""
+        """Reduce ``tensor`` in place over the groups that take part. Errors are reported, not raised.
+
+        See ``Collectives.allreduce``.
+        """
         try:
             plan = self.wait_plan() if self.error is None else None
             if plan is None or self.error is not None:
                 return ManagedWork(None, tensor, ok=False)
             rank, world = self.participation(plan)
             return self._collectives.allreduce(
-                tensor, reduce_op, average=average, contributes=rank is not None, world=world
+                *(tensor, reduce_op),
+                average=average,
+                contributes=rank is not None,
+                world=world,
+                write_back=write_back,
             )
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             self.report(KeepstepError(f"leaving: {error}"))

@@ -42,6 +42,7 @@ class Collectives:
         average: bool,
         contributes: bool,
         world: int,
+        write_back: Callable[[], None] | None = None,
     ) -> ManagedWork:
         """Start to reduce ``tensor`` in place.
 
@@ -54,6 +55,7 @@ class Collectives:
             average: divide the sum by ``world``.
             contributes: False: this group contributes zeros.
             world: number of groups that take part.
+            write_back: called by ``finish``, if the collective succeeded.
 
         Raises:
             Exception: the collective could not be started.
@@ -86,16 +88,16 @@ class Collectives:
             if whole is not tensor:
                 tensor.copy_(whole)
 
-        managed = ManagedWork(work, tensor, finish, self._report)
+        managed = ManagedWork(work, tensor, finish, self._report, write_back)
         self._works.append(managed)
         return managed
 
     def finish(self) -> None:
-        """Wait for all collectives, and do what their results are for (``ManagedWork.after``)."""
+        """Wait for all collectives, and write the results of those that succeeded back."""
         for work in self._works:
-            if work.wait() and work.after is not None:
+            if work.wait() and work.write_back is not None:
                 try:
-                    work.after()
+                    work.write_back()
                 except Exception as error:  # noqa: BLE001  the tensors that it wrote are equal in no other group
                     self._report(error)
 

@@ -15,11 +15,13 @@ class ManagedWork(dist.Work):
     """One collective under a Manager.
 
     Args:
-        work: the collective of the process group, None when there is nothing to wait for.
-        value: what the future gives, whether it worked or not.
-        finish: runs once after success, before anybody sees the value (an average's division).
-        report: called with the error when it failed.
-        ok: with ``work`` None, what ``wait`` gives.
+        work: the collective of the process group; None: there is nothing to wait for.
+        value: the value of the future, whether the collective succeeds or not.
+        finish: called once after success, before the future completes (the division of an average).
+        report: called with the error of the collective.
+        write_back: for the Manager to call on the training thread in ``should_commit``, after all passes, if the
+            collective succeeded.
+        ok: what ``wait`` returns when ``work`` is None.
     """
 
     def __init__(
@@ -28,13 +30,13 @@ class ManagedWork(dist.Work):
         value: object,
         finish: Callable[[], None] = lambda: None,
         report: Callable[[Exception], None] = lambda _: None,
+        write_back: Callable[[], None] | None = None,
         ok: bool = True,
     ) -> None:
         super().__init__()
         self._value = value
         self._ok = ok
-        self.after: Callable[[], None] | None = None
-        """Runs on the training thread in ``should_commit``, once all passes are over, if the collective succeeded."""
+        self.write_back = write_back
         if work is None:
             self._future: Future[Any] = Future()
             self._future.set_result(value)
@@ -52,7 +54,7 @@ class ManagedWork(dist.Work):
         self._future = work.get_future().then(settle)
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  the process group keeps the deadline
-        """True when the collective succeeded."""
+        """Wait for the collective, and return whether it succeeded."""
         self._future.wait()
         return self._ok
 
@@ -66,7 +68,7 @@ class ManagedWork(dist.Work):
         self.wait(timeout)
 
     def get_future(self) -> Future[Any]:
-        """Completes with the tensor; never holds an exception."""
+        """Return a future that completes with the tensor, and never with an exception."""
         return self._future
 
     def result(self) -> list[torch.Tensor]:
