@@ -1,12 +1,21 @@
-"""A replica group for tests: trains on real digits until it is told to leave, and says what it committed.
+"""A replica group for tests: trains on real digits until it is drained, and prints each step that it commits.
 
 Each line on standard output is JSON: {"event": "started" | "committed" | "discarded" | "left", "step", "digest", "pid",
-"rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment: TRAINER_STEPS (0: until told
-to leave), TRAINER_PACE (seconds slept a step), TRAINER_SYNC=1 (synchronous quorum), TRAINER_BATCH_NORM=1,
-TRAINER_WIDTH, TRAINER_MIN_REPLICAS, TRAINER_FLIP_AT (step after which a bit of a weight flips), TRAINER_PAUSE_AT (step
-to wait at) until TRAINER_PAUSE_FILE exists, TRAINER_CHUNK_SECONDS (heals directly, and takes so long for each chunk),
-TRAINER_WORKERS (forked processes of a DataLoader that draw the batches; started after the first committed step, an
-event "workers" has their pids), TRAINER_LOG=info.
+"rank", "name", "quorum_id"}. The digest covers model, buffers and optimizer. Environment variables:
+
+TRAINER_STEPS            last step (0: train until drained)
+TRAINER_PACE             seconds to sleep in each step
+TRAINER_SYNC=1           synchronous quorum
+TRAINER_BATCH_NORM=1     add a batch norm layer
+TRAINER_WIDTH            width of the hidden layer
+TRAINER_MIN_REPLICAS     ``min_replica_size`` of the Manager
+TRAINER_FLIP_AT          step after which one bit of a weight flips
+TRAINER_PAUSE_AT         step at which to wait until TRAINER_PAUSE_FILE exists
+TRAINER_CHUNK_SECONDS    heal directly, and sleep so long after each chunk
+TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINER_PAUSE_FILE exists
+TRAINER_WORKERS          forked DataLoader processes that draw the batches; they start after the first committed step,
+                         and an event "workers" has their pids
+TRAINER_LOG=info         log level
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer,
 
 def say(event: str, **detail: object) -> None:
     line = {"event": event, "pid": os.getpid(), "rank": int(os.environ.get("RANK", "0")), "t": time.time(), **detail}
-    os.write(1, (json.dumps(line) + "\n").encode())  # not sys.stdout: a signal handler says something too
+    os.write(1, (json.dumps(line) + "\n").encode())  # not sys.stdout: a signal handler prints too
 
 
 def digest(*states: dict[str, object]) -> str:
@@ -59,30 +68,32 @@ def digest(*states: dict[str, object]) -> str:
 
 
 def hold_the_gil(_number: int, _frame: object) -> None:
-    """SIGUSR1: three seconds in which no other thread of this process runs Python."""
+    """Hold the GIL for three seconds, on SIGUSR1: no other thread of this process runs Python."""
     ctypes.PyDLL(None).usleep(3_000_000)
     say("held")
 
 
 class SlowReader(HTTPTransport[Any]):
-    """A transport that pauses after each chunk of a heal."""
+    """A transport that sleeps after each chunk of a heal, and after ``hold_at`` bytes waits for ``hold_file``."""
 
-    def __init__(self, seconds_a_chunk: float) -> None:
+    def __init__(self, seconds_a_chunk: float, hold_at: float, hold_file: Path) -> None:
         super().__init__(timedelta(seconds=30), 0, "127.0.0.1")
-        self._seconds_a_chunk = seconds_a_chunk
+        self._seconds_a_chunk, self._hold_at, self._hold_file = seconds_a_chunk, hold_at, hold_file
 
     def recv_checkpoint(self, *where: Any, progress: Callable[[int, int], None] | None = None, **options: Any) -> Any:
         def slowly(done: int, total: int) -> None:
             if progress is not None:
                 progress(done, total)
             time.sleep(self._seconds_a_chunk)  # makes the heal slow: that is what the test asks for
+            while done >= self._hold_at and not self._hold_file.exists():
+                time.sleep(0.02)  # until the test, another process, lets it continue
 
         return super().recv_checkpoint(*where, progress=slowly, **options)
 
 
 def batches_of_workers(count: int, samples: int) -> Iterator[torch.Tensor]:
-    """Indices of a batch, for ever, drawn by forked processes."""
-    # the tests start trainers as daemons, which multiprocessing lets have no children
+    """Yield the indices of batches without end, drawn by forked processes."""
+    # tests start trainers as daemonic processes, to which multiprocessing allows no children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     indices: Any = range(samples)  # has all that a map-style dataset needs
     loader: DataLoader[Any] = DataLoader(
@@ -111,9 +122,11 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
+    pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     seconds_a_chunk = os.environ.get("TRAINER_CHUNK_SECONDS")
+    hold_at = float(os.environ.get("TRAINER_HOLD_HEAL_AT", "inf"))
     manager = Manager(
-        checkpoint_transport=SlowReader(float(seconds_a_chunk)) if seconds_a_chunk else None,
+        checkpoint_transport=SlowReader(float(seconds_a_chunk), hold_at, pause_file) if seconds_a_chunk else None,
         pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -132,7 +145,6 @@ def main() -> None:
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
     flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
     pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
-    pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     pace = float(os.environ.get("TRAINER_PACE", "0.01"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
     drawn = batches_of_workers(workers, len(inputs)) if workers else None
@@ -163,11 +175,11 @@ def main() -> None:
                     layers[0].get_parameter("weight").view(torch.int32)[1, 2] ^= 1 << 20
                 say("flipped", step=manager.current_step())
                 flip_at = -1
-            time.sleep(pace)  # a step takes as long as it is told to
+            time.sleep(pace)  # the pace that the test asks for
             if manager.current_step() == pause_at:
                 say("paused", step=pause_at)
                 while not pause_file.exists():
-                    time.sleep(0.02)  # for the test, a process of its own, to let it go on
+                    time.sleep(0.02)  # until the test, another process, lets it continue
                 pause_at = -1
     except SystemExit as reason:
         say("left", reason=str(reason), step=manager.current_step())
