@@ -3,77 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from keepstep_cli.asking.job_link import JobLink, show_json, with_lighthouse
 from keepstep_cli.asking.known_names import job_names, refused_names, replica_names
-from keepstep_cli.asking.options import Named, Seconds, client_options
-from keepstep_cli.asking.rest import Lighthouse, read_token, run
-
-if TYPE_CHECKING:
-    from keepstep_mesh.security.tls import TlsFiles
+from keepstep_cli.asking.options import Named, Seconds
+from keepstep_cli.asking.rest import run
 
 COMPARED = ("replicas_verified", "replicas_differ")
 """Kinds of events that answer an order to compare the groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One job at one lighthouse."""
-
-    lighthouse: Lighthouse
-    job: str
-    as_json: bool
-
-    def get(self, *path: str, **query: int) -> Any:
-        return run(self.lighthouse.get(*path, **query))
-
-    def of_job(self, *path: str, **query: int) -> Any:
-        return self.get("jobs", self.job, *path, **query)
-
-    def change(self, **fields: Any) -> Any:
-        return run(self.lighthouse.patch("jobs", self.job, **fields))
-
-    def order(self, replica: str, order: str, **body: Any) -> Any:
-        return run(self.lighthouse.post("jobs", self.job, "replicas", replica, order, **body))
-
-
-def _linked(function: Callable[..., None]) -> Callable[..., None]:
-    """Gives ``function`` a Link for the options that all these commands have."""
-
-    @client_options
-    @functools.wraps(function)
-    def with_link(
-        *,
-        addresses: str | None,
-        job: str,
-        token_file: Path | None,
-        tls: TlsFiles,
-        as_json: bool,
-        **others: Any,
-    ) -> None:
-        function(Link(Lighthouse(addresses, read_token(token_file), tls), job, as_json), **others)
-
-    return with_link
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
     return click.argument("replica", type=Named(), shell_complete=complete)
 
 
-def _show_json(answer: Any) -> None:
-    print(json.dumps(answer, indent=2))
-
-
-def _link_to(link: Link, name: str | None) -> Link:
+def _link_to(link: JobLink, name: str | None) -> JobLink:
     """To the job that the argument names, else to that of ``--job``."""
     if name and _is_flag("job") and name != link.job:
         raise click.UsageError(f"which job: {name}, or {link.job} (--job)?")
@@ -86,13 +38,13 @@ def _is_flag(name: str) -> bool:
 
 
 @click.command()
-@_linked
-def status(link: Link) -> None:
+@with_lighthouse
+def status(link: JobLink) -> None:
     """Show the lighthouse and its jobs; with --job that one only."""
-    cluster = link.get("cluster")
-    jobs = [link.of_job()] if _is_flag("job") else link.get("jobs")["jobs"]
+    cluster = run(link.service.get("cluster"))
+    jobs = [link.get()] if _is_flag("job") else run(link.service.get("jobs"))["jobs"]
     if link.as_json:
-        _show_json({**cluster, "jobs": jobs})
+        show_json({**cluster, "jobs": jobs})
         return
     from keepstep_cli.asking import tables
 
@@ -101,12 +53,12 @@ def status(link: Link) -> None:
 
 
 @click.command()
-@_linked
-def replicas(link: Link) -> None:
+@with_lighthouse
+def replicas(link: JobLink) -> None:
     """Show the replica groups of a job, those that just went too."""
-    answer = link.of_job("replicas")
+    answer = link.get("replicas")
     if link.as_json:
-        _show_json(answer)
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -114,13 +66,13 @@ def replicas(link: Link) -> None:
 
 
 @click.command(short_help="Show all about one replica group.")
-@_linked
+@with_lighthouse
 @_replica_argument()
-def inspect(link: Link, replica: str) -> None:
+def inspect(link: JobLink, replica: str) -> None:
     """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
-    answer = link.of_job("replicas", replica)
+    answer = link.get("replicas", replica)
     if link.as_json:
-        _show_json(answer)
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -128,13 +80,13 @@ def inspect(link: Link, replica: str) -> None:
 
 
 @click.command()
-@_linked
+@with_lighthouse
 @click.option("--explain", is_flag=True, help="Say why the next quorum is not formed yet, or how the last one was.")
-def quorum(link: Link, *, explain: bool) -> None:
+def quorum(link: JobLink, *, explain: bool) -> None:
     """Show who takes part in the current step."""
-    answer = link.of_job("quorum")
+    answer = link.get("quorum")
     if link.as_json:
-        _show_json(answer)
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -142,7 +94,7 @@ def quorum(link: Link, *, explain: bool) -> None:
 
 
 @click.command()
-@_linked
+@with_lighthouse
 @click.option("--follow", "-f", is_flag=True, help="Go on with each event as it happens.")
 @click.option(
     "--after", type=click.IntRange(0), help="Only events newer than this number, the oldest of them.  [default: newest]"
@@ -150,7 +102,7 @@ def quorum(link: Link, *, explain: bool) -> None:
 @click.option(
     "--limit", type=click.IntRange(1), default=1000, show_default=True, help="At most so many; not with --follow."
 )
-def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
+def events(link: JobLink, *, follow: bool, after: int | None, limit: int) -> None:
     """Show what happened to a job. With --json --follow, one line of JSON for each event.
 
     Numbers of events grow over restarts of the lighthouse: epoch times 4294967296, plus a count.
@@ -159,9 +111,9 @@ def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
 
     if not follow:
         after_which = {} if after is None else {"after": after}
-        answer = link.of_job("events", limit=limit, **after_which)
+        answer = link.get("events", limit=limit, **after_which)
         if link.as_json:
-            _show_json(answer)
+            show_json(answer)
         else:
             for event in answer["events"]:
                 tables.show_event(event)
@@ -169,7 +121,7 @@ def events(link: Link, *, follow: bool, after: int | None, limit: int) -> None:
 
     async def print_all() -> None:
         path = ("jobs", link.job, "events")
-        async for event in link.lighthouse.follow(*path, after=after or 0, told=_to_stderr, follow=1):
+        async for event in link.service.follow(*path, after=after or 0, told=_to_stderr, follow=1):
             if link.as_json:
                 print(json.dumps(event))
             else:
@@ -184,9 +136,9 @@ def _to_stderr(sentence: str) -> None:
 
 
 @click.command(short_help="Show the heals and uploads under way.")
-@_linked
+@with_lighthouse
 @click.option("--follow", "-f", is_flag=True, help="Look again every second, until Ctrl-C.")
-def transfers(link: Link, *, follow: bool) -> None:
+def transfers(link: JobLink, *, follow: bool) -> None:
     """Show what moves: the heals of a job, and its uploads to the relays that the lighthouse knows.
 
     With --json --follow, one line of JSON for each look.
@@ -195,11 +147,11 @@ def transfers(link: Link, *, follow: bool) -> None:
 
     if follow:
         with contextlib.suppress(KeyboardInterrupt):
-            run(follow_transfers(link.lighthouse, link.job, _to_stderr, as_json=link.as_json))
+            run(follow_transfers(link.service, link.job, _to_stderr, as_json=link.as_json))
         return
-    found = run(look(link.lighthouse, link.job))
+    found = run(look(link.service, link.job))
     if link.as_json:
-        _show_json(found)
+        show_json(found)
     else:
         show_transfers(found)
 
@@ -208,9 +160,9 @@ def _reason_option(verb: str) -> Callable[[Any], Any]:
     return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
 
 
-def _ordered(link: Link, answer: Any) -> None:
+def _ordered(link: JobLink, answer: Any) -> None:
     if link.as_json:
-        _show_json(answer)
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -219,36 +171,36 @@ def _ordered(link: Link, answer: Any) -> None:
 
 
 @click.command()
-@_linked
+@with_lighthouse
 @_replica_argument()
 @_reason_option("evict")
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
 )
-def evict(link: Link, replica: str, *, reason: str, ban: float) -> None:
+def evict(link: JobLink, replica: str, *, reason: str, ban: float) -> None:
     """End a replica group now. Its launcher may start it again, unless it is banned."""
-    _ordered(link, link.order(replica, "evict", reason=reason, ban_seconds=ban))
+    _ordered(link, link.post("replicas", replica, "evict", reason=reason, ban_seconds=ban))
 
 
 @click.command(short_help="Ask a group to finish its step, leave, and exit with 0.")
-@_linked
+@with_lighthouse
 @_replica_argument()
 @_reason_option("drain")
-def drain(link: Link, replica: str, *, reason: str) -> None:
+def drain(link: JobLink, replica: str, *, reason: str) -> None:
     """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
-    _ordered(link, link.order(replica, "drain", reason=reason))
+    _ordered(link, link.post("replicas", replica, "drain", reason=reason))
 
 
 @click.command()
-@_linked
+@with_lighthouse
 @_replica_argument(refused_names)
-def readmit(link: Link, replica: str) -> None:
+def readmit(link: JobLink, replica: str) -> None:
     """Lift the ban or eviction of a replica group."""
-    _ordered(link, link.order(replica, "readmit"))
+    _ordered(link, link.post("replicas", replica, "readmit"))
 
 
 @click.command("verify-replicas", short_help="Compare the weights of all replica groups.")
-@_linked
+@with_lighthouse
 @click.option(
     "--wait",
     type=Seconds(),
@@ -257,15 +209,15 @@ def readmit(link: Link, replica: str) -> None:
     metavar="TIME",
     help="How long to wait for the step in which they are compared.",
 )
-def verify_replicas(link: Link, *, wait: float) -> None:
+def verify_replicas(link: JobLink, *, wait: float) -> None:
     """Compare the weights of all replica groups, by root digests that they take in the middle of their next step.
 
     Exits with 0 when they are equal, with 1 when they differ or were not compared in time.
     """
-    order = run(link.lighthouse.post("jobs", link.job, "verify"))
+    order = link.post("verify")
     event = run(_comparison(link, order, wait))
     if link.as_json:
-        _show_json(event)
+        show_json(event)
     else:
         from keepstep_cli.asking import tables
 
@@ -274,11 +226,11 @@ def verify_replicas(link: Link, *, wait: float) -> None:
         raise SystemExit(1)
 
 
-async def _comparison(link: Link, order: Any, wait: float) -> Any:
+async def _comparison(link: JobLink, order: Any, wait: float) -> Any:
     """The event that answers ``order``. ClickException after ``wait`` seconds."""
     import asyncio
 
-    follow = link.lighthouse.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
+    follow = link.service.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
     try:
         async with asyncio.timeout(wait), contextlib.aclosing(follow) as events:
             async for event in events:
@@ -301,7 +253,7 @@ class SecondsOrNone(Seconds):
 
 
 @click.command()
-@_linked
+@with_lighthouse
 @click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
 @click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
 @click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
@@ -332,13 +284,13 @@ class SecondsOrNone(Seconds):
     help="Drain a group that was a straggler for so many steps in a row; 0: never.",
 )
 @click.option("--job-ttl", type=Seconds(), help="Delete the job when it had no sessions for so long; 0: never.")
-def policy(link: Link, name: str | None, **limits: Any) -> None:
+def policy(link: JobLink, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
     link = _link_to(link, name)
     changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
-    answer = link.change(**changes) if changes else link.of_job()
+    answer = run(link.service.patch("jobs", link.job, **changes)) if changes else link.get()
     if link.as_json:
-        _show_json(answer if changes else answer["policy"])
+        show_json(answer if changes else answer["policy"])
         return
     from keepstep_cli.asking import tables
 
@@ -357,16 +309,16 @@ def job() -> None:
 
 
 @job.command(short_help="Delete a job that is no longer needed.")
-@_linked
+@with_lighthouse
 @click.argument("name", metavar="JOB", type=Named(), shell_complete=job_names)
 @click.option("--force", is_flag=True, help="Evict its replica groups first, if there are any.")
-def rm(link: Link, name: str, *, force: bool) -> None:
+def rm(link: JobLink, name: str, *, force: bool) -> None:
     """Delete a job from the lighthouse: its quorum, policy, bans and event list. Checkpoints stay.
 
     The next group that names it creates it anew, so stop the launchers first. Needs the admin token.
     """
     query = {"force": "true"} if force else {}
-    _ordered(link, run(link.lighthouse.delete("jobs", _link_to(link, name).job, **query)))
+    _ordered(link, run(link.service.delete("jobs", _link_to(link, name).job, **query)))
 
 
 COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit, job)

@@ -2,68 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from keepstep_cli.asking.options import client_options
-from keepstep_cli.asking.rest import Lighthouse, Relay, read_token, run
-from keepstep_cli.errors import Refused, Unreachable
-
-if TYPE_CHECKING:
-    from keepstep_mesh.security.tls import TlsFiles
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The checkpoints of one job at one relay."""
-
-    relay: Relay
-    job: str
-    as_json: bool
-
-    def path(self, *path: str) -> tuple[str, ...]:
-        return ("jobs", self.job, "checkpoints", *path)
-
-
-def _linked(function: Callable[..., None]) -> Callable[..., None]:
-    """Gives ``function`` a Link for the options that all these commands have."""
-
-    @click.option(
-        "--relay",
-        "relays",
-        envvar="KEEPSTEP_RELAY",
-        metavar="URL[,URL]",
-        help="The relay.  [env: KEEPSTEP_RELAY; default: the first that the lighthouse knows]",
-    )
-    @client_options
-    @functools.wraps(function)
-    def with_link(
-        *,
-        relays: str | None,
-        addresses: str | None,
-        job: str,
-        token_file: Path | None,
-        tls: TlsFiles,
-        as_json: bool,
-        **others: Any,
-    ) -> None:
-        token = read_token(token_file)
-        told = relays is None
-        if told:
-            services = run(Lighthouse(addresses, token, tls).get("cluster"))["services"]
-            relays = ",".join(one["address"] for one in services if one["kind"] == "relay")
-            if not relays:
-                advice = f"Start one with {Relay.starts}, or say where it is with {Relay.flags}."
-                raise Unreachable(f"the lighthouse knows of no relay. {advice}")
-        function(Link(Relay(relays, token, tls, told=told), job, as_json), **others)
-
-    return with_link
+from keepstep_cli.asking.job_link import JobLink, show_json, with_relay
+from keepstep_cli.asking.rest import run
+from keepstep_cli.errors import Refused
 
 
 @click.group()
@@ -72,12 +18,12 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls")
-@_linked
-def list_all(link: Link) -> None:
+@with_relay
+def list_all(link: JobLink) -> None:
     """Show the checkpoints of a job."""
-    answer = run(link.relay.get(*link.path()))
+    answer = link.get("checkpoints")
     if link.as_json:
-        print(json.dumps(answer, indent=2))
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -85,13 +31,13 @@ def list_all(link: Link) -> None:
 
 
 @checkpoint.command()
-@_linked
+@with_relay
 @click.argument("checkpoint")
-def show(link: Link, checkpoint: str) -> None:
+def show(link: JobLink, checkpoint: str) -> None:
     """Show all about one checkpoint."""
-    answer = run(link.relay.get(*link.path(checkpoint)))
+    answer = link.get("checkpoints", checkpoint)
     if link.as_json:
-        print(json.dumps(answer, indent=2))
+        show_json(answer)
         return
     from keepstep_cli.asking import tables
 
@@ -100,13 +46,13 @@ def show(link: Link, checkpoint: str) -> None:
 
 
 @checkpoint.command()
-@_linked
+@with_relay
 @click.argument("checkpoint")
-def verify(link: Link, checkpoint: str) -> None:
+def verify(link: JobLink, checkpoint: str) -> None:
     """Fetch every chunk of a checkpoint and compare it with its digest. Exit code 1: not all of it is good."""
     found = run(_verify(link, checkpoint))
     if link.as_json:
-        print(json.dumps(found, indent=2))
+        show_json(found)
     else:
         for one in found["damaged"]:
             print(f"rank {one['rank']} chunk {one['chunk']}: {one['reason']}")
@@ -120,7 +66,7 @@ def verify(link: Link, checkpoint: str) -> None:
         raise SystemExit(1)
 
 
-async def _verify(link: Link, checkpoint: str) -> dict[str, Any]:
+async def _verify(link: JobLink, checkpoint: str) -> dict[str, Any]:
     from keepstep_mesh.errors import ManifestError
     from keepstep_mesh.protocol.manifest import (
         CHUNK_BYTES,
@@ -130,12 +76,13 @@ async def _verify(link: Link, checkpoint: str) -> dict[str, Any]:
         read_envelope,
     )
 
-    facts = (await link.relay.get(*link.path(checkpoint)))["checkpoint"]
+    path = ("jobs", link.job, "checkpoints", checkpoint)
+    facts = (await link.service.get(*path))["checkpoint"]
     damaged: list[dict[str, Any]] = []
     chunks = size = 0
     for rank in range(facts["ranks"]):
         try:
-            manifest = await link.relay.read(*link.path(checkpoint, "manifest"), limit=MAX_MANIFEST_BYTES, rank=rank)
+            manifest = await link.service.read(*path, "manifest", limit=MAX_MANIFEST_BYTES, rank=rank)
             envelope = read_envelope(manifest)
         except (Refused, ManifestError) as error:
             damaged.append({"rank": rank, "chunk": None, "reason": str(error)})
@@ -143,7 +90,7 @@ async def _verify(link: Link, checkpoint: str) -> dict[str, Any]:
         chunks, size = chunks + len(envelope.chunk_digests), size + envelope.pack_bytes
         for number, digest in enumerate(envelope.chunk_digests):
             try:
-                data = await link.relay.read("chunks", digest.hex(), limit=CHUNK_BYTES)
+                data = await link.service.read("chunks", digest.hex(), limit=CHUNK_BYTES)
             except Refused as error:
                 damaged.append({"rank": rank, "chunk": number, "reason": str(error)})
                 continue
@@ -153,11 +100,11 @@ async def _verify(link: Link, checkpoint: str) -> dict[str, Any]:
 
 
 @checkpoint.command()
-@_linked
+@with_relay
 @click.argument("checkpoint")
-def rm(link: Link, checkpoint: str) -> None:
+def rm(link: JobLink, checkpoint: str) -> None:
     """Delete a checkpoint from every tier of the relay. Needs the admin token."""
-    run(link.relay.delete(*link.path(checkpoint)))
+    run(link.service.delete("jobs", link.job, "checkpoints", checkpoint))
     print(
         json.dumps({"job": link.job, "id": checkpoint, "removed": True}) if link.as_json else f"{checkpoint}: removed"
     )
