@@ -56,7 +56,7 @@ def step_record(t: float, number: int) -> StepRecord:
 async def service() -> AsyncIterator[tuple[str, psutil.Process]]:
     """A metrics service with a disk: its address and its process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = (sys.executable, "-m", "keepstep_metrics", "--bind", "127.0.0.1:0", "--data-dir", folder)
+        command = (sys.executable, "-m", "keepstep_cli", "metrics", "--bind", "127.0.0.1:0", "--data-dir", folder)
         quiet = ("--log-level", "error")
         started = await asyncio.create_subprocess_exec(*command, *quiet, stdout=asyncio.subprocess.PIPE)
         try:

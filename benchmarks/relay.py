@@ -190,7 +190,7 @@ def cut_through(port: int, pack: memoryview, streams: int, name: str) -> float:
 
 
 def rounds(flags: argparse.Namespace, folder: str | None) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "keepstep_relay", "--bind", "127.0.0.1:0", "--memory", "12GiB"]
+    command = [sys.executable, "-m", "keepstep_cli", "relay", "--bind", "127.0.0.1:0", "--memory", "12GiB"]
     command += ["--log-level", "error"] + (["--data-dir", folder] if folder else [])
     found = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:

@@ -99,7 +99,7 @@ def lighthouse(
         command += ["--heartbeat_timeout_ms", str(heartbeat_timeout_s * 1000)]
         log = Path(os.devnull)  # it has no quiet mode and writes each quorum whole
     else:
-        command = [side.python, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{port}"]
+        command = [side.python, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--store", f"sqlite:///{folder}/store.sqlite", "--min-replicas", str(min_replicas)]
         command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
         command += ["--event-log", event_log] if event_log else []
@@ -137,7 +137,7 @@ def relay(
     side: Side, log: Path, *flags: str, address: str = "127.0.0.1", command: tuple[str, ...] = ()
 ) -> Iterator[Relay]:
     """Ours, as its own command starts it, memory only. ``command`` stands before its own."""
-    own = [side.python, "-m", "keepstep_relay", "--bind", f"{address}:0", "--insecure", *flags]
+    own = [side.python, "-m", "keepstep_cli", "relay", "--bind", f"{address}:0", "--insecure", *flags]
     with log.open("ab") as errors:
         process = subprocess.Popen(
             [*command, *own],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -29,7 +29,8 @@ from keepstep_mesh.protocol import names
 from keepstep_mesh.protocol.telemetry_records import EventRecord
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving.embedded import Embedded
-from keepstep_mesh.serving.service import Service
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 
 MAX_SESSIONS = 20_000
@@ -160,3 +161,8 @@ class Lighthouse(LighthouseNode, Embedded):
         self.add_session(session)
         await session.ended()
         return response
+
+
+def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None]) -> Hosted:
+    """Return the service for ``run_services``, which calls ``started`` with the address on which it listens."""
+    return Hosted(lambda: Lighthouse(settings).service(), settings, started)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.net.http import Identity, Route
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_mesh.serving.embedded import Embedded
-from keepstep_mesh.serving.service import Service
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_metrics.api import prometheus, routes
 from keepstep_metrics.history.machine import KEPT_SECONDS
 from keepstep_metrics.lighthouse.draining import Drainer
@@ -134,3 +135,8 @@ class Metrics(MetricsNode, Embedded):
     def _lighthouse_news(self, job: str) -> None:
         self.live_change_counts[job] += 1
         self.news.ring(job)
+
+
+def hosted_metrics(settings: MetricsSettings, started: Callable[[Endpoint], None]) -> Hosted:
+    """Return the service for ``run_services``, which calls ``started`` with the address on which it listens."""
+    return Hosted(lambda: Metrics(settings).service(), settings, started)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -21,12 +21,14 @@ from keepstep_mesh.net.http import Handler, Identity, Problem, Route
 from keepstep_mesh.protocol.telemetry_records import UploadRecord
 from keepstep_mesh.security.tls import watched_client_context
 from keepstep_mesh.serving.embedded import Embedded
-from keepstep_mesh.serving.service import Service
+from keepstep_mesh.serving.process import Hosted
+from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, prometheus
 from keepstep_relay.core.events import Cause, RefusedError, UploadEnded
 from keepstep_relay.node import AGAIN_SECONDS, RelayNode
 from keepstep_relay.settings import RelaySettings
+from keepstep_relay.tiers.allocator import keep_freed_memory
 from keepstep_relay.tiers.chunks import GoneError
 from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
@@ -163,3 +165,9 @@ def _explained(handler: Handler) -> Handler:
             ) from error
 
     return handle
+
+
+def hosted_relay(settings: RelaySettings, started: Callable[[Endpoint], None]) -> Hosted:
+    """Return the service for ``run_services``, which calls ``started`` with the address on which it listens."""
+    keep_freed_memory()
+    return Hosted(lambda: Relay(settings).service(), settings, started)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from keepstep_cli.asking.options import Seconds
-from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import service_options
-from keepstep_cli.running.services import announce, checked, configure_logs
+from keepstep_cli.running.services import importing, run_service
 
 DEFAULT_PORT = 29530
 
@@ -35,19 +33,7 @@ def metrics(**flags: Any) -> None:
 
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_METRICS_DATA_DIR.
     """
-    try:
-        from keepstep_mesh.serving.process import run_services
-        from keepstep_metrics.__main__ import hosted_metrics
+    with importing("a metrics service"):
+        from keepstep_metrics.app import hosted_metrics
         from keepstep_metrics.settings import read_settings
-    except ImportError as error:
-        raise Missing(
-            f"a metrics service needs {error.name}: pip install -e '.[services]' in keepstep's folder"
-        ) from error
-    from keepstep_mesh.errors import KeepstepError
-
-    configure_logs(flags)
-    settings = checked(read_settings, flags, "--bind")
-    try:
-        run_services([hosted_metrics(settings, partial(announce, "metrics"))])
-    except (KeepstepError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    run_service("metrics", flags, read_settings, hosted_metrics)

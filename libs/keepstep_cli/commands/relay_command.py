@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from keepstep_cli.asking.options import Seconds, Size, all_of
-from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import service_options
-from keepstep_cli.running.services import announce, checked, configure_logs
+from keepstep_cli.running.services import importing, run_service
 
 DEFAULT_PORT = 29520
 
@@ -58,17 +56,7 @@ def relay(**flags: Any) -> None:
 
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """
-    try:
-        from keepstep_mesh.serving.process import run_services
-        from keepstep_relay.__main__ import hosted_relay
+    with importing("a relay"):
+        from keepstep_relay.app import hosted_relay
         from keepstep_relay.settings import read_settings
-    except ImportError as error:
-        raise Missing(f"a relay needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
-    from keepstep_mesh.errors import KeepstepError
-
-    configure_logs(flags)
-    settings = checked(read_settings, flags, "--bind")
-    try:
-        run_services([hosted_relay(settings, partial(announce, "relay"))])
-    except (KeepstepError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    run_service("relay", flags, read_settings, hosted_relay)

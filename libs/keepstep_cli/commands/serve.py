@@ -14,9 +14,8 @@ import click
 
 from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.asking.options import Seconds, all_of, make_folder
-from keepstep_cli.errors import Missing
 from keepstep_cli.running.service_options import FILE, service_options
-from keepstep_cli.running.services import announce, checked, configure_logs
+from keepstep_cli.running.services import announce, checked, configure_logs, importing, reported
 
 if TYPE_CHECKING:
     from keepstep_mesh.serving.process import Hosted
@@ -168,12 +167,10 @@ def _serve(
     """``state_dir`` is there while it runs, and is not left behind empty. ``beside``: flags of the relay and of the
     metrics service beside it.
     """
-    try:
-        from keepstep_lighthouse.__main__ import hosted_lighthouse
+    with importing("a lighthouse"):
+        from keepstep_lighthouse.app import hosted_lighthouse
         from keepstep_lighthouse.settings import read_settings
         from keepstep_mesh.serving.process import run_services
-    except ImportError as error:
-        raise Missing(f"a lighthouse needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
     from keepstep_mesh.errors import KeepstepError
 
     configure_logs(flags)
@@ -194,13 +191,12 @@ def _serve(
         _announce(endpoint)
 
     try:
-        hosted = [hosted_lighthouse(settings, started)]
-        if beside is not None:
-            hosted.append(_relay_beside(settings.bind, listens, beside[0]))
-            hosted.append(_metrics_beside(settings.bind, listens, beside[1]))
-        run_services(hosted)
-    except (KeepstepError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+        with reported():
+            hosted = [hosted_lighthouse(settings, started)]
+            if beside is not None:
+                hosted.append(_relay_beside(settings.bind, listens, beside[0]))
+                hosted.append(_metrics_beside(settings.bind, listens, beside[1]))
+            run_services(hosted)
     finally:
         if made is not None:
             with contextlib.suppress(OSError):  # there is something in it
@@ -209,8 +205,7 @@ def _serve(
 
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
-    from keepstep_relay.__main__ import hosted_relay
-    from keepstep_relay.app import Relay
+    from keepstep_relay.app import Relay, hosted_relay
     from keepstep_relay.settings import read_settings
 
     _bind_above(bind, RELAY_PORTS_ABOVE, "RELAY_BIND", flags)
@@ -224,8 +219,7 @@ def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) 
 
 def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
     """The same with a metrics service."""
-    from keepstep_metrics.__main__ import hosted_metrics
-    from keepstep_metrics.app import Metrics
+    from keepstep_metrics.app import Metrics, hosted_metrics
     from keepstep_metrics.settings import read_settings
 
     _bind_above(bind, METRICS_PORTS_ABOVE, "METRICS_BIND", flags)

@@ -1,21 +1,61 @@
-"""What the commands that run a service share: logs, checked settings, the line that says where it listens."""
+"""What the commands that run a service share: imports, logs, settings, the line that says where it listens."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from keepstep_cli.errors import Missing
+
 if TYPE_CHECKING:
+    from keepstep_mesh.serving.process import Hosted
     from keepstep_mesh.serving.service import Endpoint
 
 Settings = TypeVar("Settings")
 
 
+@contextlib.contextmanager
+def importing(service: str) -> Iterator[None]:
+    """Raise ``Missing`` with what to install if a library of ``service`` cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise Missing(f"{service} needs {error.name}: pip install -e '.[services]' in keepstep's folder") from error
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn the errors of a service into messages of the command."""
+    from keepstep_mesh.errors import KeepstepError
+
+    try:
+        yield
+    except (KeepstepError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def run_service(
+    name: str,
+    flags: dict[str, Any],
+    read: Callable[[Mapping[str, Any]], Settings],
+    hosted: Callable[[Settings, Callable[[Endpoint], None]], Hosted],
+) -> None:
+    """Run one service with ``flags`` until SIGTERM or SIGINT."""
+    from keepstep_mesh.serving.process import run_services
+
+    configure_logs(flags)
+    settings = checked(read, flags, "--bind")
+    with reported():
+        run_services([hosted(settings, partial(announce, name))])
+
+
 def configure_logs(flags: dict[str, Any]) -> None:
-    """Takes ``log_format`` and ``log_level`` out of ``flags``."""
+    """Configure logging with ``log_format`` and ``log_level``, which are removed from ``flags``."""
     from keepstep_mesh.config import logging
 
     as_json = {"json": True, "console": False}.get(flags.pop("log_format"))
@@ -23,7 +63,7 @@ def configure_logs(flags: dict[str, Any]) -> None:
 
 
 def checked(read: Callable[[Mapping[str, Any]], Settings], flags: dict[str, Any], bind_flag: str) -> Settings:
-    """The settings that ``read`` makes of ``flags``. Raises ``click.UsageError`` for invalid ones."""
+    """Return the settings that ``read`` makes of ``flags``. Raises ``click.UsageError`` if they are invalid."""
     from keepstep_mesh.errors import KeepstepError
 
     try:

@@ -209,7 +209,7 @@ class Job:
         log = (self.directory / "lighthouse.log").open("ab")
         with log:
             self.lighthouse = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{self.port}",
+                sys.executable, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{self.port}",
                 "--store", f"sqlite:///{self.directory}/lighthouse.db", "--min-replicas", str(self._min_replicas),
                 "--event-log", str(self.logs / "events.jsonl"), *self._flags, stdout=log, stderr=log,
             )  # fmt: skip

@@ -99,7 +99,7 @@ class Mesh(Job):
             command += ["--advertise", self._to_lighthouses[number].url]
         with (self.directory / "lighthouse.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(*host.command, sys.executable, "-m", "keepstep_lighthouse", *command), stdout=log, stderr=log
+                *(*host.command, sys.executable, "-m", "keepstep_cli", "lighthouse", *command), stdout=log, stderr=log
             )
 
     async def restart_node(self, number: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import keepstep_relay.__main__
+from keepstep_relay.settings import read_settings
 from tests.services.cli import scene
 from tests.support.services.command import process
 from tests.support.services.relay_driver import DEADLINE, client, relay_process, state
@@ -112,25 +112,22 @@ async def test_without_a_relay_it_is_said_what_to_do(tmp_path: Path) -> None:
     assert "--durable nowhere://x" in text
 
 
-@pytest.mark.usefixtures("restored_logging")
-def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KEEPSTEP_TLS_CA", "/nowhere/ca.pem")
-    assert keepstep_relay.__main__.main(["--bind=127.0.0.1:0", "--lighthouse=https://127.0.0.1:1"]) == 1
-    assert "the CA file /nowhere/ca.pem cannot be read" in capsys.readouterr().err
+async def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the_start() -> None:
+    flags = ("--bind=127.0.0.1:0", "--lighthouse=https://127.0.0.1:1")
+    said = await scene.keepstep("relay", *flags, KEEPSTEP_TLS_CA="/nowhere/ca.pem")
+    assert said.code == 1
+    assert "the CA file /nowhere/ca.pem cannot be read" in said.err
 
 
-@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(
-    ("flag", "words"),
+    ("flag", "value", "words"),
     [
-        ("--keep-live=-1", "keep_live must be 0 or more, not -1"),
-        ("--upload-timeout=0", "upload_timeout must be more than 0"),
-        ("--body-timeout=0", "body_timeout must be more than 0"),
-        ("--bind=nowhere", "bind 'nowhere': not an address to listen on"),
+        ("keep_live", -1, "keep_live must be 0 or more, not -1"),
+        ("upload_timeout", 0.0, "upload_timeout must be more than 0"),
+        ("body_timeout", 0.0, "body_timeout must be more than 0"),
+        ("bind", "nowhere", "bind 'nowhere': not an address to listen on"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_named(flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert keepstep_relay.__main__.main([flag]) == 1
-    assert words in capsys.readouterr().err
+def test_a_setting_that_makes_no_sense_is_named(flag: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_settings({flag: value})

@@ -326,7 +326,7 @@ class Process:
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "keepstep_lighthouse", "--bind", f"127.0.0.1:{self.port}"),
+            *(sys.executable, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{self.port}"),
             *("--store", f"sqlite://{self.directory}/lighthouse.db", "--min-replicas", "2"),
             *("--event-log", str(self.directory / "events.jsonl")),
             stderr=asyncio.subprocess.PIPE,
