@@ -46,12 +46,12 @@ it from the code, and a test compares the two. Change the code, not this page.
 or `500ms`, `1.5s`, `2m`, `1h`, `30d`; sizes are bytes, or `512MiB`, `8GiB`. [The command](cli.md) describes the
 behavior and exit codes of each command.
 """
-SHARED = "Flags of commands that ask"
+SHARED = "Common flags of client commands"
 VARIABLES = """\
 ## Variables
 An empty variable counts as not set. If `KEEPSTEP_...` is not set, `TORCHFT_...` is read, except for `KEEPSTEP_TOKEN`,
-`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE`, `KEEPSTEP_RELAY`, and the variables of services beside
-their flags.
+`KEEPSTEP_TOKEN_FILE`, `KEEPSTEP_STEP_LOG`, `KEEPSTEP_NAME_FILE`, `KEEPSTEP_RELAY`, and the variables of [services without
+a flag](#services-without-a-flag).
 """
 ROUTES = """\
 ## Routes
@@ -173,7 +173,7 @@ def commands() -> Iterator[str]:
         if own := [one for one in flags if one not in shared]:
             yield table("flag | variable | default | meaning", (one.row() for one in own))
         if both := [f"`{one.names[0]}`" for one in flags if one in shared]:
-            yield f"And, as [below](#{SHARED.lower().replace(' ', '-')}): {', '.join(both)}.\n"
+            yield f"[Common flags](#{SHARED.lower().replace(' ', '-')}): {', '.join(both)}.\n"
     yield f"### {SHARED}"
     yield table("flag | variable | default | meaning", (one.row() for one in shared))
 
@@ -196,17 +196,17 @@ def meanings(of: Mapping[str, str]) -> str:
 
 
 def all_variables() -> Iterator[str]:
-    yield "### Of trainers, and of what asks a lighthouse"
+    yield "### Trainers and client commands"
     yield meanings(variables.OF_CLIENTS)
-    yield "### Of trainers"
+    yield "### Trainers"
     yield "A variable overrides the argument of the `Manager`, except for the port.\n"
     yield meanings(variables.OF_TRAINERS)
-    yield "### Of trainers, as launchers set them"
+    yield "### Trainers, set by launchers"
     yield "These apply where no argument of the `Manager` sets the value.\n"
     yield meanings(variables.OF_LAUNCHERS)
-    yield "### Of services, beside their flags"
+    yield "### Services, without a flag"
     yield meanings(variables.OF_SERVICES)
-    yield "### Of flags"
+    yield "### Variables of flags"
     rows = {}
     for name in main.commands:
         for flag in flags_of(name):

@@ -34,7 +34,7 @@ def test_every_command_has_its_section_and_the_other_way_round() -> None:
 @pytest.mark.parametrize("command", sorted(main.commands))
 def test_every_flag_is_in_the_reference_and_the_other_way_round(command: str) -> None:
     torchft = {flag for flag in flags_of(command, hidden=False) if "_" in flag}
-    rows = re.findall(r"^\| (.*?) \||^And, as (.*)$", FLAGS[command], re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \||^\[Common flags\](.*)$", FLAGS[command], re.MULTILINE)
     assert {flag for row in rows for flag in re.findall(rf"`({FLAG})", " ".join(row))} == flags_of(
         command, hidden=False
     ) - torchft
