@@ -1,9 +1,9 @@
-"""How long training stands still when the lighthouse that leads dies. Ours only: torchft's has no standby.
+"""Measure the pause of training after the death of the leading lighthouse. keepstep only: torchft has no standby.
 
-Plays two of the fault runs (``make faults``; ``tests/faults/rows.py`` says what they do): two lighthouses share a real
-etcd of one node, groups train (gloo, a small network, 10 ms between steps in place of loading data), and the leader is
-sent SIGKILL, or SIGTERM, again and again. The figure is the longest time between two commits of a group from a second
-before the signal until 100 steps later.
+This runs two of the fault runs (``make faults``, ``tests/faults/rows.py``): two lighthouses share a real etcd of one
+node, groups train (gloo, a small network, 10 ms between steps in place of loading data), and the leader gets SIGKILL,
+or SIGTERM, again and again. The figure is the longest time between two commits of a group, from one second before the
+signal until 100 steps after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a benchmark hands back, and how a figure is judged.
+"""Define the result of a benchmark: figures and their limits.
 
-A figure holds every sample of both sides. Its value is one statistic of them, and it is reached when that is within a
+A figure holds every sample of both sides. Its value is one statistic of them. It is reached when the value is within a
 limit: a number, or a multiple of the other side's value of the same run.
 """
 
@@ -17,7 +17,7 @@ def p50(samples: Sequence[float]) -> float:
 
 
 def _nearest_rank(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least this share of all do not exceed."""
+    """Return the smallest sample that at least this share of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[math.ceil(share * len(ordered)) - 1]
 
@@ -45,7 +45,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True)
 class Limit:
-    """A most (or, where more is better, a least) that our value may have; both parts must hold when both are given."""
+    """The largest value allowed (the smallest, if more is better); if both parts are given, both must hold."""
 
     value: float | None = None
     """In the figure's unit."""
@@ -65,13 +65,13 @@ class Figure:
     more_is_better: bool = False
     definition: str = ""
     also: dict[str, object] = field(default_factory=dict)
-    """What else was seen in the same run, for the JSON."""
+    """Further values of the same run, for the JSON."""
 
     def value(self, samples: Sequence[float]) -> float | None:
         return STATISTICS[self.statistic](samples) if samples else None
 
     def ratio(self) -> float | None:
-        """Ours divided by theirs."""
+        """keepstep's value divided by torchft's."""
         ours, theirs = self.value(self.ours), self.value(self.theirs)
         return ours / theirs if ours is not None and theirs else None
 
@@ -85,7 +85,7 @@ class Figure:
         return bounds
 
     def reached(self) -> bool | None:
-        """None when there is no limit, or nothing to hold against it."""
+        """Whether the limit is reached; None without a limit or without a value to compare."""
         ours, bounds = self.value(self.ours), self.bounds()
         if ours is None or not bounds:
             return None

@@ -1,10 +1,10 @@
-"""1 GiB of live state to one joiner, through a relay and straight from its source, beside torchft and raw sockets.
+"""Measure 1 GiB of live state to one joiner: through a relay and directly, beside torchft and raw sockets.
 
-Source, relay and joiner are processes of their own, on loopback; all ways take turns, transfer by transfer. A time is
-that from the return of ``send_checkpoint`` at the source to that of ``recv_checkpoint`` at the joiner, which waits for
-it: hashing, and for the relay all of the upload, is in it. After each transfer the relay is told to drop the state, so
-that it reuses the memory; what the first transfer takes, which finds none, is a figure of its own. The relay's longest
-answer is looked for in transfers of their own, so that asking for it slows no other.
+Source, relay, and joiner are processes of their own, on loopback; all ways take turns, transfer by transfer. A time
+runs from the return of ``send_checkpoint`` at the source to that of ``recv_checkpoint`` at the joiner, which waits for
+it. It includes hashing and, for the relay, the whole upload. After each transfer the relay drops the state, so that it
+reuses the memory. The first transfer, without allocated memory, is a separate figure. The relay's longest answer is
+measured in separate transfers, so that its requests slow down no other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Heal:
         return float(seen["ended"] - staged["staged"])
 
     def _forget(self) -> None:
-        """Waits for what the relay has to be complete, then has it dropped."""
+        """Wait until the relay has the whole state, then drop it."""
         everything = f"{self._relay.address}/v1/jobs/bench/checkpoints"
         deadline = time.monotonic() + COMMIT_SECONDS
         while True:
@@ -84,21 +84,21 @@ class Heal:
             urllib.request.urlopen(request, timeout=COMMIT_SECONDS).close()
 
     def rate(self, way: str, chunks: int) -> float:
-        """GB/s of one transfer."""
+        """Return GB/s of one transfer."""
         return self._size / 1e9 / self.transfer(way, chunks)
 
     def longest_answer(self) -> float:
-        """Seconds for which the relay's event loop answered nobody, at most, while one transfer went through it."""
+        """Return the longest time in seconds without an answer of the relay's event loop during one transfer."""
         with stall_watch(int(self._relay.address.rsplit(":", 1)[1])) as answers:
             self.transfer("relay", 0)
         return answers[-1]
 
     def relay_memory(self) -> float:
-        """Peak beyond what it began with, as a share of its limit."""
+        """Return the peak beyond the memory at its start, as a share of its limit."""
         return (self._relay.peak() - self._relay_before) / RELAY_MEMORY
 
     def best(self, way: str) -> tuple[int, list[float]]:
-        """Number of chunks or streams with the highest median, and its samples."""
+        """Return the number of chunks or streams with the highest median, and its samples."""
         found = {chunks: rates for (kind, chunks), rates in self.samples.items() if kind == way}
         chunks = max(found, key=lambda one: p50(found[one]))
         return chunks, found[chunks]

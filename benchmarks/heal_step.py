@@ -1,12 +1,12 @@
-"""What the steps of groups that train look like while another one joins with 1 GiB of state.
+"""Measure the steps of groups that train while another group joins with 1 GiB of state.
 
 Two groups train (``trainer.py``, 2.1 million parameters and 1 GiB more of state, 10 ms between steps) under a
-lighthouse with a relay; a third joins, trains along, is killed, and joins again, its imports and memory ready each
-time. All groups wait for the joiner in one step, and take the copy that it receives in the one before: these two are
-the stall. The other steps near a join (from the cue to join until ``NEAR_SECONDS`` after the joiner's first commit) are
-held against those further away, each in medians of the steps far from a join with as many groups: three trainers on two
-cores are slower than two, join or not. The joiner and the relay, which have hosts of their own where it matters, run at
-the lowest priority all the time: what they take of the processors that the other groups train on is not looked for.
+lighthouse with a relay. A third group joins, trains, is killed, and joins again, with its imports and memory ready each
+time. All groups wait for the joiner in one step, and stage the state in the step before: these two are the stall. The
+other steps near a join (from its start until ``NEAR_SECONDS`` after the joiner's first commit) are compared with those
+further away, each in medians of the far steps with as many groups: three trainers on two cores are slower than two,
+with or without a join. Joiner and relay have separate hosts in practice, so they run at the lowest priority: their use
+of the processors is not part of the figures.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Found:
     other_gaps: list[float] = field(default_factory=list)
     """The longest one near each join."""
     heals: list[float] = field(default_factory=list)
-    """What the joiner's transfer took. Ours only."""
+    """Seconds of the joiner's transfer. keepstep only."""
     near: list[float] = field(default_factory=list)
     far: list[float] = field(default_factory=list)
     median_ms: dict[int, float] = field(default_factory=dict)
     """Of the steps far from a join, by number of groups."""
 
     def add(self, steps: list[Step], cue: float, joined: float) -> None:
-        """One join, as group 0 saw it."""
+        """Add one join, as group 0 saw it."""
         near = [step for step in steps if cue < step.when <= joined + NEAR_SECONDS]
         far = [step for step in steps if cue - FAR_SECONDS < step.when <= cue or step.when > joined + NEAR_SECONDS]
         far = [step for step in far if step.when < joined + NEAR_SECONDS + FAR_SECONDS]
@@ -139,7 +139,7 @@ def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
         "longest_other_gap_s": {"keepstep": mine.other_gaps, "torchft": other.other_gaps},
         "median_step_ms": {"keepstep": mine.median_ms, "torchft": other.median_ms},
     }
-    near = "one step of group 0 near a join, but for those of the stall, in medians of those far from one"
+    near = "one step of group 0 near a join, without the stall, in medians of the steps far from one"
     return [
         Figure(
             f"{label}: the one stall",

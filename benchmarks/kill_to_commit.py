@@ -1,11 +1,11 @@
-"""How long three groups that train need to commit again when one of them dies, or freezes.
+"""Measure the time until groups commit again after one of three dies or freezes.
 
-Three real processes (gloo, a small network, 10 ms between steps in place of loading data) under a lighthouse with its
-default times; each writes the time of every commit. One is sent SIGKILL (or SIGSTOP) while all three commit together.
-The figure is the time from the signal to the first commit without it, of the later of the two others. Then it is
-replaced by a process that has its imports done already, and the next one is due once all three commit together again.
-SIGKILL is sent once more to trainers whose batches come from forked DataLoader workers, which outlive them by seconds.
-At the end ``keepstep check-history`` must find nothing wrong in the logs of our side.
+Three real processes (gloo, a small network, 10 ms between steps in place of loading data) run under a lighthouse with
+default limits; each writes the time of every commit. One gets SIGKILL (or SIGSTOP) while all three commit together. The
+figure is the time from the signal to the first commit without it, of the later of the two others. A process that has
+done its imports then replaces it, and the next turn begins when all three commit together again. A further run sends
+SIGKILL to trainers with forked DataLoader workers, which outlive them by seconds. At the end ``keepstep check-history``
+must find no violation in the logs of keepstep's side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL = 0.005
 
 
 class Group:
-    """One group. Its next process waits, imports done, for the one at work to be killed."""
+    """One group. Its next process has done its imports and waits until the current one is killed."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Group:
         self.spare: subprocess.Popen[str] | None = None
 
     def prepare(self) -> None:
-        """Launches the next process; returns once that has its imports done."""
+        """Start the next process; return when it has done its imports."""
         self.incarnation += 1
         command = [
             *self.command,
@@ -87,7 +87,7 @@ class Group:
         return self.folder / f"{self.number}.{self.incarnation}"
 
     def start(self) -> None:
-        """Lets the prepared process join."""
+        """Let the prepared process join."""
         self.process, self.spare = self.spare, None
         self.commits = self._next_commits()
         self.commits.touch()
@@ -95,7 +95,7 @@ class Group:
         self.process.stdin.flush()
 
     def first_commit(self, after: float, counts: Callable[[int], bool]) -> float | None:
-        """Unix time of the first commit after ``after`` of which ``counts(groups that took part)`` holds."""
+        """Return the Unix time of the first commit after ``after`` for which ``counts(participants)`` holds."""
         whole_lines = self.commits.read_text().rpartition("\n")[0].splitlines()
         for when, _step, participants, _seconds in (line.split() for line in whole_lines):
             if float(when) > after and counts(int(participants)):
@@ -110,13 +110,13 @@ class Group:
 
 
 def last_commit(groups: list[Group], after: float, counts: Callable[[int], bool]) -> float:
-    """When the last of ``groups`` made its first such commit (see ``Group.first_commit``)."""
+    """Return the time of the first such commit of the last of ``groups`` (see ``Group.first_commit``)."""
     deadline = time.monotonic() + GIVE_UP
     while time.monotonic() < deadline:
         commits = [group.first_commit(after, counts) for group in groups]
         if None not in commits:
             return max(commits)
-        time.sleep(POLL)  # trainers of both libraries write lines to files, which tell nobody
+        time.sleep(POLL)  # trainers of both libraries only write lines to files
     raise TimeoutError(f"groups {[group.number for group in groups]} did not all commit within {GIVE_UP} s")
 
 

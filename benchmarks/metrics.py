@@ -1,14 +1,14 @@
-"""What the metrics service takes: records for a second of one core, and memory after a simulated day.
+"""Measure the metrics service: its rate of records per core, its memory after a simulated day, the cost of a sender.
 
     python benchmarks/metrics.py ingest --groups 1000 --steps 10 --seconds 10
     python benchmarks/metrics.py memory --groups 1000
     python benchmarks/metrics.py sender
 
-``ingest``: a service process with a disk, and senders that each send a second's steps in a batch, as fast as they are
-answered. What counts is the processor time of the service: the machine may have other work. ``memory``: a core in this
-process; a day is told at the resolution that is kept of each part of it, which fills every ring as steps at any rate
-do, and each group is lost and comes back ten times. ``sender``: what telling of its steps costs a process whose steps
-take 5 ms.
+``ingest``: a service process with a disk, and senders that each send a second's steps per batch, as fast as the service
+answers. The figure is the processor time of the service, because the machine may have other work. ``memory``: the state
+machine in this process. It receives a day of records at the resolution that each part keeps, which fills every ring as
+steps of any rate do, and each group is lost and comes back ten times. ``sender``: the cost for a process that reports
+steps of 5 ms.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def ingest(groups: int, steps: int, seconds: int) -> dict[str, float]:
 
 
 def day() -> Iterator[float]:
-    """Seconds of a day at which each group ends a step."""
+    """Yield the seconds of a day at which each group ends a step."""
     at, end = 0.0, 86400.0
     while at < end:
         yield at
@@ -145,7 +145,7 @@ def memory(groups: int) -> dict[str, float]:
 
 
 async def sender(steps: int) -> dict[str, float]:
-    """Processor time of this process over steps of 5 ms, with a sender and without, in turns."""
+    """Measure the processor time of this process over steps of 5 ms, with a sender and without, in turns."""
     async with service() as (url, _):
         telling = Sender("worker", "a:1", lambda: url, Identity(), job="job")
         running = asyncio.create_task(telling.run())
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["ingest", "memory", "sender"])
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=10, help="of each group, a second")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each group per second")
     parser.add_argument("--seconds", type=int, default=10)
     given = parser.parse_args()
     if given.what == "ingest":

@@ -1,11 +1,11 @@
-"""How fast the dashboard shows a job of many groups, and what that costs.
+"""Measure the time in which the dashboard shows a job of many groups, and its cost.
 
     python benchmarks/page.py --groups 256 --steps 10
 
-A metrics service process with a disk, told of by one sender for each group (a batch a second) and one of a lighthouse,
-and looked at in a chromium without a window. ``load``: from the address to a page that is live and has its past.
-``shown``: from the record of a loss in the lighthouse's sender to its line in the table of groups; it waits for the
-next batch (0.1 s) and the next picture of the stream (0.25 s). Needs chromium.
+A metrics service process with a disk receives one batch per second from one sender for each group, and records from one
+lighthouse. A headless chromium shows the page. ``load``: from opening the address until the page is live and shows the
+past. ``shown``: from the record of a loss in the lighthouse's sender to its line in the table of groups, with the wait
+for the next batch (0.1 s) and for the next picture of the stream (0.25 s). Needs chromium.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOADS, LOSSES = 5, 20
 
 
 async def train(names: list[str], url: str, steps: int) -> None:
-    """Tells of steps, until cancelled."""
+    """Report steps until cancelled."""
     async with asyncio.TaskGroup() as group:
         senders = [Sender("worker", f"{name}:1", lambda: url, Identity(), job="job") for name in names]
         for sender in senders:
@@ -98,7 +98,7 @@ async def look(groups: int, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--groups", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=10, help="of each group, a second")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each group per second")
     given = parser.parse_args()
     print(json.dumps(asyncio.run(look(given.groups, given.steps))))
 

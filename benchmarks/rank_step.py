@@ -1,9 +1,9 @@
-"""What a local rank of a group pays for the size of the quorum in each step: bytes from rank 0, and time for its plan.
+"""Measure the cost of the quorum's size for a local rank in each step: bytes from rank 0, and time for its plan.
 
-A real group of two ranks on loopback; the lighthouse follows a script, because only its answers matter, and says that
-the quorum has N members. ``unchanged``: all stand at one step, as in training. ``changed``: a new list comes in each
-step, as after each change of the quorum. A rank's time is that of its thread from the frame to the plan: decoding it,
-putting the list back, planning.
+A real group of two ranks runs on loopback. The lighthouse follows a script, because only its answers matter, and
+reports a quorum of N members. ``unchanged``: all members have one step, as in training. ``changed``: each step has a
+new list, as after each change of the quorum. The time of a rank is that of its thread from the frame to the plan:
+decode the frame, restore the list, plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT_MS = 0.1
 
 @dataclass
 class Seen:
-    """Of one rank, a number a step."""
+    """Measurements of one rank, one value per step."""
 
     plan_ms: list[float] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Seen:
 
 
 def members(count: int, number: int) -> tuple[Member, ...]:
-    """Names and addresses as long as in a real job."""
+    """Return members with names and addresses as long as in a real job."""
     return tuple(
         Member(
             f"group-{one:04}:{one:08x}-7f36-4c2e-b7f1-{one:012x}",
@@ -63,7 +63,7 @@ def members(count: int, number: int) -> tuple[Member, ...]:
 
 @contextlib.contextmanager
 def frames_measured(seen: Seen, name: str):
-    """Every answer that the client decodes is decoded, restored and planned from once more, alone, with a clock."""
+    """Repeat decoding, restoring, and planning of every answer of the client, alone and timed."""
     decode, keeper = codec.decode, ListKeeper()
     previous: QuorumPlan | None = None
 

@@ -1,7 +1,7 @@
-"""One end of a transfer over raw sockets: what this machine can do at most. Spoken to as ``transfer_ends.py``.
+"""Run one end of a transfer over raw sockets: the limit of this machine. Commands are those of ``transfer_ends.py``.
 
 raw_ends.py raw source|joiner BYTES TENSORS ADDRESS NAME. Each stream is a thread with a connection of its own, which
-gets an equal part of the bytes into memory that is there already.
+receives an equal part of the bytes into allocated memory.
 """
 
 from __future__ import annotations

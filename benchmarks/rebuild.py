@@ -1,8 +1,8 @@
-"""How long a rebuild of the process group takes, by members: over keepstep's rendezvous and over torch's TCPStore.
+"""Measure a rebuild of the process group, by members: over keepstep's rendezvous and over torch's TCPStore.
 
-Every member is a process. All are told at once to leave their Gloo group and to build the next, as after a change of
-the quorum; a rebuild ends when the last of them is connected with all others. The two stores take turns. Member 0 hosts
-both, so neither side has a host of its own. Clients of the TCPStore stay connected, ours connect for each rebuild.
+Every member is a process. All leave their Gloo group and build the next one at the same time, as after a change of the
+quorum. A rebuild ends when the last member is connected to all others. The two stores take turns. Member 0 hosts both,
+so neither has a host of its own. Clients of the TCPStore stay connected; keepstep's connect for each rebuild.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Members:
         self.addresses = {"ours": heard[0][1], "tcp": heard[0][2]}
 
     def rebuild(self, kind: str, number: int) -> float:
-        """Milliseconds until the last member is done."""
+        """Return the milliseconds until the last member is done."""
         began = time.perf_counter()
         for process in self._processes:
             self._tell(process, f"{kind} {number} {self.addresses[kind]}")
@@ -49,7 +49,7 @@ class Members:
         return (time.perf_counter() - began) * 1e3
 
     def counts(self) -> dict[str, int]:
-        """Of our table: bytes that it holds, requests over HTTP and bytes that were answered since the last time."""
+        """Return counters of keepstep's table since the last call: bytes held, HTTP requests, bytes answered."""
         self._tell(self._processes[0], "counts")
         return dict(zip(("held", "requests", "sent"), map(int, self._read(self._processes[0], "")), strict=True))
 

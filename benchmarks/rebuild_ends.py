@@ -1,7 +1,8 @@
-"""A member of ``rebuild.py``: builds a new Gloo group each time that it is told to.
+"""Run a member of ``rebuild.py``: build a new Gloo group on each command.
 
-Commands, a line each: ``ours NUMBER ADDRESS``, ``tcp NUMBER ADDRESS``, ``counts``. Member 0 hosts both stores in its
-own process and says where first: our table in a thread with an event loop, as rank 0 of a group does, and a TCPStore.
+Commands, one per line: ``ours NUMBER ADDRESS``, ``tcp NUMBER ADDRESS``, ``counts``. Member 0 hosts both stores in its
+own process and first prints their addresses: keepstep's table in a thread with an event loop, as rank 0 of a group
+does, and a TCPStore.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Host:
-    """What member 0 serves."""
+    """The two stores of member 0."""
 
     def __init__(self) -> None:
         self.table = KeyValueServer()
@@ -52,7 +53,7 @@ class Host:
         await asyncio.Event().wait()
 
     def held(self) -> int:
-        """Bytes in our table."""
+        """Return the bytes in keepstep's table."""
         return sum(one.size for one in self.table._tables.values())  # noqa: SLF001
 
 

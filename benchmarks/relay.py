@@ -1,9 +1,9 @@
-"""The relay's raw path: PUT and GET of one state over loopback, process to process, every chunk verified by the relay.
+"""Measure the relay's raw path: PUT and GET of one state over loopback, with every chunk verified by the relay.
 
     python benchmarks/relay.py --mebibytes 1024 --streams 2 --data-dir /dev/shm/relay
 
-The client's threads speak HTTP by hand, so that they cost as little as a trainer's receiver would. Prints GB/s of each
-and the longest time for which the relay's event loop answered nobody, and writes JSON with ``--json``.
+The client's threads write HTTP themselves, so that they cost as little as a trainer's receiver. Prints GB/s of each and
+the longest time for which the relay's event loop did not answer, and writes JSON with ``--json``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Connection:
 
 
 def each(port: int, streams: int, count: int, work: Callable[[Connection, int], object]) -> float:
-    """Seconds for ``work`` on all of ``count`` chunks, shared by ``streams`` connections."""
+    """Return the seconds of ``work`` on ``count`` chunks, shared by ``streams`` connections."""
     numbers = iter(range(count))
     lock = threading.Lock()
 
@@ -104,7 +104,7 @@ def each(port: int, streams: int, count: int, work: Callable[[Connection, int], 
 
 @contextmanager
 def stall_watch(port: int) -> Iterator[list[float]]:
-    """How long ``/healthz`` took, asked again and again by a process of its own; seconds."""
+    """Measure the seconds of ``/healthz``, asked in a loop by a process of its own."""
     found: list[float] = []
     command = [sys.executable, __file__, "--watch", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.PIPE) as watch:
@@ -166,7 +166,7 @@ def measure(port: int, pack: memoryview, streams: int, name: str, relay: psutil.
 
 
 def cut_through(port: int, pack: memoryview, streams: int, name: str) -> float:
-    """Seconds until a reader that began first has everything that a writer uploads."""
+    """Return the seconds until a reader that began first has everything that a writer uploads."""
     chunks = [pack[start : start + CHUNK_BYTES] for start in range(0, len(pack), CHUNK_BYTES)]
     digests = [chunk_digest(chunk) for chunk in chunks]
     content = msgpack.packb([["tensor", 0], [["uint8", [len(pack)], None, 0, 0, None]], [len(pack)]])
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--data-dir", type=Path, help="of the relay; default: none, memory only")
+    parser.add_argument("--data-dir", type=Path, help="data folder of the relay; default: none, memory only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", type=int, help=argparse.SUPPRESS)
     flags = parser.parse_args()

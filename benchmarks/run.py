@@ -1,4 +1,4 @@
-"""Measures keepstep beside torchft in one run, prints a table and writes ``.bench/results.json``.
+"""Measure keepstep beside torchft in one run, print a table, and write ``.bench/results.json``.
 
 make bench                                     everything (about 25 minutes)
 make bench BENCH="quorum kill --quick"         some of it, with fewer samples
@@ -99,11 +99,11 @@ def write(figures: list[Figure], facts: dict[str, object], sides: list[Side]) ->
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice([*BENCHMARKS, *ALONE]))
-@click.option("--quick", is_flag=True, help="Fewer samples; for a look, not for a number to quote.")
+@click.option("--quick", is_flag=True, help="Fewer samples: a quick look, not a figure to quote.")
 @click.option("--peer-python", type=click.Path(exists=True, path_type=Path), help="A Python that has torchft.")
 def main(names: tuple[str, ...], *, quick: bool, peer_python: Path | None) -> None:
-    """Runs the benchmarks NAMES, or all."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    """Run the benchmarks NAMES, or all."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the processes that were started
     WORK.mkdir(exist_ok=True)
     log = WORK / "log.txt"
     log.write_text("")

@@ -1,4 +1,4 @@
-"""The two sides of every comparison: whose Python runs, and how its lighthouse is started in a process of its own."""
+"""The two sides of every comparison: the Python to run, and the start of its lighthouse in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Side:
     python: Path
 
     def environment(self) -> dict[str, str]:
-        """Of every process of this side."""
+        """The environment of every process of this side."""
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
     def version(self) -> str:
@@ -46,7 +46,7 @@ def keepstep_side() -> Side:
 
 
 def torchft_side(python: Path | None) -> Side:
-    """``python`` has torchft; without it an environment is made under ``.bench/torchft`` (a few minutes, once)."""
+    """Return torchft's side. Without a ``python`` that has torchft, create ``.bench/torchft`` (minutes, once)."""
     if python is not None:
         return Side("torchft", python)
     home = WORK / "torchft"
@@ -74,7 +74,7 @@ class Lighthouse:
     pid: int
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its threads so far, to the nanosecond (threads that ended are not in it)."""
+        """Return the processor time of all its live threads so far, to the nanosecond."""
         tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
@@ -87,9 +87,10 @@ def lighthouse(
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
     event_log: Path | None = None,
 ) -> Iterator[Lighthouse]:
-    """The service as its own command starts it, with its default times.
+    """Run the service as its own command starts it, with its default limits.
 
-    Ours keeps its quorums in a file, as ``keepstep up`` has it; torchft's keeps nothing. ``event_log``: of ours.
+    keepstep's stores its quorums in a file, as ``keepstep up`` does; torchft's stores nothing. ``event_log`` is for
+    keepstep's only.
     """
     port = free_port()
     folder = tempfile.mkdtemp()
@@ -97,7 +98,7 @@ def lighthouse(
         command = [side.python.parent / "torchft_lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--min_replicas", str(min_replicas)]
         command += ["--heartbeat_timeout_ms", str(heartbeat_timeout_s * 1000)]
-        log = Path(os.devnull)  # it has no quiet mode and writes each quorum whole
+        log = Path(os.devnull)  # it has no quiet mode and logs each quorum in full
     else:
         command = [side.python, "-m", "keepstep_cli", "lighthouse", "--bind", f"127.0.0.1:{port}"]
         command += ["--store", f"sqlite:///{folder}/store.sqlite", "--min-replicas", str(min_replicas)]
@@ -119,12 +120,12 @@ class Relay:
     pid: int
 
     def forget_peak(self) -> int:
-        """Bytes that are resident now; ``peak`` begins anew."""
+        """Return the resident bytes, and reset ``peak``."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         return self._memory("VmRSS")
 
     def peak(self) -> int:
-        """The most bytes that were resident."""
+        """Return the peak of resident bytes."""
         return self._memory("VmHWM")
 
     def _memory(self, field: str) -> int:
@@ -136,7 +137,7 @@ class Relay:
 def relay(
     side: Side, log: Path, *flags: str, address: str = "127.0.0.1", command: tuple[str, ...] = ()
 ) -> Iterator[Relay]:
-    """Ours, as its own command starts it, memory only. ``command`` stands before its own."""
+    """Run keepstep's relay as its own command starts it, without a disk. ``command`` is a prefix for its own."""
     own = [side.python, "-m", "keepstep_cli", "relay", "--bind", f"{address}:0", "--insecure", *flags]
     with log.open("ab") as errors:
         process = subprocess.Popen(
@@ -164,12 +165,12 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             raise RuntimeError(f"the lighthouse ended with {process.returncode}; see {log}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
-        time.sleep(0.05)  # a lighthouse of either kind listens without a word
+        time.sleep(0.05)  # neither lighthouse prints when it listens
     raise TimeoutError(f"the lighthouse does not listen on port {port} after {START_TIMEOUT} s; see {log}")
 
 
 def stop(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """SIGTERM, then SIGKILL after 3 s."""
+    """Send SIGTERM, then SIGKILL after 3 s."""
     process.terminate()
     try:
         process.wait(3)

@@ -1,7 +1,7 @@
-"""What a step costs over plain torch DistributedDataParallel: two groups, gloo, nothing fails.
+"""Measure the cost of a step over plain torch DistributedDataParallel: two groups, gloo, no faults.
 
-Plain DDP, torchft and ours run one after another, three times over; the figure of a run is the median of 300 steps of
-group 0, after a warm-up. What is added is that minus the median of plain DDP of the same turn.
+Plain DDP, torchft, and keepstep run one after another, three times over. The figure of a run is the median of 300 steps
+of group 0, after a warm-up. The added time is that figure minus the one of plain DDP of the same turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUN_TIMEOUT = 180.0
 
 
 def measure(side: Side, library: str, model: str, steps: int, log: Path) -> list[float]:
-    """Milliseconds of each step of group 0."""
+    """Return the milliseconds of each step of group 0."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         address = ""
         if library != "plain":

@@ -1,9 +1,9 @@
-"""Eight joiners of one source where every host has 1 Gbit/s: how much longer than one joiner they take.
+"""Measure eight joiners of one source with 1 Gbit/s for every host, relative to one joiner.
 
-Source, relay and each joiner are processes in network namespaces of their own, each behind a token bucket of 1 Gbit/s
-in both directions, joined by a router. The time is that from a staged state of 128 MiB, which all joiners ask for at
-once, to the end of the last ``recv_checkpoint``. torchft's joiners all ask its source, unchunked. Needs root and
-iproute2; without, it says so and measures nothing.
+Source, relay, and each joiner are processes in network namespaces of their own, each behind a token bucket of 1 Gbit/s
+in both directions, joined by a router. All joiners ask at once for a staged state of 128 MiB, and the time ends with
+the last ``recv_checkpoint``. torchft's joiners all ask its source, without chunks. Needs root and iproute2; without
+them it prints that and measures nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RATE = "1gbit"
 def measure(
     side: Side, network: Namespaces, *, size: int, turns: int, log: Path
 ) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """Seconds, by number of joiners, of all of them and of the middle one."""
+    """Return seconds by number of joiners: of all of them, and of the median one."""
     took: dict[int, list[float]] = {1: [], JOINERS: []}
     middle: dict[int, list[float]] = {1: [], JOINERS: []}
     with contextlib.ExitStack() as stack:

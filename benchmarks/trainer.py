@@ -1,10 +1,10 @@
-"""One replica group of one rank that trains a small network; started by ``kill_to_commit.py``, ``step_cost.py`` and
-``heal_step.py``.
+"""Train a small network on one replica group of one rank, for other benchmarks.
 
-The loop is written once. ``--library keepstep`` and ``--library torchft`` differ in the module that is imported and in
-nothing else; ``--library plain`` is torch's own DistributedDataParallel, for what a step costs without either.
+``kill_to_commit.py``, ``step_cost.py``, and ``heal_step.py`` start it. All libraries share the loop: ``--library
+keepstep`` and ``--library torchft`` differ only in the imported module. ``--library plain`` is torch's own
+DistributedDataParallel, for the cost of a step without either.
 
-For each committed step one line is written: Unix time, step, groups that took part, seconds since the step began.
+Each committed step writes one line: Unix time, step, number of participants, seconds since the step began.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def batch(size: str) -> torch.Tensor:
 
 
 class Batches(IterableDataset[torch.Tensor]):
-    """The same batch for ever."""
+    """Repeat one batch."""
 
     def __init__(self, size: str) -> None:
         self._batch = batch(size)
@@ -51,12 +51,12 @@ class Batches(IterableDataset[torch.Tensor]):
 
 
 def batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """From ``--workers`` processes, forked here; from this one without."""
+    """Yield batches of ``--workers`` forked processes, or of this process without them."""
     return iter(DataLoader(Batches(options.model), batch_size=None, num_workers=options.workers))
 
 
 def more_state(mebibytes: int) -> list[torch.Tensor]:
-    """Tensors of 4 MiB that are part of the state; a step changes the first element of each, and no more."""
+    """Return tensors of 4 MiB for the state; a step changes only the first element of each."""
     return [torch.full((1 << 20,), float(number)) for number in range(mebibytes // 4)]
 
 
@@ -160,7 +160,7 @@ def main() -> None:
         if options.library == "plain":
             train_plain(options, out)
             return
-        # What torchrun gives every rank.
+        # torchrun's environment of every rank.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
         os.environ["TORCHFT_LIGHTHOUSE"] = options.lighthouse

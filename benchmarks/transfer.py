@@ -1,9 +1,9 @@
-"""State from one process to another over loopback: how fast, and how much memory it takes at both ends.
+"""Measure the transfer of state from one process to another over loopback: rate, and memory at both ends.
 
 A source and a joiner of each library run as processes of their own; the two libraries take turns, transfer by transfer.
-A transfer's time is that of ``recv_checkpoint`` for a state that is staged already. Ours verifies the digest of every
-chunk and writes into the joiner's tensors; torchft's unpickles into new memory, unverified, and its user then copies
-that into the model.
+The time is that of ``recv_checkpoint`` for a staged state. keepstep verifies the digest of every chunk and writes into
+the joiner's tensors. torchft unpickles into new memory without verification, and its user then copies that into the
+model.
 
 python benchmarks/transfer.py --size-gib 1 --peer-python ~/torchft/bin/python
 """
@@ -30,7 +30,7 @@ SMALL_TENSORS = 10_000
 
 
 class End:
-    """A process of ``script``, at ``address`` where ``command`` stands before its own."""
+    """A process of ``script`` at ``address``; ``command`` is a prefix for its own."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class End:
         return self.answer()
 
     def tell(self, **question: object) -> None:
-        """To be followed by ``answer``."""
+        """Send a command; call ``answer`` next."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
@@ -78,7 +78,7 @@ class End:
 
 @contextlib.contextmanager
 def all_ends(side: Side, size: int, tensors: int, log: Path) -> Iterator[tuple[End, dict[bool, End]]]:
-    """A source, and a joiner for each way to receive (in place or not), so that none uses what the other left."""
+    """Start a source, and a joiner for each way to receive (in place or not), so that they share no memory."""
     ways = (True, False) if side.name == "keepstep" else (False,)
     source = End(side, "source", size, tensors, log)
     joiners = {in_place: End(side, "joiner", size, tensors, log) for in_place in ways}
@@ -96,7 +96,7 @@ class Samples:
         self.of: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
 
     def best(self, what: str, *, in_place: bool) -> tuple[int, list[float]]:
-        """The number of chunks with the highest median rate, and its samples."""
+        """Return the number of chunks with the highest median rate, and its samples."""
         found = {chunks: rates for (kind, chunks, place), rates in self.of.items() if (kind, place) == (what, in_place)}
         chunks = max(found, key=lambda one: p50(found[one]))
         return chunks, found[chunks]

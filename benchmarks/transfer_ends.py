@@ -1,11 +1,11 @@
-"""One end of a transfer, for both libraries, which differ in the module that is imported, in ``into`` and in relays.
+"""Run one end of a transfer, for both libraries; they differ in the imported module, in ``into``, and in relays.
 
-transfer_ends.py LIBRARY source|joiner BYTES TENSORS ADDRESS NAME, then a JSON object a line on standard input, each
-answered by one: {"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N,
-"in_place": true}. With "relay": URL, "sources": NAMES, "joiners": NAMES it goes through that relay. "staged" and
-"ended", in the answers, are times of a clock that all processes share.
+transfer_ends.py LIBRARY source|joiner BYTES TENSORS ADDRESS NAME reads one JSON object per line from standard input and
+answers each with one: {"stage": STEP, "num_chunks": N}; {"receive": STEP, "from": METADATA, "num_chunks": N,
+"in_place": true}. "relay": URL, "sources": NAMES, "joiners": NAMES select a transfer through that relay. "staged" and
+"ended" in the answers are times of a clock that all processes share.
 
-Every step's state is another, so that no relay has any of it already.
+Every step has a new state, so that no relay has a part of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class Transports:
-    """By number of chunks. Which relays one uses, it asks before each transfer."""
+    """Transports by number of chunks. Each asks for its relays before each transfer."""
 
     def __init__(self, library, address, name):
         self.library, self.address, self.name = library, address, name
@@ -63,7 +63,7 @@ class Transports:
 
 
 def memory(field):
-    """VmRSS: bytes in memory now. VmHWM: the most since ``forget_peak``."""
+    """Return VmRSS (resident bytes) or VmHWM (their peak since ``forget_peak``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -88,7 +88,7 @@ def source(transports, size, tensors):
         ask = json.loads(line)
         step = ask["stage"]
         if transports.library == "keepstep":
-            ask["num_chunks"] = 0  # theirs is cut by the source, ours by the joiner
+            ask["num_chunks"] = 0  # torchft's source cuts the chunks, keepstep's joiner does
         transport = transports.for_ask(ask, step)
         for i, tensor in enumerate(state["model"].values()):
             tensor.fill_(value(step, tensors, i))
@@ -122,7 +122,7 @@ def joiner(transports, size, tensors):
         if ask["in_place"]:
             for tensor in into["model"].values():
                 tensor.zero_()
-        forget_peak()  # which takes time that nobody waits for here
+        forget_peak()  # takes time outside of the measurement
         print(json.dumps({"seconds": ended - began, "ended": ended, "peak": peak}), flush=True)
 
 
