@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import Backend, PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.communicator import BackendWork, Communicator, plain
@@ -109,21 +109,20 @@ class BackendProcessGroup(ProcessGroup):
         communicator = self._communicator
         if communicator is None:
             raise ProcessGroupError(f"{operation} on a process group that is not configured")
-        backend = communicator.backend
-        if communicator.error is not None or backend is None:
+        if communicator.error is not None or communicator.backend is None:
             raise ProcessGroupError(
                 f"{operation} on a process group that is broken until it is configured again: {communicator.error}"
             ) from communicator.error
         single = _SINGLE.get(operation)
         if single is None:
-            return self._start(communicator, backend, operation, args)
+            return self._start(communicator, operation, args)
         outputs, inputs, options = args
         pairs = zip(outputs, inputs, strict=True)
-        return JointWork([self._start(communicator, backend, single, (*pair, options)) for pair in pairs], outputs)
+        return JointWork([self._start(communicator, single, (*pair, options)) for pair in pairs], outputs)
 
-    def _start(self, communicator: Communicator, backend: Backend, operation: str, args: tuple[Any, ...]) -> Work:
+    def _start(self, communicator: Communicator, operation: str, args: tuple[Any, ...]) -> Work:
         try:
-            raw = cast("Work", getattr(backend, operation)(*args))
+            raw = communicator.start(operation, args)
         except RuntimeError as error:
             if communicator.error is None and not _is_connection_error(error):
                 raise  # the caller's mistake: the group is sound

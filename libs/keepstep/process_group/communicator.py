@@ -23,7 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.distributed_c10d import Backend, Work
@@ -94,6 +94,19 @@ class Communicator(ABC):
     def has_lost_a_peer(self) -> bool:
         """Whether a connection ended that no operation in flight may have been told of."""
         return False
+
+    def start(self, operation: str, args: tuple[Any, ...]) -> Work:
+        """Start torch's operation of that name.
+
+        No frame of a traceback may refer to the backend: whoever keeps an error would keep its threads and sockets.
+        """
+        backend = self.backend
+        try:
+            if backend is None:
+                raise ProcessGroupError(f"{operation} on a process group that was shut down")
+            return cast("Work", getattr(backend, operation)(*args))
+        finally:
+            del backend
 
     def started(self, work: BackendWork) -> None:
         with self._lock:

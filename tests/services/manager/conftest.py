@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.coordination import LighthouseServer
+from keepstep.process_group import communicator
 from keepstep_history.reading import check_files
 from keepstep_history.report import violation_lines
 
@@ -29,6 +30,18 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if path.exists():
         report = check_files([path])
         assert report.fine, "\n".join(violation_lines(report))
+
+
+@pytest.fixture(autouse=True)
+def disposed() -> Iterator[None]:
+    """Wait until the communicators of a test are freed.
+
+    Gloo does not wake an operation whose peer closed its connection in the middle of a message. The operation ends by
+    its own timeout, 20 s here, and the thread that frees its communicator ends after it.
+    """
+    yield
+    for thread in tuple(communicator._disposals):
+        thread.join(40)
 
 
 @pytest.fixture

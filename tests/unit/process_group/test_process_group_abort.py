@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 import subprocess
@@ -351,6 +352,34 @@ def test_a_rank_outside_of_the_group_is_a_value_error() -> None:
 def test_a_bad_store_address_is_a_value_error(address) -> None:
     with pytest.raises(ValueError, match="is not host:port/prefix"):
         ProcessGroupGloo().configure(address, "r", 0, 1)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["in an operation that fails", "before an operation"])
+def test_an_error_that_somebody_keeps_holds_no_connection(cohort, begins) -> None:
+    """A training script may log its errors later; their tracebacks must not keep Gloo's threads and sockets."""
+
+    def epolls() -> int:
+        return sum("eventpoll" in os.readlink(one.path) for one in os.scandir("/proc/self/fd") if one.is_symlink())
+
+    def fail(group: ProcessGroupGloo) -> Exception:
+        with pytest.raises((ProcessGroupError, TimeoutError)) as caught:
+            if begins:
+                group.allreduce([torch.ones(1)]).wait(timedelta(seconds=0.1))
+            else:
+                group.abort("the lighthouse said so")
+                group.allreduce([torch.ones(1)])
+        return caught.value
+
+    before = epolls()
+    ranks = cohort(2)
+    kept = [fail(ranks.groups[0])]
+    for group in ranks.groups:
+        group.shutdown()
+    deadline = time.monotonic() + 30
+    while epolls() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # native code closes them: nothing tells when
+    assert epolls() == before
+    assert kept
 
 
 def test_two_hundred_reconfigurations_leave_nothing_behind(cohort) -> None:

@@ -89,9 +89,9 @@ def test_a_source_that_begins_another_step_refuses_its_joiner_at_once(lighthouse
     story = Story(lighthouse)
     _, (took, why, weights) = together(lambda: story.source(goes_on(story)), lambda: story.joiner(act))
     assert took < AT_ONCE
-    if act is nothing:
+    if act is nothing:  # the refusal comes first, or the news that the round is broken, even before Gloo has connected
         assert "a:" in why
-        assert "began another step" in why
+        assert "began another step" in why or "did not commit the step" in why
     assert weights == [1.0] * 4
 
 
@@ -115,7 +115,7 @@ def test_a_source_that_ends_in_the_middle_of_a_step_keeps_nobody_waiting(lightho
         lambda: story.source(lambda m: m.shutdown()), lambda: story.joiner(nothing, goes_on=False)
     )
     assert took < AT_ONCE
-    assert "a:" in why
+    assert "a:" in why or "did not connect" in why  # Gloo may still have been connecting
 
 
 def test_a_source_that_begins_again_before_it_reduced_anything_continues_the_step_and_its_joiner_heals(
