@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from keepstep.runtime import environment
 from keepstep.runtime.exits import end_process
+from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.fork_safety import tell_children
 
@@ -135,8 +136,8 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     deadline = _DEADLINES.after(
         timeout,
         lambda: settle(
-            lambda: timed.set_exception(
-                TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")  # type: ignore[arg-type]
+            lambda: fail_future(
+                timed, TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")
             )
         ),
     )
@@ -147,7 +148,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
             try:
                 timed.set_result(source.value())
             except Exception as error:  # noqa: BLE001  whatever the future holds is handed on
-                timed.set_exception(error)  # type: ignore[arg-type]
+                fail_future(timed, error)
 
         settle(finish)
 

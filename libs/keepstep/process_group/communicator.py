@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import Backend, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
@@ -269,6 +270,7 @@ class BackendWork(Work):
             except (RuntimeError, TimeoutError) as error:
                 self._error = self._error or self._failure(error, NO_TIMEOUT)
             self._raw = None
+        del raw  # callbacks of the future run now, and their errors would keep this frame
         self._settle()
 
     def _watch(self, raw: Work) -> None:
@@ -289,7 +291,7 @@ class BackendWork(Work):
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
-            self._future.set_exception(self._error)
+            fail_future(self._future, self._error)
 
     def _await(self, raw: Work, timeout: timedelta) -> None:
         """Waits in slices, so that an operation that will never wake can be given up.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import os
+import gc
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -359,7 +361,7 @@ def test_an_error_that_somebody_keeps_holds_no_connection(cohort, begins) -> Non
     """A training script may log its errors later; their tracebacks must not keep Gloo's threads and sockets."""
 
     def epolls() -> int:
-        return sum("eventpoll" in os.readlink(one.path) for one in os.scandir("/proc/self/fd") if one.is_symlink())
+        return sum("eventpoll" in str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
     def fail(group: ProcessGroupGloo) -> Exception:
         with pytest.raises((ProcessGroupError, TimeoutError)) as caught:
@@ -380,6 +382,28 @@ def test_an_error_that_somebody_keeps_holds_no_connection(cohort, begins) -> Non
         time.sleep(0.01)  # native code closes them: nothing tells when
     assert epolls() == before
     assert kept
+
+
+def test_a_failed_collective_frees_its_tensors_though_its_future_was_read(cohort) -> None:
+    ranks = cohort(2)
+    errors: list[Exception] = []
+
+    def read(future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except ProcessGroupError as error:
+            errors.append(error)
+
+    tensor = torch.ones(2)
+    freed = weakref.ref(tensor)
+    work = ranks.groups[0].allreduce([tensor])
+    work.get_future().then(read)
+    ranks.groups[0].abort("the lighthouse said so")
+    ranks.configure()
+    assert "the lighthouse said so" in str(errors.pop())
+    del work, tensor
+    gc.collect()
+    assert freed() is None
 
 
 def test_two_hundred_reconfigurations_leave_nothing_behind(cohort) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -89,9 +90,8 @@ def test_a_source_that_begins_another_step_refuses_its_joiner_at_once(lighthouse
     story = Story(lighthouse)
     _, (took, why, weights) = together(lambda: story.source(goes_on(story)), lambda: story.joiner(act))
     assert took < AT_ONCE
-    if act is nothing:  # the refusal comes first, or the news that the round is broken, even before Gloo has connected
-        assert "a:" in why
-        assert "began another step" in why or "did not commit the step" in why
+    if act is nothing:  # whichever comes first: the refusal, the broken round, or the end of Gloo's connection
+        assert re.search(r"a:.* (began another step|did not commit the step)|did not connect: .*closed by peer", why)
     assert weights == [1.0] * 4
 
 
