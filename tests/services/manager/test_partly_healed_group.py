@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import torch
-from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 from keepstep_mesh.errors import KeepstepError
+from tests.services.manager.groups import SECOND, Flaky, manager, place_to_meet, together
 
 
 def test_a_group_of_which_one_rank_healed_takes_no_part_in_a_step_without_heals(lighthouse, ended):
@@ -47,4 +47,4 @@ def test_a_group_of_which_one_rank_healed_takes_no_part_in_a_step_without_heals(
 
     *_, first, second = together(lambda: veteran(0), lambda: veteran(1), lambda: joiner(0), lambda: joiner(1))
     for error in (first, second):
-        assert "no healthy group is there to heal from, or healing is not allowed" in error
+        assert "left this group's state half written, and this step cannot repair it" in error
