@@ -17,7 +17,7 @@ from keepstep.manager import Manager
 from keepstep_cli.asking import options
 from keepstep_cli.main import main
 from keepstep_lighthouse import settings as lighthouse_settings
-from keepstep_lighthouse.api import admin as lighthouse_api
+from keepstep_lighthouse.api import routes as lighthouse_api
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_mesh.config import variables
 from keepstep_mesh.net.http import Route

@@ -15,7 +15,8 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from keepstep_lighthouse.api import admin, prometheus
+from keepstep_lighthouse.api import prometheus
+from keepstep_lighthouse.api.routes import routes
 from keepstep_lighthouse.jobs.event_log import FiledEventLog, Happened
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode, cancelled
 from keepstep_lighthouse.leadership.forwarding import pass_on
@@ -57,7 +58,7 @@ class Lighthouse(LighthouseNode, Embedded):
     def routes(self) -> list[Route]:
         session = Route("GET", "/v1/jobs/{job}/session", self._session, Access.WORKER, "a worker's WebSocket session")
         link = Route("GET", LINK_PATH, self._followed, Access.SERVICE, "another lighthouse's link to this leader")
-        passed_on = (replace(one, handler=self._led(one.handler)) for one in admin.routes(self, self.routes))
+        passed_on = (replace(one, handler=self._led(one.handler)) for one in routes(self, self.routes))
         return [session, link, *passed_on]
 
     def service(self) -> Service:

@@ -132,5 +132,5 @@ async def test_an_admin_drains_and_evicts_real_groups_and_a_worker_may_not(tmp_p
             await job.advance(a)
             await order(page, "drain", "c", "again")
             await page.until(f"{TOAST}.startsWith('Drain c: ')")
-            assert "is gone already" in await page.run(TOAST)
+            assert "has left already" in await page.run(TOAST)
             assert all("403" in one or "409" in one for one in page.complaints), page.complaints

@@ -1,4 +1,4 @@
-"""What is said with an order over REST: one frozen dataclass for each body."""
+"""Bodies of REST requests, one frozen dataclass each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class DrainBody:
 @dataclass(frozen=True, slots=True)
 class StragglerBody:
     steps: int
-    """Committed in a row as a straggler."""
+    """Consecutive committed steps in which the group was a straggler."""
     seconds: float
-    """What it needs itself for a step."""
+    """Own time of the group for a step, without waiting for others."""
     median_seconds: float
-    """Over the groups."""
+    """Median of that time over all groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What ``GET /v1/cluster`` tells: the lighthouses, which of them leads, the services, and whether the store works."""
+"""The answer of ``GET /v1/cluster``: the lighthouses, their leader, the services, and whether the store works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepstep_lighthouse.leadership.term import EPOCH_KEY, parse_epoch
 from keepstep_lighthouse.registry.service_records import ServiceRecord
 from keepstep_lighthouse.store.contract import Store, StoreError
 
-STORE_LOOK_SECONDS = 2.0
+STORE_PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class NodeView:
     leads: bool
     epoch: int
     trouble: str | None
-    """Why it decides nothing now."""
+    """Why it cannot decide now; None: it can, or follows a leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class StoreView:
     kind: str
     """``memory``, ``sqlite`` or ``etcd``."""
     trouble: str | None
-    """Why it could not be read just now; None: it works."""
+    """Why the last read failed; None: it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class ClusterView:
 
 
 async def lighthouses(lighthouse: LighthouseNode, here: str) -> tuple[NodeView, ...]:
-    """All lighthouses of this cluster. ``here``: the address under which this one was asked."""
+    """Return all lighthouses of this cluster. ``here``: the address that the client used for this one."""
     epoch = lighthouse.term.epoch if lighthouse.term else 0
     if lighthouse.nodes is None or lighthouse.leadership is None:
         return (NodeView(here, lighthouse.term is not None, epoch, lighthouse.trouble),)
     leader = lighthouse.leadership.leader
     if leader is not None:
         with contextlib.suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(STORE_LOOK_SECONDS):
+            async with asyncio.timeout(STORE_PROBE_SECONDS):
                 epoch = parse_epoch(await lighthouse.store.get(EPOCH_KEY))
     views = []
     for node, address in lighthouse.nodes.addresses.items():
@@ -68,16 +68,16 @@ async def view(lighthouse: LighthouseNode, here: str) -> ClusterView:
         epoch=leader.epoch if leader else 0,
         nodes=nodes,
         services=lighthouse.registry.records,
-        store=StoreView(kind, await _trouble_of(lighthouse.store)),
+        store=StoreView(kind, await _store_problem(lighthouse.store)),
     )
 
 
-async def _trouble_of(store: Store) -> str | None:
+async def _store_problem(store: Store) -> str | None:
     try:
-        async with asyncio.timeout(STORE_LOOK_SECONDS):
+        async with asyncio.timeout(STORE_PROBE_SECONDS):
             await store.get(EPOCH_KEY)
     except StoreError as error:
         return str(error)
     except TimeoutError:
-        return f"it does not answer within {STORE_LOOK_SECONDS:g} s"
+        return f"no answer within {STORE_PROBE_SECONDS:g} s"
     return None

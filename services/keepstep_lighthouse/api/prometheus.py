@@ -1,4 +1,4 @@
-"""What Prometheus sees of a lighthouse. Most of it is read from the lighthouse when it is scraped."""
+"""Prometheus metrics of a lighthouse. Most of them are computed when they are scraped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaState
 
 FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
-"""Events that are counted before the first one happens: `increase` passes over the value that a count begins with."""
+"""Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
-"""Jobs without sessions that have lines of their own, the last used."""
+"""Number of jobs without sessions that get series of their own; the most recently used ones."""
 UNCOUNTED = (ReplicaState.KEPT_OUT, ReplicaState.ABSENT, ReplicaState.GONE)
-"""Of no group at work."""
+"""States in which a group does not train."""
 
 
 class _Lighthouse(Collector):
@@ -28,18 +28,20 @@ class _Lighthouse(Collector):
 
     def collect(self) -> Iterator[Metric]:
         one = self._lighthouse
-        yield GaugeMetricFamily("keepstep_lighthouse_ready", "1 while it may decide", float(one.term is not None))
         yield GaugeMetricFamily(
-            "keepstep_lighthouse_epoch", "its term; 0 without one", one.term.epoch if one.term else 0
+            "keepstep_lighthouse_ready", "1 while this lighthouse leads", float(one.term is not None)
         )
-        yield GaugeMetricFamily("keepstep_lighthouse_sessions", "open connections of workers", len(one.sessions))
         yield GaugeMetricFamily(
-            "keepstep_lighthouse_standbys", "lighthouses that stand by for this one", len(one.followers)
+            "keepstep_lighthouse_epoch", "epoch of its term; 0: it does not lead", one.term.epoch if one.term else 0
+        )
+        yield GaugeMetricFamily("keepstep_lighthouse_sessions", "open sessions of workers", len(one.sessions))
+        yield GaugeMetricFamily(
+            "keepstep_lighthouse_standbys", "standby lighthouses that follow this one", len(one.followers)
         )
         yield CounterMetricFamily(
-            "keepstep_lighthouse_bad_messages", "sessions that broke the protocol", one.bad_messages.total
+            "keepstep_lighthouse_bad_messages", "sessions closed because of an invalid message", one.bad_messages.total
         )
-        services = GaugeMetricFamily("keepstep_services", "services that are registered", labels=["kind"])
+        services = GaugeMetricFamily("keepstep_services", "registered services", labels=["kind"])
         for kind, count in Counter(record.kind for record in one.registry.records).items():
             services.add_metric([kind], count)
         yield services
@@ -51,7 +53,9 @@ class _Lighthouse(Collector):
                 events.add_metric([name, kind], count)
         yield events
         totals = CounterMetricFamily(
-            "keepstep_lighthouse_events", "the same, of all jobs together, those that are gone too", labels=["kind"]
+            "keepstep_lighthouse_events",
+            "entries of the event log, all jobs together, deleted ones included",
+            labels=["kind"],
         )
         for kind, count in (from_zero | one.events.totals).items():
             totals.add_metric([kind], count)
@@ -60,7 +64,7 @@ class _Lighthouse(Collector):
 
 
 def shown(jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that have lines of their own: those in use, and ``MAX_IDLE_SHOWN`` others."""
+    """Return the jobs that get series of their own: those in use, and ``MAX_IDLE_SHOWN`` others."""
     last_used = sorted(jobs, key=lambda job: job.used_at, reverse=True)
     idle = [job for job in last_used if not job.sessions]
     return [job for job in last_used if job.sessions] + idle[:MAX_IDLE_SHOWN]
@@ -74,14 +78,14 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     waits = SummaryMetricFamily(
         "keepstep_quorum_wait_seconds", "from a group's request for a quorum to the answer", labels=["job"]
     )
-    steps = CounterMetricFamily("keepstep_steps", "steps by which the job went on", labels=["job"])
+    steps = CounterMetricFamily("keepstep_steps", "steps by which the job advanced", labels=["job"])
     step_seconds = SummaryMetricFamily(
         "keepstep_step_seconds", "from a group's quorum to its next request, committed or not", labels=["job"]
     )
-    of_groups = CounterMetricFamily("keepstep_group_steps", "the same steps, by outcome", labels=["job", "outcome"])
-    healed = CounterMetricFamily("keepstep_healed_bytes", "taken over by groups that healed", labels=["job"])
-    heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "all heals together", labels=["job"])
-    groups = GaugeMetricFamily("keepstep_groups", "replica groups by what they do", labels=["job", "state"])
+    of_groups = CounterMetricFamily("keepstep_group_steps", "steps of groups, by outcome", labels=["job", "outcome"])
+    healed = CounterMetricFamily("keepstep_healed_bytes", "bytes received by groups that healed", labels=["job"])
+    heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "total duration of all heals", labels=["job"])
+    groups = GaugeMetricFamily("keepstep_groups", "replica groups by state", labels=["job", "state"])
     group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
     for job in jobs:
         name, quorum, tally, replicas = job.name, job.core.quorum_view(now), job.core.tally, job.core.replicas(now)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep_lighthouse.api import admin
+from keepstep_lighthouse.api import event_stream
 from tests.services.rest.scene import JOB, Rest, scene
 from tests.support.services.lighthouse_driver import DEADLINE, round_of
 
@@ -78,8 +78,8 @@ async def follower_when_there_is_room(rest: Rest) -> aiohttp.ClientResponse:
 
 
 async def test_followers_are_limited_and_one_that_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "MAX_FOLLOWERS", 1)
-    monkeypatch.setattr(admin, "SIGN_OF_LIFE_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(event_stream, "KEEPALIVE_SECONDS", 0.05)
     async with scene(1) as (_, rest, _members):
         first = await rest.http.get(f"{rest.address}{JOB}/events?follow=1")
         problem = await rest.get(f"{JOB}/events?follow=1", 503)
@@ -93,8 +93,8 @@ async def test_followers_are_limited_and_one_that_goes_makes_room(monkeypatch: p
 
 
 async def test_a_follower_that_does_not_read_is_cut_off_and_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "MAX_FOLLOWERS", 1)
-    monkeypatch.setattr(admin, "SLOW_FOLLOWER_SECONDS", 0.2)
+    monkeypatch.setattr(event_stream, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(event_stream, "SLOW_FOLLOWER_SECONDS", 0.2)
     async with scene(1) as (one, rest, members):
         host, port = rest.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)

@@ -39,7 +39,7 @@ async def test_evict_ends_the_group_tells_the_others_and_is_in_the_event_log() -
             assert entry_of(again) == entry_of(event)
             assert (again["done"], again["sentence"]) == (
                 False,
-                f"nothing to do: {target} is gone, and was evicted before",
+                f"nothing to do: {target} has left and is evicted already",
             )
         kinds = [one["kind"] for one in (await rest.get(f"{JOB}/events"))["events"]]
         assert kinds.count("evicted") == 1
@@ -49,16 +49,16 @@ async def test_an_eviction_that_was_lifted_is_not_told_as_one_that_holds() -> No
     async with scene() as (_, rest, members):
         await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad GPU"})
         await members[1].ended()
-        assert (await rest.post(f"{JOB}/replicas/r1/readmit"))["sentence"] == "r1:1 may come back"
+        assert (await rest.post(f"{JOB}/replicas/r1/readmit"))["sentence"] == "r1:1 may connect again"
         problem = await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "again"}, 409)
-        assert problem["detail"] == "r1 is gone; ban_seconds would keep it out"
+        assert problem["detail"] == "r1 has left; to keep it out, set ban_seconds"
 
 
 async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
     async with scene() as (one, rest, _members):
         await rest.post(f"{JOB}/replicas/r1/evict", {"reason": "bad host", "ban_seconds": 500})
         banned = await rest.post(f"{JOB}/replicas/never-seen/evict", {"reason": "bad host", "ban_seconds": 500})
-        assert banned["sentence"] == "no group never-seen is there now; never-seen is banned for 500 s"
+        assert banned["sentence"] == "no group never-seen is connected; never-seen is banned for 500 s"
         assert [ban["target"] for ban in (await rest.get(JOB))["bans"]] == ["r1", "never-seen"]
         async with connection(one.address, "r1:2") as banned:
             await banned.hello()
@@ -67,7 +67,7 @@ async def test_a_ban_keeps_the_name_out_until_it_is_readmitted() -> None:
         assert (event["kind"], event["detail"]) == ("readmitted", {"by": "admin at 127.0.0.1", "quorum_id": 1})
         again = await rest.post(f"{JOB}/replicas/r1/readmit", {})
         assert entry_of(again) == entry_of(event)
-        assert (again["done"], again["sentence"]) == (False, "nothing to do: nothing stands against r1")
+        assert (again["done"], again["sentence"]) == (False, "nothing to do: r1 is neither banned nor evicted")
         async with connection(one.address, "r1:2") as welcome:
             await welcome.hello()
             await eventually(lambda: len(one.sessions) == 2)
@@ -81,7 +81,7 @@ async def test_drain_asks_the_group_to_leave_and_once_is_enough() -> None:
         assert (await rest.get(f"{JOB}/replicas/r0"))["draining"] is True
         again = await rest.post(f"{JOB}/replicas/r0%3A1/drain", {"reason": "again"})
         assert entry_of(again) == entry_of(event)
-        assert (again["done"], again["sentence"]) == (False, "nothing to do: r0:1 was asked before")
+        assert (again["done"], again["sentence"]) == (False, "nothing to do: r0:1 is draining already")
 
 
 async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
@@ -117,7 +117,7 @@ async def test_a_policy_is_changed_at_once_and_twice_is_once() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"", "nothing to change is given; there are min_replicas, max_replicas, join_timeout"),
+        (b"", "no field of the policy: expected one of min_replicas, max_replicas, join_timeout"),
         (b'{"min_replica": 1}', "unknown field 'min_replica'; there are"),
         (b'{"min_replicas": 1.5}', "min_replicas must be a whole number, not 1.5"),
         (b'{"min_replicas": null}', "min_replicas must be a whole number, not None"),
@@ -157,9 +157,9 @@ async def test_an_order_that_can_do_nothing_says_why() -> None:
         await rest.post(f"{JOB}/replicas/r1:1/evict", {"reason": "x"})
         await members[1].ended()
         problem = await rest.post(f"{JOB}/replicas/r1/drain", {"reason": "x"}, 409)
-        assert "gone already" in problem["detail"]
+        assert "has left already" in problem["detail"]
         problem = await rest.post(f"{JOB}/replicas/r0/readmit", {}, 409)
-        assert problem["detail"] == "nothing stands against r0"
+        assert problem["detail"] == "r0 is neither banned nor evicted"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ async def test_an_order_that_can_do_nothing_says_why() -> None:
         ("evict", b'{"reason": "x", "ban_seconds": ' + b"9" * 400 + b"}", "ban_seconds must be between"),
         ("evict", b'{"reason": "x", "for": 1}', "unknown field 'for'"),
         ("drain", b'{"ban_seconds": 1, "reason": "x"}', "unknown field 'ban_seconds'; there are reason"),
-        ("drain", json.dumps({"reason": "x" * 1001}).encode(), "at most 1000"),
+        ("drain", json.dumps({"reason": "x" * 1001}).encode(), "(limit 1000)"),
         ("readmit", b'{"reason": "x"}', "unknown field 'reason'; there is none"),
         ("straggler", b'{"steps": 9, "seconds": 1}', "a field is missing; there are median_seconds, seconds, steps"),
         ("straggler", b'{"steps": 9, "seconds": NaN, "median_seconds": 1}', "must be between 0 and"),

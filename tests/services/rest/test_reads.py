@@ -32,7 +32,7 @@ async def test_health_readiness_and_metrics() -> None:
 async def test_a_host_that_is_no_address_is_a_bad_request() -> None:
     async with scene() as (_, rest, _members), rest.http.get(f"{rest.address}/v1/cluster", headers={"Host": ""}) as it:
         assert it.status == 400
-        assert "the Host header is no address" in (await it.json())["detail"]
+        assert "invalid Host header" in (await it.json())["detail"]
 
 
 async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_names() -> None:
@@ -142,7 +142,7 @@ async def test_an_unknown_job_is_a_problem_that_names_those_there_are(path: str)
     async with scene(1) as (_, rest, _members):
         problem = await rest.get(f"/v1/jobs/elsewhere{path}", 404)
         assert problem["detail"].startswith(
-            "there is no job 'elsewhere'; there are job; one begins with the first group"
+            "job 'elsewhere' not found; there are job; a job is created when its first group"
         )
         assert problem["detail"].endswith("keepstep run --job elsewhere")
         assert problem["known"] == ["job"]
@@ -162,4 +162,6 @@ async def test_an_unknown_replica_is_a_problem_that_names_those_there_are() -> N
 async def test_a_lighthouse_without_jobs_answers() -> None:
     async with scene(0) as (_, rest, _members):
         assert await rest.get("/v1/jobs") == {"jobs": []}
-        assert (await rest.get(JOB, 404))["detail"].startswith("there is no job 'job'; there is none; one begins with")
+        assert (await rest.get(JOB, 404))["detail"].startswith(
+            "job 'job' not found; there is none; a job is created when"
+        )

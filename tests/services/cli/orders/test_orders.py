@@ -31,7 +31,7 @@ async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> Non
         assert said.code == 0, said.err
         assert json.loads(said.out)["kind"] == "evicted"
         assert (await keepstep("evict", "r7", "--ban", "1m", *job.at)).out.startswith(
-            "no group r7 is there now; r7 is "
+            "no group r7 is connected; r7 is "
         )
         push = await job.groups[1].push_of(Evicted)
         assert isinstance(push, Evicted)
@@ -39,8 +39,10 @@ async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> Non
         assert re.search(r"r1 until \d\d:\d\d:\d\d", (await keepstep("status", *job.at)).out)
         said = await keepstep("readmit", "r1", *job.at)
         assert said.code == 0, said.err
-        assert said.out.startswith("r1, r1:1 may come back\n")
-        assert (await keepstep("readmit", "r1", *job.at)).out.startswith("nothing to do: nothing stands against r1\n")
+        assert said.out.startswith("r1, r1:1 may connect again\n")
+        assert (await keepstep("readmit", "r1", *job.at)).out.startswith(
+            "nothing to do: r1 is neither banned nor evicted\n"
+        )
         bans = json.loads((await keepstep("status", "--json", *job.at)).out)["jobs"][0]["bans"]
         assert [ban["target"] for ban in bans] == ["r7"]
 

@@ -53,7 +53,7 @@ async def test_events_follow_waits_for_a_job_and_goes_on_at_the_next_lighthouse_
     async with lighthouse(store=store) as first:
         addresses = f"{first.address},http://127.0.0.1:{port}"
         async with process("events", "--follow", "--json", "--lighthouse", addresses) as follower:
-            assert "there is no job 'default'" in await line_of(follower.stderr, "waiting for it")
+            assert "job 'default' not found" in await line_of(follower.stderr, "waiting for it")
             async with Group(first.address, name="r1", job="default"):
                 assert json.loads(await line_of(follower.stdout, "joined"))["replica_id"] == "r1:1"
             await first.stop()

@@ -90,7 +90,7 @@ async def test_an_unknown_job_or_replica_is_named_with_those_there_are() -> None
             assert "'night'" in said.err
             assert "default" in said.err
         for name in (".", "..", "a/b", "%2e"):
-            assert f"there is no job {name!r}" in (await keepstep("replicas", "--job", name, *job.at)).err
+            assert f"job {name!r} not found" in (await keepstep("replicas", "--job", name, *job.at)).err
             assert repr(name) in (await keepstep("drain", name, *job.at)).err
         assert "'%FF'" in (await keepstep("drain", "\udcff", *job.at)).err, "a byte that is no text"
 

@@ -155,7 +155,7 @@ async def test_a_job_that_is_not_there_is_no_job_in_which_nothing_moves() -> Non
     async with lighthouse() as one:
         said = await keepstep("transfers", "--job", "job", "--lighthouse", one.address)
         assert said.code == 4
-        assert "there is no job 'job'" in said.err
+        assert "job 'job' not found" in said.err
 
 
 async def test_follow_looks_again_until_it_is_interrupted() -> None:
@@ -187,7 +187,7 @@ async def test_follow_waits_for_a_job_and_goes_on_at_the_next_lighthouse_that_an
         ) as follower,
         asyncio.timeout(DEADLINE),
     ):
-        assert b"there is no job 'job'" in await follower.stderr.readline()
+        assert b"job 'job' not found" in await follower.stderr.readline()
         async with worker(first.address, "b:1") as b:
             await b.send(HALF)
             while not json.loads(await follower.stdout.readline())["heals"]:

@@ -1,0 +1,129 @@
+"""Handlers that answer from memory: jobs, quorums, groups, heals, and the cluster."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+
+from aiohttp import web
+
+from keepstep_lighthouse.api import cluster
+from keepstep_lighthouse.api.lookup import find_job, find_replicas, find_target, no_replica
+from keepstep_lighthouse.jobs.expiry import NEVER, due_at
+from keepstep_lighthouse.jobs.job import Job
+from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
+from keepstep_lighthouse.quorum.events import Ban, Policy
+from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaState, ReplicaView
+from keepstep_mesh.net.http import Problem
+from keepstep_mesh.serving.rest import bad, json_answer
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    job: str
+    policy: Policy
+    quorum_id: int
+    members: int
+    asking: int
+    healthy: int
+    joiners: int
+    sessions: int
+    bans: tuple[Ban, ...]
+    """Those that have not expired."""
+    evicted: tuple[str, ...]
+    expires_in_seconds: float | None
+    """Time until the unused job is deleted; None: it is in use, or its job_ttl is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobsView:
+    jobs: tuple[JobView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumStatus(QuorumView):
+    job: str
+    epoch: int
+    age_seconds: float | None
+    """Of the quorum_id; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasView:
+    job: str
+    replicas: tuple[ReplicaView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransfersView:
+    job: str
+    heals: tuple[HealView, ...]
+    """Under way, sorted by replica_id."""
+
+
+class ReadHandlers:
+    def __init__(self, node: LighthouseNode) -> None:
+        self._node = node
+
+    async def dashboard(self, _request: web.Request) -> web.Response:
+        self._node.leading()
+        if (address := self._node.metrics_address()) is None:
+            raise Problem(HTTPStatus.NOT_FOUND, "no metrics service is registered; start one with: keepstep metrics")
+        raise web.HTTPFound(f"{address}/")
+
+    async def cluster(self, request: web.Request) -> web.Response:
+        # The address that the client used: the bind address may be a wildcard.
+        try:
+            here = str(request.url.origin())
+        except ValueError as error:
+            raise bad(f"invalid Host header: {error}") from error
+        return json_answer(await cluster.view(self._node, here))
+
+    async def jobs(self, _request: web.Request) -> web.Response:
+        self._node.leading()
+        return json_answer(JobsView(tuple(_job_view(job) for _, job in sorted(self._node.jobs.items()))))
+
+    async def job(self, request: web.Request) -> web.Response:
+        return json_answer(_job_view(find_job(self._node, request)))
+
+    async def quorum(self, request: web.Request) -> web.Response:
+        job = find_job(self._node, request)
+        view = job.core.quorum_view(time.monotonic())
+        age = time.time() - view.created_ms / 1000 if view.created_ms else None
+        known = {field.name: getattr(view, field.name) for field in fields(view)}
+        return json_answer(QuorumStatus(**known, job=job.name, epoch=job.term.epoch, age_seconds=age))
+
+    async def replicas(self, request: web.Request) -> web.Response:
+        job = find_job(self._node, request)
+        return json_answer(ReplicasView(job.name, job.core.replicas(time.monotonic())))
+
+    async def replica(self, request: web.Request) -> web.Response:
+        job, target = find_target(self._node, request)
+        found = find_replicas(job, target)
+        if not found:
+            raise no_replica(job, target)
+        # Of several incarnations, prefer one that is connected, then a member of the quorum, then the newest.
+        best = min(found, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
+        return json_answer(best)
+
+    async def transfers(self, request: web.Request) -> web.Response:
+        job = find_job(self._node, request)
+        return json_answer(TransfersView(job.name, job.core.heals(time.monotonic())))
+
+
+def _job_view(job: Job) -> JobView:
+    quorum, record, expires = job.core.quorum_view(time.monotonic()), job.core.record, due_at(job.use)
+    return JobView(
+        job=job.name,
+        policy=record.policy,
+        quorum_id=quorum.quorum_id,
+        members=len(quorum.members),
+        asking=len(quorum.asking),
+        healthy=quorum.healthy,
+        joiners=quorum.joiners,
+        sessions=len(job.sessions),
+        bans=tuple(ban for ban in record.bans if time.time() < ban.until),
+        evicted=record.evicted,
+        expires_in_seconds=None if expires == NEVER else max(0.0, expires - time.monotonic()),
+    )
