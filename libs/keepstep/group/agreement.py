@@ -1,7 +1,8 @@
-"""What all groups of a job must have in common: the settings that decide the arithmetic, and the parameters.
+"""Settings and parameters that all groups of a job must have in common.
 
-Settings travel as text: the lighthouse compares them from the first request on, and names what differs. Parameters, one
-line each, are known once a model is wrapped; of them a digest travels, and a peer is asked for the lines.
+Groups send the settings that decide the arithmetic as text; the lighthouse compares them from the first request on, and
+names the difference. Parameters, one line each, are known after a model is wrapped. Groups send a digest of them; a
+group whose digest differs reads the lines of another group.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
 
 ARITHMETIC = 1
-"""Version of what the groups of a job compute together.
+"""Version of the arithmetic of a step.
 
-Raise it with every change after which a step gives other numbers for the same inputs: what is divided by what and when,
-the precision or order of a reduction, which buffers are averaged, how a state is encoded for a reduction. Groups of
-different versions then refuse to train together instead of drifting apart.
+Increase it with every change after which a step computes other numbers from the same inputs: divisions and their order,
+the precision or order of a reduction, the choice of averaged buffers, the encoding of a state for a reduction. Groups
+of different versions then refuse to train together instead of drifting apart.
 """
 
 
 def group_settings(
     *, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int, init_sync: bool
 ) -> str:
-    """Return the settings that decide the arithmetic, as groups compare them. A new setting is one more entry here."""
+    """Return the settings that decide the arithmetic, as groups compare them. Add new settings here."""
     spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
     return settings_text(
         {
@@ -36,15 +37,15 @@ def group_settings(
 
 
 def layout_digest(settings: str, lines: list[str]) -> str:
-    """What groups compare to see that their parameters fit; empty for no lines.
+    """Return the digest of settings and layout lines, which all groups must have in common; empty for no lines.
 
-    The settings are in it for an older lighthouse or peer, which compares nothing else.
+    The settings are included because an older lighthouse or group compares only the digest.
     """
     return hashlib.blake2b("\n".join([settings, *lines]).encode(), digest_size=16).hexdigest() if lines else ""
 
 
 def first_difference(settings: str, lines: list[str], their_settings: str, their_lines: list[str], peer: str) -> str:
-    """Where two groups differ, in a sentence."""
+    """Describe the first difference between this group and ``peer`` in a sentence."""
     if differ(settings, their_settings):
         return difference(settings, "here", their_settings, peer)
     for number, (mine, other) in enumerate(zip(lines, their_lines, strict=False)):
@@ -54,5 +55,5 @@ def first_difference(settings: str, lines: list[str], their_settings: str, their
         longer, where = (lines, "here") if len(lines) > len(their_lines) else (their_lines, f"in {peer}")
         return f"first difference: only {where}: {longer[min(len(lines), len(their_lines))]!r}"
     if settings != their_settings:
-        return f"the parameters are alike, but {peer} runs another version of keepstep; run one version in all groups"
-    return "rank 0's parameters are alike; those of another rank differ"
+        return f"the parameters are equal, but {peer} runs another version of keepstep; run one version in all groups"
+    return "rank 0's parameters are equal; those of another rank differ"

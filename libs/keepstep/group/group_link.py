@@ -1,6 +1,4 @@
-"""Who this group is, and how its ranks come together: rank 0 serves, the others find it through the launcher's
-store.
-"""
+"""Connect the ranks of a group: rank 0 serves, and the others find it through the launcher's store."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ log = get_logger("keepstep.group")
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Everything that arguments and environment say about this rank's place."""
+    """This rank, its group, and the lighthouse, as arguments and environment give them."""
 
     session: SessionSettings
-    """With the lighthouse, of rank 0; its replica_id is rank 0's to fill in."""
+    """Of rank 0 with the lighthouse. Rank 0 fills in the replica_id."""
     name: str
-    """The group's stable name; empty: rank 0 makes one up."""
+    """Stable name of the group; empty: rank 0 makes one up."""
     rank: int
     world_size: int
     host: str
@@ -73,18 +71,18 @@ class LinkSettings:
         connect_timeout: float,
         quorum_retries: int,
     ) -> LinkSettings:
-        """Arguments, completed from the environment. ValueError that says what to set."""
+        """Complete the arguments from the environment. ValueError names what is missing or out of range."""
         addresses = lighthouse_addr or environment.variable("LIGHTHOUSE")
         if not addresses:
             raise ValueError(
-                "no lighthouse given: pass lighthouse_addr or set KEEPSTEP_LIGHTHOUSE=http://host:29510 "
+                "no lighthouse address: pass lighthouse_addr or set KEEPSTEP_LIGHTHOUSE=http://host:29510 "
                 "(`keepstep run` does; `keepstep up` starts one)"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be in [0, world_size={world_size})")
         port = port or environment.integer("MANAGER_PORT", 0)
         if not 0 <= port <= 65535:
-            raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT): there are 1 to 65535")
+            raise ValueError(f"port={port} (KEEPSTEP_MANAGER_PORT) must be in [0, 65535]; 0 takes any free port")
         lighthouses = split_addresses(addresses)
         name = replica_id or _name_of_group()
         if name and (problem := group_name_problem(name)) is not None:
@@ -94,7 +92,7 @@ class LinkSettings:
             store_addr = store_addr or os.environ.get("MASTER_ADDR")
         if world_size > 1 and not (store_addr and store_port):
             raise ValueError(
-                f"a group of {world_size} ranks needs a place where they find each other: set MASTER_ADDR and "
+                f"a group of {world_size} ranks needs a store where they find each other: set MASTER_ADDR and "
                 f"MASTER_PORT (torchrun and `keepstep run` do), or pass store_addr and store_port"
             )
         return cls(
@@ -114,7 +112,7 @@ class LinkSettings:
 
 
 def _name_of_group() -> str:
-    """REPLICA_GROUP_ID, with an ``r`` before a bare number: the name that `keepstep run` prints before its lines."""
+    """Return REPLICA_GROUP_ID, with an ``r`` before a plain number, as `keepstep run` names the group."""
     number = os.environ.get("REPLICA_GROUP_ID", "")
     return f"r{number}" if number.isdecimal() else number
 
@@ -122,16 +120,21 @@ def _name_of_group() -> str:
 def connect_group(
     mesh: LoopThread, settings: LinkSettings, on_failed: Callable[[str], None], on_push: Callable[[Push], None]
 ) -> tuple[RankLink, Store | None]:
-    """Rank 0: starts the group server and its lighthouse session. Others: connect to it.
+    """On rank 0, start the group server and its lighthouse session; on other ranks, connect to the server.
 
-    All of it within connect_timeout, else TimeoutError.
+    Returns:
+        The link, and the launcher's store (None in a group of one rank). Keep the store: its server ends with it.
+
+    Raises:
+        TimeoutError: this took longer than ``connect_timeout``.
+        KeepstepError: see ``LauncherStore`` and ``GroupServer``.
     """
     deadline = time.monotonic() + settings.session.connect_timeout
     store = _launcher_store(settings, deadline) if settings.world_size > 1 else None
     if settings.rank == 0:
         name = settings.name or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         limit = _left(deadline)
-        _tell_launcher(name)
+        _write_name_for_launcher(name)
         server = GroupServer(
             GroupSettings(
                 world_size=settings.world_size,
@@ -180,15 +183,15 @@ def _launcher_store(settings: LinkSettings, deadline: float) -> LauncherStore:
     )
 
 
-def _tell_launcher(name: str) -> None:
-    """Leaves the group's name where the launcher looks for it: it asks under this name whether the group is banned."""
+def _write_name_for_launcher(name: str) -> None:
+    """Write the group's name to the launcher's file. The launcher uses it to ask whether the group is banned."""
     if file := os.environ.get("KEEPSTEP_NAME_FILE"):
         try:
             Path(file).write_text(name)
         except OSError as error:
-            log.warning("the launcher is not told this group's name", file=file, reason=error.strerror)
+            log.warning("name of the group not written for the launcher", file=file, reason=error.strerror)
 
 
 def _left(deadline: float) -> float:
-    """Seconds; never 0, which torch takes for no limit."""
+    """Return the seconds left; never 0, which torch treats as no limit."""
     return max(deadline - time.monotonic(), 0.001)

@@ -1,4 +1,4 @@
-"""What a group asks of another group's server."""
+"""Requests to the server of another group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keepstep_mesh.security.tokens import ClientToken
 MAX_LAYOUT_BYTES = 16 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_LINE_CHARACTERS = 500
-"""Of a line of a layout, in an error."""
+"""Limit for a line of a layout in an error."""
 
 
 async def _get_json(url: str, token: str | ClientToken | None, timeout: float, max_bytes: int) -> dict[str, Any]:
@@ -33,26 +33,39 @@ async def _get_json(url: str, token: str | ClientToken | None, timeout: float, m
 
 
 async def checkpoint_metadata(address: str, group_rank: int, token: str | ClientToken | None, timeout: float) -> str:
-    """What the transport of ``group_rank`` of the group served at ``address`` gave for its peers."""
+    """Return the metadata that a transport needs to fetch the state of a rank.
+
+    Args:
+        address: of the other group's server.
+        group_rank: of the rank within the other group.
+        token: of the job.
+        timeout: in seconds.
+
+    Raises:
+        TimeoutError: the server did not answer in time.
+        KeepstepError: the server cannot be reached, or has no metadata.
+    """
     try:
         url = f"{address}/v1/ranks/{group_rank}/checkpoint"
         return str((await _get_json(url, token, timeout, MAX_METADATA_BYTES))["metadata"])
     except KeyError:
-        raise KeepstepError(f"the group server at {address} has no metadata in its answer") from None
+        raise KeepstepError(
+            f"the answer of the group server at {address} has no metadata; is it another version of keepstep?"
+        ) from None
     except TimeoutError:
-        raise TimeoutError(f"the group server at {address} gave no answer within {timeout:g} s") from None
+        raise TimeoutError(f"the group server at {address} did not answer within {timeout:g} s") from None
     except aiohttp.ClientError as error:
-        raise KeepstepError(f"the group server at {address} cannot be asked for its checkpoint: {error}") from error
+        raise KeepstepError(f"the group server at {address} cannot be reached: {error}") from error
 
 
 async def first_layout_difference(
     address: str, token: str | ClientToken | None, ours: list[str], *, settings: str = "", timeout: float = 5.0
 ) -> str:
-    """Where our parameters, or settings, differ from those of the group served at ``address``, in a sentence."""
+    """Describe the first difference in parameters or settings from the group served at ``address``. Does not raise."""
     try:
         answer = await _get_json(f"{address}/v1/layout", token, timeout, MAX_LAYOUT_BYTES)
     except (aiohttp.ClientError, KeepstepError, OSError, TimeoutError) as error:
-        return f"the difference cannot be named: {address} does not answer ({str(error) or type(error).__name__})"
+        return f"the difference is unknown: {address} does not answer ({str(error) or type(error).__name__})"
     lines = answer.get("lines")
     theirs = [str(line)[:MAX_LINE_CHARACTERS] for line in lines] if isinstance(lines, list) else []
     cut = [line[:MAX_LINE_CHARACTERS] for line in ours]

@@ -72,7 +72,7 @@ class GroupServer:
         self._job = session.job
         self._job_settings = ""
         """Of the last request."""
-        self._session = LighthouseSession(session, self._pushed)
+        self._session = LighthouseSession(session, self._on_lighthouse_push)
         self._on_failed = on_failed
         self._on_push = on_push
         self._asks: dict[int, _Ask] = {}
@@ -92,7 +92,7 @@ class GroupServer:
         self._requesting = False
         self._left_early = ""
         """Why the group left in the middle of a request."""
-        self._tasks = OwnedTasks(self._broke)
+        self._tasks = OwnedTasks(self._on_task_error)
         self._slow_quorum_log = SlowQuorumLog(self._session, session.replica_id, self._tasks.start)
         self._connections = RankConnections(self, settings, self._tasks)
         routes = [
@@ -131,14 +131,15 @@ class GroupServer:
         await self._session.close()
         await self._listener.close()
 
-    def _broke(self, error: BaseException) -> None:
-        log.error("the group server broke", replica_id=self.replica_id, exc_info=error)
-        self._tasks.start(self.fail(f"the group server broke: {error!r}"))
+    def _on_task_error(self, error: BaseException) -> None:
+        log.error("group server failed", replica_id=self.replica_id, exc_info=error)
+        self._tasks.start(self.fail(f"the group server failed: {error!r}"))
 
-    # ---- what rank 0 does itself (RankLink)
+    # ---- the link of rank 0 itself (RankLink)
 
     @property
     def services(self) -> tuple[ServiceAddress, ...]:
+        """See ``RankLink``."""
         return self._session.services
 
     @property
@@ -173,7 +174,7 @@ class GroupServer:
         self._heals[rank] = progress
         self._session.healing(merge_healing(self._heals, self._settings.world_size))
 
-    def wish_to_leave(self, reason: str) -> None:
+    def request_leave(self, reason: str) -> None:
         """See ``RankLink``."""
         asyncio.get_running_loop().call_later(LEAVE_PATIENCE, self._leave_open_request, reason)
 
@@ -181,9 +182,9 @@ class GroupServer:
         """Leave in the middle of a request: the groups that would complete the quorum may have left already."""
         if self._requesting:
             self._left_early = reason
-            self._tasks.start(self._leave_anyway(reason, LEAVE_SECONDS))
+            self._tasks.start(self._leave_or_close(reason, LEAVE_SECONDS))
 
-    async def _leave_anyway(self, reason: str, timeout: float) -> None:
+    async def _leave_or_close(self, reason: str, timeout: float) -> None:
         try:
             await self.leave(reason, timeout)
         except (TimeoutError, KeepstepError, OSError) as error:
@@ -265,7 +266,7 @@ class GroupServer:
     async def _request(self, asks: dict[int, RankAsk]) -> QuorumPlan:
         merged = self._merge(asks)
         if merged.leaving:
-            await self._leave_anyway(merged.leaving, min(merged.timeout_ms / 1000, LEAVE_SECONDS))
+            await self._leave_or_close(merged.leaving, min(merged.timeout_ms / 1000, LEAVE_SECONDS))
             raise Leaving(merged.leaving)
         self._attempt += 1
         self._heals = {}
@@ -293,8 +294,9 @@ class GroupServer:
         return plan
 
     async def _request_quorum(self, ask: RankAsk) -> Quorum:
-        """Ask the lighthouse, again after a timeout while there are retries left."""
-        for left in range(self._settings.quorum_retries, -1, -1):
+        """Ask the lighthouse; after a timeout ask again, up to ``quorum_retries`` times."""
+        retries_left = self._settings.quorum_retries
+        while True:
             self._requesting = True
             try:
                 with self._slow_quorum_log.waiting():
@@ -311,16 +313,16 @@ class GroupServer:
                         settings=ask.settings,
                     )
             except TimeoutError as error:
-                if not left:
+                if not retries_left:
                     raise
-                log.warning("no quorum, asking again", retries_left=left, reason=str(error))
+                log.warning("no quorum; asking again", retries_left=retries_left, reason=str(error))
+                retries_left -= 1
             except SessionClosed as error:
                 if self._left_early:
                     raise Leaving(self._left_early) from error
                 raise
             finally:
                 self._requesting = False
-        raise AssertionError("unreachable: the last try returns or raises")
 
     def _merge(self, asks: dict[int, RankAsk]) -> RankAsk:
         """Merge the requests. After a quorum that told this group to heal, the states of its ranks may differ."""
@@ -356,14 +358,14 @@ class GroupServer:
         self._gone.add(rank)
         self._deny_asks("closed", f"rank {rank} has left this group: {reason}")
 
-    def _pushed(self, push: Push) -> None:
+    def _on_lighthouse_push(self, push: Push) -> None:
         if isinstance(push, Evicted):
             self.leaving = True  # the ranks end one after the other, and none has failed
         self._on_push(push)
         if not isinstance(push, (Connected, Disconnected)):
             self._connections.push(push)
 
-    # ---- what peers read
+    # ---- requests of other groups
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "replica_id": self.replica_id})

@@ -1,13 +1,12 @@
-"""What the ranks of one group agree on before they speak with one voice. Pure.
+"""Merge the requests, heals and votes of the ranks of one group into those of the group. Pure.
 
-* A request of the group merges those of its ranks: their settings, steps and lineages must agree, ``commit_failures``
-  is the largest, ``shrink_only`` and leaving are any, ``allow_heal`` is all: a rank that forbids it is at a point where
-  its state must not be replaced, and the answer's policy holds for every rank.
-* A heal that reached some ranks only leaves a state that is whole nowhere: the group is torn, and all its ranks heal
-  again. So is one of which any rank is torn.
-* The heal of a group is that of all its ranks: their bytes and rates are added, it has ended when all have.
-* A vote is keyed by (epoch, quorum_id, step, attempt). Only votes of one key are counted together; one that comes for
-  an older key than the barrier has seen is dropped.
+* Requests: settings, steps and lineages must be equal. The group's ``commit_failures`` is the largest of the ranks'. It
+  leaves, or shrinks only, if any rank does. It allows a heal if all ranks do: a rank that forbids it is at a point
+  where its state must not be replaced.
+* A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
+* Heals: bytes and rates are added. The heal of the group has ended when those of all ranks have.
+* Votes: the key of a vote is (epoch, quorum_id, step, attempt). Votes with different keys are never counted together; a
+  vote with an older key than the newest is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
 class DisagreeError(KeepstepError):
-    """The ranks of a group hold different states or settings. Nothing mends that but a restart of the group."""
+    """The ranks of a group have different states or settings; only a restart of the group repairs it."""
 
 
 def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = False) -> RankAsk:
@@ -37,7 +36,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         healed: whether the last quorum told this group to heal; then some ranks may have failed to.
 
     Returns:
-        The request of the lowest rank, with what other ranks change.
+        The request of the lowest rank, with the changes that the other ranks make to it.
 
     Raises:
         DisagreeError: the states or settings of two ranks differ; the message names both ranks.
@@ -54,7 +53,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         other = asks[apart[0]]
         raise DisagreeError(
             f"the ranks of this group disagree: rank {first_rank} is at step {step} (lineage {lineage!r}), rank "
-            f"{apart[0]} at step {other.step} (lineage {other.lineage!r}); restart the group, it will heal from another"
+            f"{apart[0]} at step {other.step} (lineage {other.lineage!r}); restart the group, so that it heals"
         )
     layouts = [ask.layout for _, ask in sorted(asks.items())]
     if len(layouts) == 1 or not any(layouts):
@@ -77,7 +76,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
 
 
 def _merge_settings(asks: Mapping[int, RankAsk]) -> str:
-    """Those of all ranks; empty when no rank says its own."""
+    """Return the settings of the group; empty if no rank knows its own. DisagreeError if two ranks differ."""
     merged, first_rank = "", 0
     for rank, ask in sorted(asks.items()):
         if differ(merged, ask.settings):
@@ -89,7 +88,7 @@ def _merge_settings(asks: Mapping[int, RankAsk]) -> str:
 
 
 def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:
-    """That of the group, when all ranks have one of the same state."""
+    """Return the root of the group, if all ranks have one of the same state."""
     known = [root for root in roots if root is not None]
     if len(known) < len(roots) or len({(root.step, root.lineage) for root in known}) > 1:
         return None
@@ -100,19 +99,21 @@ def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:
 
 
 def merge_healing(of_ranks: Mapping[int, Healing], world_size: int) -> Healing:
-    """The heal of the group out of those of its ranks. It has ended when all have; its bytes are known when all are."""
-    said = list(of_ranks.values())
-    ended = len(said) == world_size and all(one.ended for one in said)
-    total_known = len(said) == world_size and all(one.bytes_total or one.ended for one in said)
-    done, seconds = sum(one.bytes_done for one in said), max(one.seconds for one in said)
+    """Merge the reports of the ranks on their heals. ``bytes_total`` is 0 until every rank knows its own."""
+    reports = list(of_ranks.values())
+    ended = len(reports) == world_size and all(one.ended for one in reports)
+    total_known = len(reports) == world_size and all(one.bytes_total or one.ended for one in reports)
+    done, seconds = sum(one.bytes_done for one in reports), max(one.seconds for one in reports)
     errors = [f"rank {rank}: {one.error}" for rank, one in sorted(of_ranks.items()) if one.error]
     return Healing(
         bytes_done=done,
-        bytes_total=sum(one.bytes_total for one in said) if total_known else 0,
-        bytes_per_second=done / max(seconds, 1e-6) if ended else sum(o.bytes_per_second for o in said if not o.ended),
-        step=said[0].step,
-        source=said[0].source,
-        via=", ".join(sorted({one.via for one in said if one.via})),
+        bytes_total=sum(one.bytes_total for one in reports) if total_known else 0,
+        bytes_per_second=done / max(seconds, 1e-6)
+        if ended
+        else sum(o.bytes_per_second for o in reports if not o.ended),
+        step=reports[0].step,
+        source=reports[0].source,
+        via=", ".join(sorted({one.via for one in reports if one.via})),
         seconds=seconds,
         ended=ended,
         error="; ".join(errors)[:MAX_HEAL_ERROR] if ended else "",
@@ -126,7 +127,7 @@ class CommitBarrier:
     """Counts the votes of one group.
 
     Args:
-        world_size: ranks whose votes make a decision.
+        world_size: number of ranks that vote.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -135,8 +136,10 @@ class CommitBarrier:
         self._votes: dict[int, bool] = {}
 
     def vote(self, rank: int, vote: RankVote) -> RankDecision | None:
-        """Takes a vote; the decision once it is known: yes when every rank voted so under this key, no with the first
-        no.
+        """Count a vote.
+
+        Returns:
+            The decision: yes after a yes of every rank with this key, no after the first no; None while it is open.
         """
         key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
         if vote.attempt < self._key[3]:
@@ -149,5 +152,5 @@ class CommitBarrier:
         return RankDecision(*key, ok=all(self._votes.values()))
 
     def waiting_for(self) -> list[int]:
-        """Ranks that have not voted under the newest key."""
+        """Return the ranks that have not voted with the newest key."""
         return [rank for rank in range(self._world_size) if rank not in self._votes]

@@ -1,4 +1,4 @@
-"""What a group does in a step, computed from the quorum. Pure: the plans that all members compute fit together.
+"""Compute from a quorum what a group does in its step. Pure: the plans that all members compute fit together.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""The side of a rank other than 0: one connection to the group server, and what to do when it ends."""
+"""The link of a rank other than 0: one connection to the group server."""
 
 from __future__ import annotations
 
@@ -57,10 +57,13 @@ class RankClient:
 
     Args:
         address: the group server's ``http://host:port``.
-        group_rank, world_size, restart: who we are.
-        on_failed: called once when the server is gone without goodbye, or says that the group is lost.
-        on_push: what the lighthouse pushed to the group.
-        quorum_retries: how often rank 0 asks again.
+        group_rank: of this process.
+        world_size: number of ranks in the group; 0: any.
+        restart: the launcher's restart count.
+        token: of the job.
+        on_failed: called once when the server ends without a goodbye, or reports that the group is lost.
+        on_push: called with what the lighthouse pushed to the group.
+        quorum_retries: number of times that rank 0 asks again.
     """
 
     def __init__(
@@ -92,14 +95,14 @@ class RankClient:
         self._plan: QuorumPlan | None = None
         """Of the last quorum."""
         self._votes: dict[tuple[int, int, int, int], asyncio.Future[bool]] = {}
-        self._tasks = OwnedTasks(self._broke)
+        self._tasks = OwnedTasks(self._on_task_error)
         self._goodbye = asyncio.Event()
         self._heard = 0.0
         self._heartbeat_timeout = 0.0
-        """The job's, as the group server last said."""
+        """Of the job, in seconds, as the group server last reported it."""
 
     async def start(self, connect_timeout: float) -> None:
-        """Connects, retrying with backoff. TimeoutError with the last reason."""
+        """Connect within ``connect_timeout`` seconds, with retries. TimeoutError with the last reason."""
         self._client = ClientSession(connector=connector(), timeout=ClientTimeout(total=None, connect=connect_timeout))
         failures, reason = 0, "not tried"
         try:
@@ -134,16 +137,20 @@ class RankClient:
         ready = codec.decode(await socket.receive_bytes(), codec.MAX_SERVER_FRAME_BYTES)
         if isinstance(ready, Refused):
             await socket.close()
-            raise KeepstepError(f"the group server at {self.address} refused: {ready.reason}")
+            raise KeepstepError(
+                f"the group server at {self.address} refused rank {self._hello.group_rank}: {ready.reason}"
+            )
         if not isinstance(ready, RankReady):
-            raise ProtocolError(f"{self.address} is no group server")
+            raise ProtocolError(
+                f"{self.address} is not a group server: its first message is {type(ready).__name__}, expected RankReady"
+            )
         self.replica_id = ready.replica_id
         self._socket = socket
         self._heard = asyncio.get_running_loop().time()
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        reason = f"rank 0's group server at {self.address} is gone"
+        reason = f"the connection to the group server at {self.address} (rank 0) ended"
         beats = asyncio.create_task(self._beat())
         lists = ListKeeper()
         try:
@@ -154,7 +161,7 @@ class RankClient:
                 message = codec.decode(frame.data, codec.MAX_SERVER_FRAME_BYTES)
                 match message:
                     case RankQuorum():
-                        answer = lists.restored(message)  # also when nobody waits for it any more
+                        answer = lists.restored(message)  # also for a request that was given up
                         self._resolve(self._asks.pop(answer.request, None), answer)
                     case RankDenied():
                         future = self._asks.pop(message.request, None)
@@ -178,9 +185,9 @@ class RankClient:
                         self._on_push(message)  # type: ignore[arg-type]
         except ProtocolError as error:
             reason = str(error)
-        except Exception as error:  # nobody reads on: the group cannot go on with this rank
-            reason = f"rank {self._hello.group_rank} broke: {error!r}"
-            log.error("rank broke", address=self.address, exc_info=error)
+        except Exception as error:  # without its reader this rank is lost, and so is the group
+            reason = f"rank {self._hello.group_rank} failed: {error!r}"
+            log.error("connection to the group server failed", address=self.address, exc_info=error)
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
@@ -212,9 +219,10 @@ class RankClient:
         try:
             await self._socket.send_bytes(codec.encode(message))
         except ConnectionError as error:
-            raise SessionClosed(f"the group server at {self.address} is gone: {error}") from error
+            raise SessionClosed(f"the connection to the group server at {self.address} ended: {error}") from error
 
     async def ask(self, ask: RankAsk) -> QuorumPlan:
+        """See ``RankLink``."""
         future: asyncio.Future[RankQuorum] = asyncio.get_running_loop().create_future()
         self._asks[ask.request] = future
         await self._send(ask)
@@ -232,6 +240,7 @@ class RankClient:
         return plan
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
+        """See ``RankLink``."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
         self._votes[key] = future
@@ -247,26 +256,28 @@ class RankClient:
                 return await future
         except TimeoutError:
             if future.done() and not future.cancelled():
-                raise  # rank 0 said that it was too late
-            raise TimeoutError(f"rank 0 at {self.address} gave no answer within {timeout:g} s") from None
+                raise  # the answer of rank 0 is a TimeoutError
+            raise TimeoutError(f"rank 0 at {self.address} did not answer within {timeout:g} s") from None
 
     def finished_step(self) -> None:
-        """Rank 0 tells the lighthouse."""
+        """Nothing to do: rank 0 notes it."""
 
     def healing(self, progress: Healing) -> None:
-        self._tasks.start(self._tell(progress))
+        """See ``RankLink``."""
+        self._tasks.start(self._send_if_open(progress))
 
-    async def _tell(self, message: codec.Message) -> None:
-        with contextlib.suppress(SessionClosed):  # the reader sees the same end and reports it
+    async def _send_if_open(self, message: codec.Message) -> None:
+        with contextlib.suppress(SessionClosed):  # the reader reports it
             await self._send(message)
 
-    def _broke(self, error: BaseException) -> None:
-        log.error("could not tell the group server", address=self.address, exc_info=error)
+    def _on_task_error(self, error: BaseException) -> None:
+        log.error("message to the group server not sent", address=self.address, exc_info=error)
 
-    def wish_to_leave(self, reason: str) -> None:
-        """Rank 0 is told as well, by the same launcher."""
+    def request_leave(self, reason: str) -> None:
+        """Nothing to do: the launcher sends its signal to rank 0 too."""
 
     async def leave(self, reason: str, timeout: float) -> None:
+        """See ``RankLink``."""
         if self._reader is None or self._reader.done():
             return
         await self._send(Leave(reason))
@@ -274,9 +285,11 @@ class RankClient:
             await self._goodbye.wait()
 
     async def fail(self, reason: str) -> None:
+        """See ``RankLink``."""
         await self._send(Failed(reason))
 
     async def close(self) -> None:
+        """See ``RankLink``."""
         self._goodbye.set()
         await self._tasks.close()
         if self._reader is not None:

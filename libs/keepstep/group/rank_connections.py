@@ -37,7 +37,7 @@ HELLO_DEADLINE = 10.0
 
 
 class RankHost(Protocol):
-    """What the connections need of the group server."""
+    """The part of the group server that the connections use."""
 
     replica_id: str
 

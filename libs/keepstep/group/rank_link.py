@@ -1,4 +1,4 @@
-"""What a rank sees of its group, whichever rank it is."""
+"""The interface between a rank and its group, equal for all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 RANK_BEAT = 1.0
 """Seconds between heartbeats within a group."""
 CLOSE_SECONDS = 1.0
-"""How long a connection that is closed waits for the other side to say so too."""
+"""Limit for the peer to answer the close of a connection."""
 RANK_SILENCE = 5.0
 """Seconds of silence after which a rank counts as dead, unless the job's ``heartbeat_timeout`` is longer."""
 
 
 async def rank_beats() -> AsyncIterator[bool]:
-    """One each ``RANK_BEAT``: whether this process slept meanwhile, and heard nobody for a reason of its own."""
+    """Yield every ``RANK_BEAT`` seconds.
+
+    Yields:
+        Whether this process was suspended since the last beat. Then a silence is no sign that the peer is dead.
+    """
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + RANK_BEAT
@@ -32,18 +36,21 @@ async def rank_beats() -> AsyncIterator[bool]:
 
 
 class RankLink(Protocol):
-    """How a rank takes part in its group. Rank 0's is the server itself, every other rank's a ``RankClient``."""
+    """How a rank takes part in its group: rank 0 through its ``GroupServer``, every other rank through a
+    ``RankClient``.
+    """
 
     replica_id: str
     address: str
-    """Of the group server, as its peers know it."""
+    """Of the group server, as other groups know it."""
     layout_lines: list[str]
+    """The layout of this rank, for a group that looks for a difference."""
     key_values: KeyValueServer | None
-    """The rendezvous table, when this process serves it."""
+    """The rendezvous table, if this process serves it."""
 
     @property
     def services(self) -> tuple[ServiceAddress, ...]:
-        """Relays and metrics services, as the lighthouse told of them last."""
+        """Relays and metrics services that are registered with the lighthouse."""
 
     async def ask(self, ask: RankAsk) -> QuorumPlan:
         """Return the plan of the group's next step, once all ranks have asked.
@@ -57,40 +64,49 @@ class RankLink(Protocol):
         """
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
-        """The group's decision. TimeoutError when not every rank voted in time."""
+        """Return the group's decision. TimeoutError if a rank does not vote within ``timeout`` seconds."""
 
     def finished_step(self) -> None:
-        """The step of the last answer was committed or has failed. From any thread."""
+        """Note that the step of the last answer was committed or discarded. From any thread."""
 
     def healing(self, progress: Healing) -> None:
-        """How far this rank's heal is; the lighthouse is told of all ranks together."""
+        """Report the progress of this rank's heal. The lighthouse gets the sum over all ranks."""
 
-    def wish_to_leave(self, reason: str) -> None:
-        """The group will leave at its next step; a request that nobody answers is given up for it."""
+    def request_leave(self, reason: str) -> None:
+        """Prepare to leave at the next step. A request that stays without an answer is given up for it."""
 
-    async def leave(self, reason: str, timeout: float) -> None: ...
+    async def leave(self, reason: str, timeout: float) -> None:
+        """Say goodbye, and wait up to ``timeout`` seconds for its confirmation. TimeoutError otherwise."""
 
-    async def fail(self, reason: str) -> None: ...
+    async def fail(self, reason: str) -> None:
+        """Report that the group is lost as a whole."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the link. May be called more than once."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
+    """Settings of a group server."""
+
     world_size: int
+    """Number of ranks in the group."""
     host: str
-    """Address to advertise; the server binds to it."""
+    """Address to advertise and to bind to."""
     port: int = 0
+    """0: any free one."""
     restart: int = 0
+    """The launcher's restart count; ranks of another count are refused."""
     store_address: str = ""
-    """What members are told to meet at; empty: this server."""
+    """Store over which the members of a quorum build their process groups; empty: this server's."""
     quorum_retries: int = 0
+    """Number of times that a quorum that timed out is requested again."""
     rank_0_connects: bool = False
-    """True: rank 0 is a client like the others (``coordination.ManagerServer``)."""
+    """Whether rank 0 is a client like the others (``coordination.ManagerServer``)."""
 
 
 class Leaving(KeepstepError):
-    """The group has left the job on purpose; the training thread turns this into ``Drained``."""
+    """The group has left the job on purpose. The training thread raises ``Drained`` for it."""
 
 
 _DENIALS: dict[str, type[Exception]] = {
@@ -100,18 +116,18 @@ _DENIALS: dict[str, type[Exception]] = {
     "layout": LayoutMismatch,
     "closed": SessionClosed,
 }
-"""What the code of a denied request means; any other is a KeepstepError."""
+"""Code of a denied request: the error that it stands for. Any other code stands for KeepstepError."""
 
 
 def denied(request: int, error: Exception) -> RankDenied:
-    """How a rank is told what came of its request."""
+    """Encode the error of a request, for the rank that sent it."""
     code = next((code for code, kind in _DENIALS.items() if isinstance(error, kind)), "failed")
-    told = isinstance(error, (TimeoutError, KeepstepError))
-    reason = str(error) if told else f"{type(error).__name__}: {error}"
+    expected = isinstance(error, (TimeoutError, KeepstepError))
+    reason = str(error) if expected else f"{type(error).__name__}: {error}"
     return RankDenied(request, code, reason, error.peer_address if isinstance(error, LayoutMismatch) else "")
 
 
 def denial(code: str, reason: str, peer_address: str = "") -> Exception:
-    """What a denied request raises."""
+    """Decode the error of a request."""
     kind = _DENIALS.get(code, KeepstepError)
     return LayoutMismatch(reason, peer_address) if kind is LayoutMismatch else kind(reason)

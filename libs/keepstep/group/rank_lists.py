@@ -1,8 +1,8 @@
-"""The member list on the connections between rank 0 and its group's other ranks: it is sent only when it changed. Pure.
+"""Send the member list from rank 0 to the other ranks only when it has changed. Pure.
 
-A list gets a number when the session hands out another tuple. Rank 0 remembers for each connection the number of the
-list that it sent last, and leaves out an unchanged list; the rank puts back the very tuple that it has, so that its
-next plan costs O(1) (``quorum_plan.make_plan``).
+A list gets a number when the session returns another tuple. Rank 0 keeps for each connection the number of the list
+that it sent last, and leaves out an unchanged list. The rank restores the same tuple object, so that its next plan
+costs O(1) (``quorum_plan.make_plan``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from keepstep_mesh.protocol.membership import Member, Quorum
 
 
 class ListSender:
-    """Rank 0's half, for all its connections: an answer with its list is encoded once."""
+    """Rank 0's half, for all its connections. An answer with its list is encoded once."""
 
     def __init__(self) -> None:
         self._listed: tuple[Member, ...] = ()
         self._number = 0
         self._encoded: tuple[Quorum, int, Callable[[int], bytes]] | None = None
-        """The last answer that was sent with its list: quorum, attempt, frame of a request."""
+        """The last answer that was sent with its list: its quorum, its attempt, and a function from a request to its
+        frame.
+        """
 
     def frame(self, answer: RankQuorum, known: int) -> tuple[bytes, int]:
-        """The frame for a connection on which list ``known`` was sent last (0: none), and the number of its list."""
+        """Return the frame for a connection on which list ``known`` was sent last (0: none), and the list's number."""
         quorum = answer.quorum
         if quorum.listed is not self._listed:
             self._listed, self._number = quorum.listed, self._number + 1
@@ -46,12 +48,10 @@ class ListKeeper:
         self._number = 0
 
     def restored(self, answer: RankQuorum) -> RankQuorum:
-        """``answer`` with its list put back. ProtocolError when it refers to a list that was not sent."""
+        """Return ``answer`` with its list. ProtocolError if it refers to a list that was not sent."""
         if answer.quorum.listed:
             self._listed, self._number = answer.quorum.listed, answer.list_number
             return answer
         if not self._listed or answer.list_number != self._number:
-            raise ProtocolError(
-                f"rank 0's answer refers to member list {answer.list_number}; the last one sent here is {self._number}"
-            )
+            raise ProtocolError(f"rank 0's answer refers to member list {answer.list_number}, expected {self._number}")
         return replace(answer, quorum=replace(answer.quorum, listed=self._listed))

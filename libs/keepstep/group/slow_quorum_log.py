@@ -1,4 +1,4 @@
-"""Logs why a quorum is waited for once it takes long; who waits would else hear of it only when the time is over."""
+"""Log the reason why a quorum takes long, before the request for it times out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 log = get_logger("keepstep.group")
 
 PATIENCE_SECONDS = 5.0
+"""A wait for a quorum that takes longer is logged."""
 REASON_LOG_SECONDS = 60.0
-"""Between two such lines, however often there is a reason for one."""
+"""Least time between two such lines."""
 ANSWER_SECONDS = 5.0
+"""Limit for the lighthouse to answer with the reason."""
 
 
 class SlowQuorumLog:
-    """``run``: owns the question to the lighthouse, as a task."""
+    """Asks the lighthouse for the reason, in the background.
+
+    Args:
+        session: with the lighthouse.
+        replica_id: of this group.
+        run: starts the request to the lighthouse as a task, and owns it.
+    """
 
     def __init__(
         self, session: LighthouseSession, replica_id: str, run: Callable[[Coroutine[object, object, None]], None]
@@ -37,30 +45,30 @@ class SlowQuorumLog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While inside, a quorum is waited for."""
+        """Mark the time in which this group waits for a quorum."""
         self._waits += 1
-        timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience, self._waits)
+        timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._on_slow, self._waits)
         try:
             yield
         finally:
             self._waits += 1
             timer.cancel()
 
-    def _lose_patience(self, wait: int) -> None:
+    def _on_slow(self, wait: int) -> None:
         if self._reasons_logged.allows(asyncio.get_running_loop().time()):
-            self._run(self._say_why(wait))
+            self._run(self._log_reason(wait))
 
-    async def _say_why(self, wait: int) -> None:
+    async def _log_reason(self, wait: int) -> None:
         try:
-            why = await _why(self._session, self._replica_id)
+            reason = await _reason(self._session, self._replica_id)
         except (aiohttp.ClientError, OSError, KeepstepError, ValueError, LookupError) as error:
-            why = f"the lighthouse does not say why: {str(error) or type(error).__name__}"
+            reason = f"unknown; the lighthouse did not answer: {str(error) or type(error).__name__}"
         if self._waits == wait:
-            log.warning("waiting for a quorum", replica_id=self._replica_id, reason=why)
+            log.warning("waiting for a quorum", replica_id=self._replica_id, reason=reason)
 
 
-async def _why(session: LighthouseSession, replica_id: str) -> str:
-    """What the lighthouse says of the group, else of the job. Raises like any request over HTTP."""
+async def _reason(session: LighthouseSession, replica_id: str) -> str:
+    """Return why the group waits, or else why the job does. Raises like any request over HTTP."""
     if session.lighthouse:
         job = session.lighthouse + session.job_path
         async with session.identity.session(timeout=ANSWER_SECONDS) as http:

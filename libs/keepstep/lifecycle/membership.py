@@ -84,7 +84,7 @@ class GroupMembership:
         context = self._context
         if context is not None and not context.leaving and not self.ended:
             context.leaving = reason
-            context.mesh.loop.call_soon_threadsafe(context.link.wish_to_leave, reason)
+            context.mesh.loop.call_soon_threadsafe(context.link.request_leave, reason)
 
     def leave(self, context: StepContext) -> NoReturn:
         """Say goodbye to the lighthouse, and raise Drained."""
