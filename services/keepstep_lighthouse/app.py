@@ -35,7 +35,7 @@ from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 
 MAX_SESSIONS = 20_000
-TELL_SECONDS = 0.1
+EVENT_BATCH_SECONDS = 0.1
 """Between two batches of events for the metrics service."""
 GOODBYE_SECONDS = 1.0
 """For the last one."""
@@ -104,7 +104,7 @@ class Lighthouse(LighthouseNode, Embedded):
     def _telemetry(self) -> Sender:
         """Passes the event log on to the metrics service, once there is one."""
         identity = Identity(self.settings.own_token, self.settings.peer_tls)
-        sender = Sender("lighthouse", self.node, self.metrics_address, identity, interval=TELL_SECONDS)
+        sender = Sender("lighthouse", self.node, self.metrics_address, identity, interval=EVENT_BATCH_SECONDS)
 
         def tell(one: Happened) -> None:
             if one.job:

@@ -26,7 +26,7 @@ from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, prometheus
 from keepstep_relay.core.events import Cause, RefusedError, UploadEnded
-from keepstep_relay.node import AGAIN_SECONDS, RelayNode
+from keepstep_relay.node import RETRY_AFTER_SECONDS, RelayNode
 from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.allocator import keep_freed_memory
 from keepstep_relay.tiers.chunks import GoneError
@@ -36,7 +36,7 @@ from keepstep_relay.tiers.memory_tier import MemoryFullError
 
 READ_AHEAD_BYTES = 1 << 20
 """Of a body, beyond what was taken of it."""
-LAST_WORDS_SECONDS = 2.0
+FLUSH_RECORDS_SECONDS = 2.0
 """At the end, for what the metrics service was not told yet."""
 STATUS = {
     Cause.UNKNOWN: HTTPStatus.NOT_FOUND,
@@ -136,7 +136,7 @@ class Relay(RelayNode, Embedded):
         try:
             await sender.run()
         finally:
-            await sender.flush(LAST_WORDS_SECONDS)
+            await sender.flush(FLUSH_RECORDS_SECONDS)
 
 
 def _explained(handler: Handler) -> Handler:
@@ -150,18 +150,18 @@ def _explained(handler: Handler) -> Handler:
         except GoneError as error:
             raise Problem(HTTPStatus.GONE, str(error)) from error
         except MemoryFullError as error:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=RETRY_AFTER_SECONDS) from error
         except DamagedError as error:
             raise Problem(HTTPStatus.CONFLICT, str(error)) from error
         except DiskError as error:
             log.error("the disk tier failed a request", path=request.path, reason=str(error))
             status = HTTPStatus.INSUFFICIENT_STORAGE if error.full else HTTPStatus.SERVICE_UNAVAILABLE
-            raise Problem(status, str(error), retry_after=None if error.full else AGAIN_SECONDS) from error
+            raise Problem(status, str(error), retry_after=None if error.full else RETRY_AFTER_SECONDS) from error
         except DurableError as error:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=RETRY_AFTER_SECONDS) from error
         except TimeoutError as error:
             raise Problem(
-                HTTPStatus.SERVICE_UNAVAILABLE, "it did not come in time; ask again", retry_after=AGAIN_SECONDS
+                HTTPStatus.SERVICE_UNAVAILABLE, "it did not come in time; ask again", retry_after=RETRY_AFTER_SECONDS
             ) from error
 
     return handle

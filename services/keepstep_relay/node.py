@@ -17,7 +17,7 @@ from keepstep_relay.tiers.chunks import ChunkStore
 MAX_WAITS = 10_000
 MAX_MANIFESTS_COMING = 8
 """Each may be large, and is not yet part of the memory tier."""
-AGAIN_SECONDS = 1.0
+RETRY_AFTER_SECONDS = 1.0
 """Value of ``Retry-After``."""
 
 
@@ -71,16 +71,16 @@ class RelayNode:
                 raise Problem(
                     HTTPStatus.SERVICE_UNAVAILABLE,
                     f"the manifest of rank {rank} of {key} is not here yet, after {seconds:g} s",
-                    retry_after=AGAIN_SECONDS,
+                    retry_after=RETRY_AFTER_SECONDS,
                 ) from None
 
     def check_waits(self) -> None:
         if self.chunks.bells.count >= MAX_WAITS:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_WAITS} wait already", retry_after=AGAIN_SECONDS)
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_WAITS} wait already", retry_after=RETRY_AFTER_SECONDS)
 
     def take_manifest_slot(self) -> None:
         if self._manifests_coming >= MAX_MANIFESTS_COMING:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too many manifests at once", retry_after=AGAIN_SECONDS)
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too many manifests at once", retry_after=RETRY_AFTER_SECONDS)
         self._manifests_coming += 1
 
     def give_manifest_slot(self) -> None:

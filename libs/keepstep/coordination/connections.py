@@ -16,7 +16,7 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 
 log = get_logger("keepstep.coordination")
 
-LEAVE_SECONDS = 1.0
+CLOSE_LEAVE_SECONDS = 1.0
 """Time limit of a graceful leave."""
 
 K = TypeVar("K", bound=Hashable)
@@ -55,9 +55,9 @@ class Connections(Generic[K, C]):
 
 
 def leave(mesh: LoopThread, one: LighthouseSession | GroupServer | RankClient, reason: str) -> None:
-    """Leave gracefully if the peer confirms within ``LEAVE_SECONDS``; close the connection in any case."""
+    """Leave gracefully if the peer confirms within ``CLOSE_LEAVE_SECONDS``; close the connection in any case."""
     try:
-        mesh.call(one.leave(reason, LEAVE_SECONDS), LEAVE_SECONDS + CALL_MARGIN_SECONDS)
+        mesh.call(one.leave(reason, CLOSE_LEAVE_SECONDS), CLOSE_LEAVE_SECONDS + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
         log.info("closed without a graceful leave", reason=f"{type(error).__name__}: {error}")
     mesh.call(one.close(), CALL_MARGIN_SECONDS)

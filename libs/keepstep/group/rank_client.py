@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.group.rank_link import CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
+from keepstep.group.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.group.rank_lists import ListKeeper
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
@@ -131,7 +131,7 @@ class RankClient:
             urllib.parse.urljoin(self.address, "/v1/ranks"),
             headers=self._token.peer_headers(),
             max_msg_size=codec.MAX_SERVER_FRAME_BYTES,
-            timeout=ClientWSTimeout(ws_close=CLOSE_SECONDS),
+            timeout=ClientWSTimeout(ws_close=RANK_CLOSE_SECONDS),
         )
         await socket.send_bytes(codec.encode(self._hello))
         ready = codec.decode(await socket.receive_bytes(), codec.MAX_SERVER_FRAME_BYTES)

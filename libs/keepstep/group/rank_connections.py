@@ -9,7 +9,7 @@ from typing import Protocol
 from aiohttp import WSMsgType, web
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.group.rank_link import CLOSE_SECONDS, RANK_SILENCE, GroupSettings, denied, rank_beats
+from keepstep.group.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, GroupSettings, denied, rank_beats
 from keepstep.group.rank_lists import ListSender
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
@@ -158,7 +158,7 @@ class RankConnections:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Handle the connection of one rank, until it ends."""
-        socket = web.WebSocketResponse(timeout=CLOSE_SECONDS, max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
+        socket = web.WebSocketResponse(timeout=RANK_CLOSE_SECONDS, max_msg_size=codec.MAX_FRAME_BYTES, compress=False)
         await socket.prepare(request)
         loop = asyncio.get_running_loop()
         try:

@@ -17,7 +17,7 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 
 log = get_logger("keepstep.group")
 
-PATIENCE_SECONDS = 5.0
+SLOW_QUORUM_SECONDS = 5.0
 """A wait for a quorum that takes longer is logged."""
 REASON_LOG_SECONDS = 60.0
 """Least time between two such lines."""
@@ -47,7 +47,7 @@ class SlowQuorumLog:
     def waiting(self) -> Iterator[None]:
         """Mark the time in which this group waits for a quorum."""
         self._waits += 1
-        timer = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._on_slow, self._waits)
+        timer = asyncio.get_running_loop().call_later(SLOW_QUORUM_SECONDS, self._on_slow, self._waits)
         try:
             yield
         finally:

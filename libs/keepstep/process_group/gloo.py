@@ -27,7 +27,7 @@ from keepstep_mesh.net.process_sockets import Endpoint
 log = get_logger("keepstep.process_group")
 
 _GLOO: Any = TorchGloo  # torch's stubs do not fit it
-POLL_SECONDS = 0.005
+ABORT_POLL_SECONDS = 0.005
 """Between two looks at a store that knows no abort."""
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
@@ -179,7 +179,7 @@ class _ObservedStore(Store):
         while not self._inner.check(list(keys)):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{', '.join(keys)} did not come to the store within {limit}")
-            self._aborted.wait(POLL_SECONDS)
+            self._aborted.wait(ABORT_POLL_SECONDS)
             self._check()
 
     def _check(self) -> None:

@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 SERVED_BY = "keepstep/served_by"
 """Set in a store that a rank 0 serves: no other rank 0 may use it."""
-PROBE_SECONDS = 2.0
+STORE_PROBE_SECONDS = 2.0
 """Time limit of an attempt to connect that finds out whether a server listens."""
-RETRY_SECONDS = 0.05
+STORE_CONNECT_RETRY_SECONDS = 0.05
 """Pause before the address of rank 0 is read again."""
 GRACE_SECONDS = 1.0
 """What a call may take beyond the deadline, so that torch's own error comes first, and to end when it is cut off."""
@@ -107,9 +107,9 @@ class LauncherStore:
             if self._listens_at(address):
                 break
             stale = f"rank 0 of {replica_id} does not listen at {address}, its address in the store at {self._place}"
-            if self._left() <= RETRY_SECONDS:
+            if self._left() <= STORE_CONNECT_RETRY_SECONDS:
                 raise TimeoutError(f"rank {self._rank} could not reach rank 0 of its group: {stale}")
-            time.sleep(RETRY_SECONDS)
+            time.sleep(STORE_CONNECT_RETRY_SECONDS)
         if name and name_of(replica_id) != name:
             raise KeepstepError(
                 f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
@@ -118,11 +118,11 @@ class LauncherStore:
         return address
 
     def _open(self) -> TCPStore:
-        if not listens(self._host, self._port, min(PROBE_SECONDS, self._left())):
+        if not listens(self._host, self._port, min(STORE_PROBE_SECONDS, self._left())):
             try:
                 store = self._tcp_store(is_master=True)
             except RuntimeError as error:
-                if not listens(self._host, self._port, min(PROBE_SECONDS, self._left())):
+                if not listens(self._host, self._port, min(STORE_PROBE_SECONDS, self._left())):
                     raise KeepstepError(
                         f"rank 0 cannot serve the store of its group at {self._place}: {error}"
                     ) from error
@@ -161,7 +161,7 @@ class LauncherStore:
 
     def _listens_at(self, address: str) -> bool:
         parts = urlsplit(address)
-        return listens(parts.hostname or "", parts.port or 0, min(PROBE_SECONDS, self._left()))
+        return listens(parts.hostname or "", parts.port or 0, min(STORE_PROBE_SECONDS, self._left()))
 
     def _left(self) -> float:
         """Seconds before the deadline; never 0, which torch takes for no limit."""

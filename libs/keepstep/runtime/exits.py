@@ -17,7 +17,7 @@ EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
 """An operator evicted the group, or it is banned (EX_NOPERM); start it again when the ban is over."""
-LAST_WORDS_SECONDS = 0.5
+EXIT_OUTPUT_SECONDS = 0.5
 """What a process that ends gives its standard output and error."""
 
 
@@ -54,7 +54,7 @@ def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = Fa
     try:
         words = threading.Thread(target=say_last_words, name="keepstep-last-words", daemon=True)
         words.start()
-        words.join(LAST_WORDS_SECONDS)
+        words.join(EXIT_OUTPUT_SECONDS)
     finally:
         os._exit(code)
 

@@ -1,6 +1,6 @@
 """Names that a shell may complete: jobs and replica groups, asked of the lighthouse.
 
-The request takes at most ``ASK_SECONDS``. Without an answer nothing is offered and nothing is printed.
+The request takes at most ``COMPLETION_SECONDS``. Without an answer nothing is offered and nothing is printed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import click
 
 from keepstep_cli.asking.defaults import TLS_FILES
 
-ASK_SECONDS = 1.0
+COMPLETION_SECONDS = 1.0
 
 
 def job_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -44,7 +44,7 @@ def _names(context: click.Context, incomplete: str, names: Callable[[Any], Itera
     try:
         token = read_token(context.params.get("token_file"))
         tls = tls_of_client({name: context.params.get(name) for name in TLS_FILES})
-        lighthouse = Lighthouse(context.params.get("addresses"), token, tls, timeout=ASK_SECONDS)
+        lighthouse = Lighthouse(context.params.get("addresses"), token, tls, timeout=COMPLETION_SECONDS)
         answer = run(lighthouse.get(*path))
     except click.ClickException:
         return []

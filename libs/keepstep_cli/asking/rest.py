@@ -35,7 +35,7 @@ MAX_LINE_BYTES = 16 << 20
 """Of an event that is followed."""
 SILENCE_SECONDS = 45.0
 """Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
-PATIENCE_SECONDS = 30.0
+FOLLOW_PATIENCE_SECONDS = 30.0
 """How long a follower asks for a lighthouse that goes on where the last one broke off."""
 ASK_AGAIN_SECONDS = 0.5
 NO_LIGHTHOUSE = (
@@ -159,7 +159,7 @@ class Lighthouse:
     ) -> AsyncGenerator[Any, None]:
         """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
 
-        ``told`` hears of that. ``Unreachable`` when none answers for ``PATIENCE_SECONDS``.
+        ``told`` hears of that. ``Unreachable`` when none answers for ``FOLLOW_PATIENCE_SECONDS``.
         """
         import asyncio
 
@@ -174,7 +174,7 @@ class Lighthouse:
                             yield event
                 why = f"the lighthouse ended the events; asking for those after {after}"
             except Unreachable as error:
-                if not begun or (gone_since and time.monotonic() - gone_since > PATIENCE_SECONDS):
+                if not begun or (gone_since and time.monotonic() - gone_since > FOLLOW_PATIENCE_SECONDS):
                     raise
                 why = f"{error.message.splitlines()[0]}; asking for the events after {after}"
             except Refused as error:

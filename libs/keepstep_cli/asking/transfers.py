@@ -18,12 +18,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 
-from keepstep_cli.asking.rest import PATIENCE_SECONDS, Lighthouse
+from keepstep_cli.asking.rest import FOLLOW_PATIENCE_SECONDS, Lighthouse
 from keepstep_cli.asking.tables import bytes_text, console, short, table_of
 from keepstep_cli.errors import Refused
 
-LOOK_SECONDS = 1.0
-RELAY_SECONDS = 3.0
+REFRESH_SECONDS = 1.0
+RELAY_ANSWER_SECONDS = 3.0
 """How long a relay has to answer: one that does not is named, and holds up no look for longer."""
 BAR_WIDTH = 16
 DONE = ("part", "committed")
@@ -47,7 +47,7 @@ async def _uploads(lighthouse: Lighthouse, job: str, relay: Found) -> list[Found
     """Notes in ``relay`` why it did not answer."""
     relay["trouble"] = None
     try:
-        answer = await lighthouse.relay(relay["address"], RELAY_SECONDS).get("jobs", job, "checkpoints")
+        answer = await lighthouse.relay(relay["address"], RELAY_ANSWER_SECONDS).get("jobs", job, "checkpoints")
     except ClickException as error:
         lines = error.message.splitlines()
         relay["trouble"] = next((line.strip() for line in lines if relay["address"] in line), lines[0])
@@ -69,7 +69,7 @@ def _upload(relay: str, checkpoint: Found) -> Found:
 
 
 async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str], None], *, as_json: bool) -> None:
-    """Until cancelled; or until none has answered for ``PATIENCE_SECONDS``, of which ``told`` hears first.
+    """Until cancelled; or until none has answered for ``FOLLOW_PATIENCE_SECONDS``, of which ``told`` hears first.
 
     A job that is not there yet is waited for.
     """
@@ -82,7 +82,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
             except ClickException as error:
                 if isinstance(error, Refused) and error.status == HTTPStatus.NOT_FOUND:
                     answered = time.monotonic()
-                elif time.monotonic() - answered > PATIENCE_SECONDS:
+                elif time.monotonic() - answered > FOLLOW_PATIENCE_SECONDS:
                     raise
                 if not waits:
                     waits = True
@@ -90,7 +90,7 @@ async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str
             else:
                 answered, waits = time.monotonic(), False
                 show(found)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(REFRESH_SECONDS)
 
 
 def print_json(found: Found) -> None:

@@ -31,7 +31,7 @@ from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, verdict, violation_lines
 from keepstep_mesh.protocol.names import name_of
 
-LOOK_SECONDS = 0.05
+DEMO_POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.75
 """How long all train together before the next kill."""
 UNTIL_TOLD = 10**9
@@ -102,7 +102,7 @@ async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: Vie
             told = True
             more = max(LAST_STEPS, round(2 * story.steps_per_second()))
             write_steps(steps_file, story.step + more)
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(DEMO_POLL_SECONDS)
 
 
 def write_steps(steps_file: Path, steps: int) -> None:

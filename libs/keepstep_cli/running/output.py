@@ -12,7 +12,7 @@ from typing import TextIO
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 LONGEST_LINE = 16 * 1024
 """Bytes; what is longer is broken into several lines."""
-IDLE_SECONDS = 0.5
+IDLE_OUTPUT_SECONDS = 0.5
 """A line without an end is shown after this long without a word more."""
 
 LineReceiver = Callable[[str], None]
@@ -23,7 +23,7 @@ async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> Non
     pending = b""
     while True:
         try:
-            async with asyncio.timeout(IDLE_SECONDS if pending else None):
+            async with asyncio.timeout(IDLE_OUTPUT_SECONDS if pending else None):
                 chunk = await stream.read(LONGEST_LINE)
         except TimeoutError:
             receive(pending.decode(errors="replace"))

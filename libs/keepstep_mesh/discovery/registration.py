@@ -24,10 +24,10 @@ from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_machine import Addresses
 
-REQUEST_SECONDS = 5.0
+REGISTRATION_SECONDS = 5.0
 """For one request to one lighthouse, at most a third of the time to live."""
-GOODBYE_SECONDS = 2.0
-FAILURE_LOG_SECONDS = 10.0
+DEREGISTER_SECONDS = 2.0
+REGISTRATION_LOG_SECONDS = 10.0
 
 log = get_logger("keepstep.registration")
 
@@ -66,7 +66,7 @@ class Registrar:
         self._identity = identity
         self._addresses = Addresses(lighthouses)
         self._interval = registration.ttl / 3
-        self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
+        self._failures_logged = LogLimiter(REGISTRATION_LOG_SECONDS)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -76,7 +76,7 @@ class Registrar:
             await asyncio.sleep(delay)
             began = loop.time()
             try:
-                async with self._identity.session(timeout=min(REQUEST_SECONDS, self._interval)) as http:
+                async with self._identity.session(timeout=min(REGISTRATION_SECONDS, self._interval)) as http:
                     while True:
                         await self._put(http, lighthouse)
                         self._taken_by(lighthouse)
@@ -113,7 +113,7 @@ class Registrar:
             return
         try:
             async with (
-                self._identity.session(timeout=GOODBYE_SECONDS) as http,
+                self._identity.session(timeout=DEREGISTER_SECONDS) as http,
                 http.delete(self._url(self.lighthouse)) as answer,
             ):
                 await raise_for_problem(answer)

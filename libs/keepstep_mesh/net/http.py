@@ -36,7 +36,7 @@ PROBLEM_SECONDS = 5.0
 """Longest that the reason of a refusal may take to come."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """Of an answer in JSON, unless the client says otherwise."""
-CONNECT_SECONDS = 5.0
+HTTP_CONNECT_SECONDS = 5.0
 REFUSAL_LOG_SECONDS = 10.0
 """Interval of log lines about refused requests of one address; the next line counts those in between."""
 MAX_REFUSED_ADDRESSES = 1000
@@ -89,7 +89,7 @@ def client_session(
     """
     return aiohttp.ClientSession(
         connector=connector(tls),
-        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=HTTP_CONNECT_SECONDS),
         headers=UNCOMPRESSED | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
         auto_decompress=False,
     )

@@ -27,7 +27,7 @@ from keepstep_mesh.errors import AuthError
 from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 MIN_TOKEN_CHARACTERS = 16
-LOOK_SECONDS = 1.0
+TOKEN_CHECK_SECONDS = 1.0
 """How often, at most, a client looks whether its token file has changed."""
 
 
@@ -260,7 +260,7 @@ class ClientToken:
         self._tokens.refresh()
 
     def _current(self) -> tuple[str, ...]:
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
+        if time.monotonic() - self._looked >= TOKEN_CHECK_SECONDS:
             self.refresh()
         return self._tokens.value
 

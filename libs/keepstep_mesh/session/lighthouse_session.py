@@ -59,7 +59,7 @@ WELCOME_SECONDS = 5.0
 """From hello to welcome."""
 ANSWER_MARGIN = 0.25
 """Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
-PROBE_SECONDS = 0.01
+LIVENESS_POLL_SECONDS = 0.01
 """Between two looks for a sign of life."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
@@ -202,7 +202,7 @@ class LighthouseSession:
                             asked.ping()
                         elif asked.last_received >= began:
                             return
-                    await asyncio.sleep(PROBE_SECONDS)
+                    await asyncio.sleep(LIVENESS_POLL_SECONDS)
         except TimeoutError:
             raise TimeoutError(f"no sign of life within {timeout:g} s: {self.why()}") from None
         raise self._ended

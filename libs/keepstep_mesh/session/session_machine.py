@@ -32,7 +32,7 @@ from keepstep_mesh.protocol.messages import (
 
 PASS_BACKOFF = Backoff(first=0.02, most=1.0)
 """Before the second pass over the addresses, and each further one."""
-CONNECT_SECONDS = 5.0
+SESSION_CONNECT_SECONDS = 5.0
 """What an address is given for TCP, TLS and the upgrade."""
 SILENT_FIRST = 0.5
 """The same for one that fell silent; doubles each time that it does not answer, up to the other."""
@@ -71,11 +71,11 @@ class Addresses:
 
     def connect_seconds(self, address: str) -> float:
         """How long ``address`` is waited for."""
-        return self._silent.get(address, CONNECT_SECONDS)
+        return self._silent.get(address, SESSION_CONNECT_SECONDS)
 
     def timed_out(self, address: str) -> None:
         """It did not answer within ``connect_seconds``."""
-        self._silent[address] = min(CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
+        self._silent[address] = min(SESSION_CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
 
     def follow(self, leader: str) -> None:
         """A lighthouse says that ``leader`` leads: it is next, once in a pass; last when it is silent."""

@@ -36,7 +36,7 @@ MAX_RECORD_BYTES = 256 * 1024
 """The queue drops a larger record. The largest records are the member lists of quorums."""
 REFUSED_FOR_GOOD = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 """A retry of such a batch gets the same answer."""
-REQUEST_SECONDS = 5.0
+BATCH_SECONDS = 5.0
 BACKOFF = Backoff(first=0.5, most=15.0)
 """Before a batch is sent again after a failure."""
 FAILURE_LOG_SECONDS = 60.0
@@ -148,7 +148,7 @@ class Sender:
                 await asyncio.sleep(self._interval)
                 continue
             try:
-                async with self._identity.session(timeout=REQUEST_SECONDS, place=place_of("metrics", address)) as http:
+                async with self._identity.session(timeout=BATCH_SECONDS, place=place_of("metrics", address)) as http:
                     while self._address() == address:
                         failures = 0 if await self._send(http, address) else failures
                         await asyncio.sleep(self._interval)

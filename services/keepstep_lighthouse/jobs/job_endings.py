@@ -30,7 +30,7 @@ from keepstep_mesh.protocol.membership import Data
 from keepstep_mesh.protocol.messages import Evicted
 from keepstep_mesh.protocol.names import name_of
 
-LOOK_SECONDS = 60.0
+EXPIRY_CHECK_SECONDS = 60.0
 """Between two looks for expired jobs at most."""
 PAUSE_SECONDS = 0.1
 """Between two looks at least."""
@@ -137,7 +137,7 @@ class JobEndings:
             self._wake.clear()
             pause = next_due(self._uses()) - time.monotonic()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(max(pause, PAUSE_SECONDS), LOOK_SECONDS)):
+                async with asyncio.timeout(min(max(pause, PAUSE_SECONDS), EXPIRY_CHECK_SECONDS)):
                     await self._wake.wait()
             try:
                 await self.expire()
@@ -145,7 +145,7 @@ class JobEndings:
                 log.warning("expired jobs are not deleted", reason=str(error))
             except Exception:
                 log.exception("fault in the expiry of jobs")  # without this task nothing would expire any more
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(EXPIRY_CHECK_SECONDS)
 
     async def expire(self, at_most: int | None = None) -> None:
         """Delete the jobs that have expired, the longest unused first. Raises ``TermOverError``."""

@@ -46,7 +46,7 @@ from keepstep_mesh.protocol.messages import (
 )
 
 HELLO_SECONDS = 10.0
-CLOSE_SECONDS = 5.0
+SESSION_CLOSE_SECONDS = 5.0
 """For the peer to take what was said last; then the connection is cut."""
 UNSENT_BYTES = 64 * 1024 * 1024
 """What may wait for a peer that does not read: several full member lists of a large job."""
@@ -230,7 +230,9 @@ class Session:
         """Closes the connection after what was sent."""
         if not self._ending:
             self._ending = True
-            self._set_timer(CLOSE_SECONDS, partial(self.link.abort, "the peer does not take what was said last"))
+            self._set_timer(
+                SESSION_CLOSE_SECONDS, partial(self.link.abort, "the peer does not take what was said last")
+            )
             self.link.close(code, reason)
 
     def _set_timer(self, seconds: float | None, call: Callable[[], None] | None = None) -> None:

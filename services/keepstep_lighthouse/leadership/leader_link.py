@@ -20,9 +20,9 @@ from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.security.tls import explained
 
 PATH = "/v1/lighthouses/session"
-CONNECT_SECONDS = 2.0
+LINK_CONNECT_SECONDS = 2.0
 SECOND_TRY_SECONDS = 0.2
-AGAIN_SECONDS = 0.5
+LINK_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 SILENCE = 5.0
 MAX_FRAME_BYTES = 1024
@@ -71,7 +71,7 @@ class LeaderLink:
             if target is None:
                 await self._moved.wait()
                 continue
-            limit, established = CONNECT_SECONDS, False
+            limit, established = LINK_CONNECT_SECONDS, False
             while await self._connected(target, linked, limit):
                 limit, established = SECOND_TRY_SECONDS, True
                 if self._target != target or self._dismissed:
@@ -79,7 +79,7 @@ class LeaderLink:
             if established and self._target == target:
                 broke(target[1])
             try:
-                async with asyncio.timeout(AGAIN_SECONDS):
+                async with asyncio.timeout(LINK_RETRY_SECONDS):
                     await self._moved.wait()
             except TimeoutError:
                 pass

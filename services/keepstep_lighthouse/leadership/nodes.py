@@ -11,7 +11,7 @@ from keepstep_lighthouse.store.contract import Change, Store, StoreError, Write
 from keepstep_mesh.config.logging import get_logger
 
 PREFIX = "lighthouses/"
-AGAIN_SECONDS = 1.0
+NODES_WATCH_RETRY_SECONDS = 1.0
 
 log = get_logger("keepstep.lighthouse")
 
@@ -52,7 +52,7 @@ class Nodes:
                         await self._store.keep_alive(self._lease)
             except (StoreError, TimeoutError) as error:
                 log.debug("this lighthouse is not on record", reason=str(error) or "the store does not answer")
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     async def _follow(self) -> None:
         while True:
@@ -62,7 +62,7 @@ class Nodes:
                         self._see(change)
             except StoreError as error:
                 log.warning("other lighthouses are not followed", reason=str(error))
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(NODES_WATCH_RETRY_SECONDS)
 
     def _see(self, change: Change) -> None:
         node = change.key.removeprefix(PREFIX)

@@ -27,7 +27,7 @@ concerns that a group goes in ``departures``):
   leader's lease is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
   grace.
 * Judging needs a lighthouse that was awake. A tick that comes late means that frames may wait unread, so everybody
-  gets ``LATE_SECONDS`` more.
+  gets ``LATE_TICK_SECONDS`` more.
 
 Duties of the shell: number the sessions; feed events in their order; send ``Tick`` when ``deadline()`` has passed;
 carry out decisions in their order and nothing after a ``Persist`` that is not known to have succeeded. On ``Opened``:
@@ -76,7 +76,7 @@ from keepstep_mesh.protocol.lineage import begins_anew, origin, reference_state
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
 
-LATE_SECONDS = 0.25
+LATE_TICK_SECONDS = 0.25
 """A tick that comes later than this was slept through, see above."""
 HIGHEST_QUORUM_ID = 2**53
 """A hello that knows a higher one is broken, not ahead."""
@@ -328,8 +328,8 @@ class JobCore:
         due = self._judging_due()
         if now < due:
             return
-        if now > due + LATE_SECONDS:
-            state.awake_since = now + LATE_SECONDS
+        if now > due + LATE_TICK_SECONDS:
+            state.awake_since = now + LATE_TICK_SECONDS
         elif self._takeover.until is not None:
             for replica_id in sorted(self._takeover.absent):
                 departures.give_up_absent(state, replica_id, "it did not come back after the lighthouse started anew")

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Row = tuple[str, bytes, int, float]
 """Key, value, lease (0: none), time to live of that lease."""
 
-BUSY_SECONDS = 1.0
+STORE_LOCK_SECONDS = 1.0
 """How long to wait for a lighthouse on the same file that is just ending."""
 SCHEMA = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, lease INTEGER, ttl REAL) WITHOUT ROWID"
 
@@ -135,7 +135,7 @@ class SqliteStore(MemoryStore):
         connection: sqlite3.Connection | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None)
+            connection = sqlite3.connect(self._path, timeout=STORE_LOCK_SECONDS, isolation_level=None)
             # Exclusive before WAL: then SQLite needs no shared memory file, and nobody else gets in.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")

@@ -29,7 +29,7 @@ MAX_POINTS = 5000
 POINTS = 500
 LIMIT, MAX_LIMIT = 200, 2000
 WRITE_SECONDS = 10.0
-AGAIN_SECONDS = 2.0
+WRITE_RETRY_AFTER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Api:
         if metrics.store.is_full:
             metrics.traffic.refused += 1
             reason = metrics.store.trouble or "the disk is too slow for what comes"
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=AGAIN_SECONDS)
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=WRITE_RETRY_AFTER_SECONDS)
         body = await read_whole(request)
         try:
             batch = read_batch(body)
@@ -152,7 +152,7 @@ class _Api:
             await metrics.store.written(WRITE_SECONDS)
         except StoreError as error:
             metrics.traffic.refused += 1
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=AGAIN_SECONDS) from error
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=WRITE_RETRY_AFTER_SECONDS) from error
         return json_answer(Taken(taken, batch.head.first + len(batch.records) - 1))
 
     # ---- out

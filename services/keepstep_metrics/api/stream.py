@@ -20,7 +20,7 @@ MAX_STREAMS = 200
 NOW_SECONDS = 0.25
 """Between two pictures."""
 PING_SECONDS = 10.0
-SLOW_SECONDS = 30.0
+SLOW_STREAM_SECONDS = 30.0
 """Who takes nothing for so long is cut off."""
 BATCH = 100
 
@@ -57,7 +57,7 @@ async def stream(metrics: MetricsNode, request: web.Request, name: str | None) -
             if not text and loop.time() - spoken >= PING_SECONDS:
                 text = _message("ping", {})
             if text:
-                async with asyncio.timeout(SLOW_SECONDS):
+                async with asyncio.timeout(SLOW_STREAM_SECONDS):
                     await answer.write(text.encode())
                 spoken = loop.time()
                 await asyncio.sleep(NOW_SECONDS)

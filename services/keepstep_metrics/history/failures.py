@@ -10,7 +10,7 @@ from typing import Any
 MAX_FAILURES = 1000
 MAX_OPEN = 100
 """Failures that each commit is compared with."""
-LATE_SECONDS = 30.0
+LATE_RECORD_SECONDS = 30.0
 """A commit before the recovery from a failure may be reported this much later."""
 
 
@@ -42,7 +42,7 @@ class FailureLog:
 
     def add(self, failure: Failure) -> None:
         self._all.append(failure)
-        just_now = failure.t - LATE_SECONDS
+        just_now = failure.t - LATE_RECORD_SECONDS
         still_open = [one for one in self._open if one.recovered_at is None or one.recovered_at > just_now]
         self._open = [*still_open, failure][-MAX_OPEN:]
 

@@ -31,7 +31,7 @@ MAX_SENDERS = 20_000
 MAX_AHEAD_SECONDS = 60.0
 """A record from further in the future comes from a wrong clock and is left out."""
 KEPT_SECONDS = 86400.0
-IDLE_SECONDS = 3600.0
+IDLE_JOB_SECONDS = 3600.0
 """A job without records for this time makes room for a new one; an ended job does so at once."""
 MAX_DELETED = 1000
 """Deleted jobs that are remembered."""
@@ -118,7 +118,7 @@ class MetricsCore:
             if len(self.jobs) >= MAX_JOBS:
                 by_last_record = sorted(self.jobs.values(), key=lambda one: one.last_seen)
                 replaced = next((one for one in by_last_record if not one.has_groups), by_last_record[0])
-                if replaced.has_groups and now - replaced.last_seen < IDLE_SECONDS:
+                if replaced.has_groups and now - replaced.last_seen < IDLE_JOB_SECONDS:
                     return None
                 del self.jobs[replaced.name]
             job = self.jobs[name] = Job(name, now)

@@ -20,9 +20,9 @@ from keepstep_mesh.security.tls import explained
 from keepstep_metrics.history import straggler_view
 from keepstep_metrics.history.job import Job
 
-LOOK_SECONDS = 1.0
+STRAGGLER_CHECK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-AGAIN_SECONDS = 30.0
+DRAIN_RETRY_SECONDS = 30.0
 """After a no, or no answer."""
 
 log = get_logger("keepstep.metrics.draining")
@@ -40,7 +40,7 @@ class Drainer:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(STRAGGLER_CHECK_SECONDS)
             now = time.monotonic()
             self._again_at = {job: t for job, t in self._again_at.items() if now < t}
             for job in [*self._jobs.values()]:
@@ -50,7 +50,7 @@ class Drainer:
                 try:
                     await self._look(f"{address}/v1/jobs/{job.name}", job)
                 except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, ValueError) as error:
-                    self._again_at[job.name] = now + AGAIN_SECONDS
+                    self._again_at[job.name] = now + DRAIN_RETRY_SECONDS
                     log.warning("a straggler is not drained", job=job.name, reason=explained(error, address))
 
     async def _look(self, url: str, job: Job) -> None:

@@ -31,12 +31,12 @@ from keepstep_mesh.net.http import (
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 
-ASK_SECONDS = 0.5
+STATUS_POLL_SECONDS = 0.5
 """Between two questions."""
 ANSWER_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
 """A job that nobody has asked about for so long is not asked about."""
-RELAY_SECONDS = 1.0
+RELAY_STATUS_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
 FAILURE_LOG_SECONDS = 60.0
@@ -109,7 +109,7 @@ class LiveStatusPoller:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(ASK_SECONDS)
+            await asyncio.sleep(STATUS_POLL_SECONDS)
             now = time.monotonic()
             self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
             self._live = {job: live for job, live in self._live.items() if job in self._looked}
@@ -210,7 +210,7 @@ async def _uploads(
 ) -> list[LiveUpload]:
     """Those under way at one relay; none of one that does not answer, or with nonsense."""
     try:
-        async with asyncio.timeout(RELAY_SECONDS):
+        async with asyncio.timeout(RELAY_STATUS_SECONDS):
             found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints", headers))["checkpoints"]
         return [
             LiveUpload(

@@ -40,9 +40,9 @@ FORM = 1
 """Of a snapshot; one of another form is of another build, and only the events are kept."""
 MAX_PENDING_BYTES = 64 << 20
 """Of batches that wait for the disk."""
-AGAIN_SECONDS = 1.0
+WRITE_RETRY_SECONDS = 1.0
 """After a write that failed."""
-BUSY_SECONDS = 2.0
+JOURNAL_LOCK_SECONDS = 2.0
 
 log = get_logger("keepstep.metrics.store")
 
@@ -144,7 +144,7 @@ class Store:
             await self._wake.wait()
             self._wake.clear()
             if not await self._write():
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(WRITE_RETRY_SECONDS)
                 self._wake.set()
 
     async def flush(self) -> None:
@@ -206,7 +206,7 @@ class Store:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
-            self._path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            self._path or ":memory:", timeout=JOURNAL_LOCK_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
             if self._path is not None:

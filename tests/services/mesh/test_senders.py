@@ -25,7 +25,7 @@ TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3)
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_sender, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(record_sender, "BATCH_SECONDS", 0.5)
     monkeypatch.setattr(record_sender, "BACKOFF", Backoff(0.01, 0.1))
 
 

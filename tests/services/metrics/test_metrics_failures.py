@@ -245,7 +245,7 @@ async def test_what_is_asked_of_the_future_is_not_told() -> None:
 
 
 async def test_a_reader_who_takes_nothing_is_cut_off_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(stream, "SLOW_STREAM_SECONDS", 0.3)
     async with metrics() as one, client(one.address) as asking:
         told = Teller()
         await asking.tell(told, event(time.time(), "joined", "a:1"))

@@ -246,7 +246,7 @@ async def test_of_two_relays_one_is_gone_before_and_the_other_gets_all():
 
 
 async def test_the_source_can_be_asked_after_a_relay_that_was_slow_for_longer_than_its_timeout(monkeypatch):
-    monkeypatch.setattr(relay_fetch, "PATIENCE_SECONDS", 2.5)
+    monkeypatch.setattr(relay_fetch, "FETCH_PATIENCE_SECONDS", 2.5)
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):

@@ -39,7 +39,7 @@ async def test_a_server_of_another_kind_is_passed_over_whatever_it_says() -> Non
 
 
 async def test_a_host_that_does_not_answer_is_passed_over(monkeypatch) -> None:
-    monkeypatch.setattr(session_machine, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(session_machine, "SESSION_CONNECT_SECONDS", 0.5)
     async with scripted_lighthouse() as lighthouse, ChaosProxy.before(lighthouse.url) as proxy:
         proxy.freeze()
         async with in_session(lighthouse, proxy.url, lighthouse.url) as (worker, _):

@@ -426,7 +426,7 @@ async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
 async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
     lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(slow_quorum_log, "SLOW_QUORUM_SECONDS", 0.05)
     first, second = Group(lighthouse, 1, "a:1"), Group(lighthouse, 1, "a:2")
     try:
         await first.start()
@@ -446,7 +446,7 @@ async def test_a_group_that_waits_says_what_the_lighthouse_waits_for(
 async def test_a_group_without_a_lighthouse_says_that_it_has_none(
     lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slow_quorum_log, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(slow_quorum_log, "SLOW_QUORUM_SECONDS", 0.05)
     group = Group(lighthouse, 1)
     try:
         await group.start()

@@ -76,7 +76,7 @@ def served() -> Iterator[tuple[HTTPTransport[Any], list[RawReader]]]:
 
 
 def test_who_asks_for_it_hears_that_it_waits_and_how_many_are_before_it(served: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(admission, "SLOW_SECONDS", 60.0)
+    monkeypatch.setattr(admission, "SLOW_JOINER_SECONDS", 60.0)
     source, readers = served
     waiting = RawReader(source)
     waiting.open(1)
@@ -96,7 +96,7 @@ def test_who_asks_for_it_hears_that_it_waits_and_how_many_are_before_it(served: 
 
 def test_who_does_not_ask_for_it_is_answered_when_its_turn_comes(served: Any, monkeypatch: Any) -> None:
     """As a joiner of an older version."""
-    monkeypatch.setattr(admission, "SLOW_SECONDS", 60.0)
+    monkeypatch.setattr(admission, "SLOW_JOINER_SECONDS", 60.0)
     source, readers = served
     waiting = RawReader(source)
     waiting.open(1)
@@ -117,7 +117,7 @@ def test_readers_that_take_nothing_hold_up_nobody_for_long(served: Any) -> None:
 
 
 def test_a_reader_that_goes_while_it_waits_leaves_its_place(served: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(admission, "SLOW_SECONDS", 60.0)
+    monkeypatch.setattr(admission, "SLOW_JOINER_SECONDS", 60.0)
     source, readers = served
     gone = RawReader(source)
     gone.open(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpointing.direct.admission import SLOW_SECONDS, Admission
+from keepstep.checkpointing.direct.admission import SLOW_JOINER_SECONDS, Admission
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def test_all_requests_of_a_reader_share_its_turn(two: Admission) -> None:
 
 def test_a_reader_that_takes_nothing_keeps_its_turn_and_nobody_waits_for_it(two: Admission) -> None:
     assert begun(two) == "ab"
-    two.took("a", SLOW_SECONDS - 0.1)
-    assert not two.begin("c", SLOW_SECONDS - 0.1)
-    assert two.begin("c", SLOW_SECONDS), "instead of b"
-    assert not two.begin("d", SLOW_SECONDS)
+    two.took("a", SLOW_JOINER_SECONDS - 0.1)
+    assert not two.begin("c", SLOW_JOINER_SECONDS - 0.1)
+    assert two.begin("c", SLOW_JOINER_SECONDS), "instead of b"
+    assert not two.begin("d", SLOW_JOINER_SECONDS)
     two.end("b")
-    assert not two.begin("d", SLOW_SECONDS)
+    assert not two.begin("d", SLOW_JOINER_SECONDS)
 
 
 def test_who_gives_up_or_leaves_is_not_waited_for(two: Admission) -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from keepstep.checkpointing.direct.peer_choice import (
     PATIENCE_FACTOR,
-    PATIENCE_SECONDS,
+    PEER_PATIENCE_SECONDS,
     PEERS_AT_ONCE,
     RELAY,
-    SLOW_SECONDS,
+    SLOW_CHUNK_SECONDS,
     SOURCE,
     Swarm,
 )
@@ -43,8 +43,8 @@ def test_what_nobody_brings_is_taken_from_the_relay_after_a_while():
     swarm = Swarm(4, 0, 2, 0.0)
     for _ in (0, 2):
         swarm.came(swarm.take(RELAY, 1.0), 1.0)
-    assert swarm.take(RELAY, 1.0 + PATIENCE_SECONDS / 2) is None
-    late = 1.0 + PATIENCE_SECONDS
+    assert swarm.take(RELAY, 1.0 + PEER_PATIENCE_SECONDS / 2) is None
+    late = 1.0 + PEER_PATIENCE_SECONDS
     first = swarm.take(RELAY, late)
     assert first in (1, 3)
     swarm.came(first, late)
@@ -64,7 +64,7 @@ def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
         swarm.tells(peer, bits(*range(12)))
     asked = [swarm.take(peer, 0.0) for peer in "abcd"]
     assert sum(chunk is not None for chunk in asked) == PEERS_AT_ONCE
-    assert swarm.take("c", SLOW_SECONDS + 0.1) is not None, "those who were asked first are slow"
+    assert swarm.take("c", SLOW_CHUNK_SECONDS + 0.1) is not None, "those who were asked first are slow"
 
 
 def test_what_comes_from_the_relay_instead_of_a_peer_does_not_make_it_wait_again():
@@ -72,7 +72,7 @@ def test_what_comes_from_the_relay_instead_of_a_peer_does_not_make_it_wait_again
     swarm.tells("a", bits(1, 3))
     for _ in (0, 2):
         swarm.came(swarm.take(RELAY, 0.0), 0.0)
-    late = PATIENCE_SECONDS
+    late = PEER_PATIENCE_SECONDS
     swarm.came(swarm.take(RELAY, late), late)
     assert swarm.take(RELAY, late) is not None
 
@@ -81,7 +81,7 @@ def test_a_joiner_on_a_slow_network_waits_longer_before_it_takes_more_from_the_r
     swarm = Swarm(4, 0, 2, 0.0)
     for _ in (0, 2):
         swarm.came(swarm.take(RELAY, 0.0), 10.0)
-    assert swarm.take(RELAY, 10.0 + PATIENCE_SECONDS) is None
+    assert swarm.take(RELAY, 10.0 + PEER_PATIENCE_SECONDS) is None
     assert swarm.take(RELAY, 10.0 + PATIENCE_FACTOR * 10.0) is not None
 
 
@@ -113,10 +113,10 @@ def test_a_peer_is_slow_only_once_there_is_nothing_else_to_do():
     swarm = Swarm(2, 1, 2, 0.0)
     swarm.tells("a", bits(0))
     swarm.take("a", 0.0)
-    assert swarm.slow(SLOW_SECONDS + 1) == set()
+    assert swarm.slow(SLOW_CHUNK_SECONDS + 1) == set()
     swarm.came(swarm.take(RELAY, 0.0), 0.1)
-    assert swarm.slow(SLOW_SECONDS / 2) == set()
-    assert swarm.slow(SLOW_SECONDS + 1) == {"a"}
+    assert swarm.slow(SLOW_CHUNK_SECONDS / 2) == set()
+    assert swarm.slow(SLOW_CHUNK_SECONDS + 1) == {"a"}
 
 
 def test_a_relay_that_waits_for_an_upload_is_not_slow():

@@ -17,7 +17,7 @@ from keepstep_lighthouse.quorum.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.quorum.machine import LATE_SECONDS
+from keepstep_lighthouse.quorum.machine import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Goodbye, Healing, MemberLost, QuorumRequest, Refused, RoundBroken
@@ -182,7 +182,7 @@ def test_a_lighthouse_that_slept_gives_everybody_time_to_be_heard() -> None:
     driver.now += 60
     assert told(driver, driver.tick()) == {}, "their heartbeats wait in the sockets"
     driver.beats("a")
-    messages = told(driver, driver.passes(LATE_SECONDS, silent="b"))
+    messages = told(driver, driver.passes(LATE_TICK_SECONDS, silent="b"))
     assert list(messages) == ["a"]
     assert list(driver.session_of) == ["a"]
 

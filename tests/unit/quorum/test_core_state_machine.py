@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Policy, Tell
-from keepstep_lighthouse.quorum.machine import LATE_SECONDS
+from keepstep_lighthouse.quorum.machine import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo, StateRoot
@@ -205,7 +205,7 @@ class Onlooker(RuleBasedStateMachine):
     def the_next_tick_is_not_overdue(self) -> None:
         if hasattr(self, "driver"):
             deadline = self.driver.core.deadline()
-            assert deadline is None or deadline > self.driver.now - 6 - LATE_SECONDS
+            assert deadline is None or deadline > self.driver.now - 6 - LATE_TICK_SECONDS
 
     @invariant()
     def who_asks_is_who_asked(self) -> None:

@@ -6,7 +6,7 @@ The rules:
   run out of time together, and nobody has anything early that it could pass on.
 * The reader that came first goes first. It has a turn while any of its requests is answered; between two of them the
   next reader may come in, so the uplink is never idle.
-* A reader that took nothing for ``SLOW_SECONDS`` keeps its turn, but others no longer wait for it.
+* A reader that took nothing for ``SLOW_JOINER_SECONDS`` keeps its turn, but others no longer wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 READERS_AT_ONCE = 2
-SLOW_SECONDS = 2.0
+SLOW_JOINER_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -79,4 +79,4 @@ class Admission:
         return ahead
 
     def _working(self, now: float) -> int:
-        return sum(one.answered > 0 and now - one.took_at < SLOW_SECONDS for one in self._readers.values())
+        return sum(one.answered > 0 and now - one.took_at < SLOW_JOINER_SECONDS for one in self._readers.values())

@@ -22,10 +22,10 @@ from itertools import islice
 
 PEERS_AT_ONCE = 1
 """With more, every copy takes longer to come, and so to be passed on."""
-PATIENCE_SECONDS = 0.5
+PEER_PATIENCE_SECONDS = 0.5
 PATIENCE_FACTOR = 4.0
-"""The while is ``PATIENCE_SECONDS``, or this many times what the fastest chunk took, if that is longer."""
-SLOW_SECONDS = 1.0
+"""The while is ``PEER_PATIENCE_SECONDS``, or this many times what the fastest chunk took, if that is longer."""
+SLOW_CHUNK_SECONDS = 1.0
 SLOW_FACTOR = 4.0
 """A peer is slow with a chunk after ``slow_seconds``, or this many times what one took so far, if that is longer."""
 SAMPLE = 64
@@ -58,7 +58,7 @@ class Swarm:
     peers: dict[str, int] = field(default_factory=dict)
     """What each of them has."""
     use_source: bool = False
-    slow_seconds: float = SLOW_SECONDS
+    slow_seconds: float = SLOW_CHUNK_SECONDS
     _todo: int = field(init=False)
     _own: int = field(init=False)
     _came: float = field(init=False)
@@ -100,7 +100,7 @@ class Swarm:
             return self._rarest(self._todo & self.peers.get(source, 0)) if self._asks_few_peers(now) else None
         if self._todo & self._own:
             return _first(self._todo & self._own)
-        if now - self._fed < max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._fastest):
+        if now - self._fed < max(PEER_PATIENCE_SECONDS, PATIENCE_FACTOR * self._fastest):
             return None
         return self._rarest(self._todo)
 

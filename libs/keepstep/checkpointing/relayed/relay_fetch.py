@@ -39,20 +39,20 @@ RELAY_STREAMS = 2
 SOURCE_STREAMS = 2
 MAX_PEERS = 16
 """Joiners that one asks."""
-TELL_SECONDS = 0.016
+HOLDER_REPORT_SECONDS = 0.016
 """Between two words with the relay about who has what; more where there are many joiners."""
-TELL_SECONDS_PER_JOINER = 0.002
-LOOK_SECONDS = 0.01
+HOLDER_REPORT_SECONDS_PER_JOINER = 0.002
+LANE_POLL_SECONDS = 0.01
 """A lane that has nothing to ask for looks again after that."""
 CHUNK_WAIT_SECONDS = 2
 """The relay waits so long for a chunk that is still to be uploaded."""
-PATIENCE_SECONDS = 3.0
+FETCH_PATIENCE_SECONDS = 3.0
 """Without a chunk from anywhere, after which the source is asked too; without a byte, after which a connection counts
 as broken.
 """
 LOST_SECONDS = 10.0
 """Without a chunk from anywhere, after which a transfer whose source is lost is given up."""
-SLOW_SECONDS = 10.0
+SLOW_SOURCE_SECONDS = 10.0
 """Without a relay: there is nobody with bandwidth to spare, so what comes slowly is not asked of another."""
 LOST_ALONE_SECONDS = 1.0
 """The same without a relay: no other process can upload the chunks that all joiners miss."""
@@ -80,7 +80,7 @@ class _Lane:
 
     of: str
     where: Callable[[int], tuple[Endpoint, str, str]]
-    patience: float = PATIENCE_SECONDS
+    patience: float = FETCH_PATIENCE_SECONDS
     queued: Callable[[int], None] | None = None
 
 
@@ -163,12 +163,12 @@ class RelayFetch(Fetch):
         )
         self._swarm.have(here)
         if not self._relays:
-            self._swarm.slow_seconds = SLOW_SECONDS
+            self._swarm.slow_seconds = SLOW_SOURCE_SECONDS
         with ThreadPoolExecutor(2 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as self._pool:
             try:
                 streams = RELAY_STREAMS if self._alone else 1
                 if self._relays:
-                    self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + PATIENCE_SECONDS), streams)
+                    self._start(_Lane(RELAY, self._at_relay, CHUNK_WAIT_SECONDS + FETCH_PATIENCE_SECONDS), streams)
                     self._pool.submit(self._run, self._keep_lease)
                 else:
                     self._start(_Lane(RELAY, self._at_source, queued=self._look_elsewhere), 1)
@@ -184,7 +184,7 @@ class RelayFetch(Fetch):
     def _look_after_lanes(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._swarm.finished, TELL_SECONDS)
+                self._changed.wait_for(lambda: self._ended or self._swarm.finished, HOLDER_REPORT_SECONDS)
                 if self._ended is not None:
                     raise self._ended
                 if self._swarm.finished:
@@ -196,7 +196,11 @@ class RelayFetch(Fetch):
                         for connection in self._connections[slow]:
                             connection.interrupt()
             self._deadline.remaining()
-            if self._relays and not self._swarm.use_source and (idle > PATIENCE_SECONDS or not self._working_relays()):
+            if (
+                self._relays
+                and not self._swarm.use_source
+                and (idle > FETCH_PATIENCE_SECONDS or not self._working_relays())
+            ):
                 self._ask_source()
             if self._source_lost and idle > (LOST_SECONDS if self._relays else LOST_ALONE_SECONDS):
                 raise TransferError(f"the source is lost ({self._source_lost}), and nobody else has the rest")
@@ -217,7 +221,7 @@ class RelayFetch(Fetch):
                 if self._changed.wait_for(over, self._deadline.seconds / LEASE_WORDS):
                     return
             try:
-                with self._connect(self._source, PATIENCE_SECONDS) as connection:
+                with self._connect(self._source, FETCH_PATIENCE_SECONDS) as connection:
                     _, length = connection.ask("GET", f"/lease/{self._lease}", "Range: bytes=0-0\r\n")
                     connection.read(min(length, 1))
             except (BrokenConnection, TransferError) as error:
@@ -235,7 +239,7 @@ class RelayFetch(Fetch):
 
         with self._changed:
             while not over() and now < min(end, max(began, self._server.served_at) + idle):
-                self._changed.wait_for(over, TELL_SECONDS)
+                self._changed.wait_for(over, HOLDER_REPORT_SECONDS)
                 now = time.monotonic()
 
     @contextlib.contextmanager
@@ -277,7 +281,7 @@ class RelayFetch(Fetch):
                 finished = swarm.finished
                 try:
                     if connection is None:
-                        connection = self._opened(self._teller(), PATIENCE_SECONDS)
+                        connection = self._opened(self._teller(), FETCH_PATIENCE_SECONDS)
                     others = self._tell_once(connection)
                     self._told_all = finished
                     self._meet(others)
@@ -315,7 +319,7 @@ class RelayFetch(Fetch):
 
     def _pause_telling(self, *, in_vain: bool) -> None:
         """Shorter once all is told: then it waits for what it learns, no more. ``in_vain``: the relay did not hear."""
-        pause = max(TELL_SECONDS, TELL_SECONDS_PER_JOINER * len(self._joiners))
+        pause = max(HOLDER_REPORT_SECONDS, HOLDER_REPORT_SECONDS_PER_JOINER * len(self._joiners))
 
         def over() -> bool:
             untold = self._swarm.finished and not self._told_all
@@ -416,7 +420,7 @@ class RelayFetch(Fetch):
             while self._ended is None and not self._swarm.finished:
                 if (chunk := self._swarm.take(source, time.monotonic())) is not None:
                     return chunk
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(LANE_POLL_SECONDS)
         return None
 
     def _look_elsewhere(self, chunk: int) -> None:
@@ -441,7 +445,7 @@ class RelayFetch(Fetch):
 
     def _goes_on(self, source: str, address: str, problem: Exception) -> bool:
         """After something went wrong: whether the lane asks again. To be told to ask again later is no failure."""
-        pause = LOOK_SECONDS
+        pause = LANE_POLL_SECONDS
         later = {RELAY: (NOT_HERE, NOT_YET) if self._relays else (), SOURCE: ()}.get(source, (NOT_YET,))
         with self._changed:
             if not (isinstance(problem, _Elsewhere) or (isinstance(problem, Refusal) and problem.status in later)):

@@ -27,9 +27,9 @@ from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES, read_envelope
 
 STALL_SECONDS = 10.0
-LOOK_SECONDS = 0.1
+UPLOAD_POLL_SECONDS = 0.1
 """Between two looks at what other groups have still to upload."""
-PATIENCE_SECONDS = 0.5
+UPLOAD_PATIENCE_SECONDS = 0.5
 PATIENCE_CHUNKS = 4
 """Without a chunk of theirs for so long, or as long as so many of ours took, if that is longer, theirs are uploaded
 too.
@@ -109,7 +109,7 @@ class Upload:
         chunks = len(self._table.chunk_digests)
         sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
         share = sum(1 << chunk for chunk in range(place, chunks, sources))
-        lacked, changed, patience = -1, time.monotonic(), PATIENCE_SECONDS
+        lacked, changed, patience = -1, time.monotonic(), UPLOAD_PATIENCE_SECONDS
         while not self._ended.is_set():
             lacks = self._lacking()
             if not lacks and self._finish():
@@ -123,9 +123,9 @@ class Upload:
                 began = time.monotonic()
                 self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
                 pace = (time.monotonic() - began) / mine.bit_count()
-                patience = max(PATIENCE_SECONDS, PATIENCE_CHUNKS * pace)
+                patience = max(UPLOAD_PATIENCE_SECONDS, PATIENCE_CHUNKS * pace)
             else:
-                self._ended.wait(LOOK_SECONDS)
+                self._ended.wait(UPLOAD_POLL_SECONDS)
 
     def _lacking(self) -> int:
         """The chunks that are not where they belong, as bits. The relays know the state from then on."""

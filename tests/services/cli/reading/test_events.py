@@ -66,7 +66,7 @@ async def test_events_follow_waits_for_a_job_and_goes_on_at_the_next_lighthouse_
 
 
 async def test_a_follower_gives_up_when_no_lighthouse_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(rest, "FOLLOW_PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(rest, "ASK_AGAIN_SECONDS", 0.05)
     async with running("r0") as job:
         told: list[str] = []
@@ -82,7 +82,7 @@ async def test_a_follower_gives_up_when_no_lighthouse_comes_back(monkeypatch: py
 
 
 async def test_a_follower_that_was_answered_again_has_all_its_patience_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(rest, "FOLLOW_PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(rest, "ASK_AGAIN_SECONDS", 0.05)
     answered = 0
 
@@ -93,7 +93,7 @@ async def test_a_follower_that_was_answered_again_has_all_its_patience_again(mon
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         if answered == 2:
-            await asyncio.sleep(2 * rest.PATIENCE_SECONDS)
+            await asyncio.sleep(2 * rest.FOLLOW_PATIENCE_SECONDS)
         else:
             await answer.write(f'data: {{"id": {answered}}}\n\n'.encode())
         assert request.transport is not None

@@ -78,8 +78,8 @@ async def test_a_service_token_has_a_straggler_drained_in_a_job_whose_policy_say
 async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draining, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(draining, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(draining, "STRAGGLER_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(draining, "DRAIN_RETRY_SECONDS", 0.05)
     policy = Policy(min_replicas=3, reconnect_grace=DEADLINE, drain_straggler_after=3)
     settings = {"tokens": TOKENS, "token": ClientToken.of(TOKENS.service)}
     async with (

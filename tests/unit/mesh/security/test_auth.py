@@ -173,7 +173,7 @@ def test_a_client_looks_at_its_file_again_after_a_while(tmp_path, monkeypatch) -
     token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
     file.write_text(ADMIN + ADMIN)
     assert token.shown == WORKER
-    monkeypatch.setattr(tokens, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "TOKEN_CHECK_SECONDS", 0.0)
     assert token.shown == ADMIN + ADMIN
 
 

@@ -10,8 +10,8 @@ from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
 from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
 from keepstep_mesh.session.session_machine import (
-    CONNECT_SECONDS,
     PASS_BACKOFF,
+    SESSION_CONNECT_SECONDS,
     SETTLED_SECONDS,
     Addresses,
     SessionCore,
@@ -202,16 +202,16 @@ def test_a_lighthouse_that_fell_silent_is_tried_last() -> None:
 
 def test_a_lighthouse_that_fell_silent_is_waited_for_briefly_and_longer_each_time() -> None:
     addresses = Addresses(["a", "b"])
-    assert addresses.connect_seconds("a") == CONNECT_SECONDS
+    assert addresses.connect_seconds("a") == SESSION_CONNECT_SECONDS
     addresses.lost("a", 60.0, silent=True)
     waits = []
     for _ in range(5):
         waits.append(addresses.connect_seconds("a"))
         addresses.timed_out("a")
-    assert waits == [0.5, 1.0, 2.0, 4.0, CONNECT_SECONDS]
-    assert addresses.connect_seconds("b") == CONNECT_SECONDS
+    assert waits == [0.5, 1.0, 2.0, 4.0, SESSION_CONNECT_SECONDS]
+    assert addresses.connect_seconds("b") == SESSION_CONNECT_SECONDS
     addresses.lost("a", 0.1)
-    assert addresses.connect_seconds("a") == CONNECT_SECONDS, "it answered in between"
+    assert addresses.connect_seconds("a") == SESSION_CONNECT_SECONDS, "it answered in between"
 
 
 def test_a_lighthouse_that_did_not_answer_is_last_in_every_pass() -> None:
