@@ -19,7 +19,7 @@ from tests.simulation.actors.node import Node, address_of, simulated
 from tests.simulation.actors.worker import Worker
 from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
-from tests.simulation.checks.states import StateChecks
+from tests.simulation.checks.states import Checkpoint, StateChecks
 from tests.simulation.checks.violation import Violation
 from tests.simulation.faults.drawing import Fault, draw_faults, inject
 from tests.simulation.virtual.mesh import Mesh
@@ -102,6 +102,10 @@ class Simulation:
         """By name of the group."""
         self.slow_heals: dict[str, float] = {}
         """By name: the seconds that its next heal takes."""
+        self.checkpoints: list[Checkpoint] = []
+        """All that the groups saved, in order."""
+        self.resume_from: dict[str, Checkpoint] = {}
+        """By name: the checkpoint that its next incarnation resumes from."""
         self._launched = itertools.count(1)
 
         names = "ABC"[:count]
@@ -218,7 +222,7 @@ class Simulation:
     def launch(self, name: str) -> Worker:
         number = next(self._launched)
         self.note(f"{name}:{number} starts")
-        return Worker(self, name, number)
+        return Worker(self, name, number, self.resume_from.pop(name, None))
 
     def launch_later(self, name: str) -> None:
         self.time.after(0.2 + 1.5 * self.random.random(), self._relaunch, name)

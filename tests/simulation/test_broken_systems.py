@@ -1,4 +1,4 @@
-"""A system that breaks a rule of its design leaves logs that show it to ``keepstep check-history``."""
+"""The simulation finds a system that breaks a rule of its design: by its logs alone, or by what it sees itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.leadership.term import Term
 from keepstep_lighthouse.quorum.events import JobRecord
 from keepstep_lighthouse.store.contract import Store, Write
+from keepstep_mesh.protocol import lineage
 from keepstep_mesh.protocol.membership import Member, Quorum
 from tests.simulation.actors import worker
+from tests.simulation.run import violation
 from tests.simulation.simulation import Simulation
 
 SEEDS = 60
@@ -84,3 +86,17 @@ def test_a_quorum_that_is_announced_and_not_written(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Job, "_write", lose_some)
     assert seed_that_breaks({"one_membership", "quorum_order"}, 6 * SEEDS) is not None
+
+
+@pytest.mark.parametrize("order", ["not by resume", "by quorum_id before step"])
+def test_states_in_another_order(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    worth = lineage.worth
+
+    def another(state: lineage.State) -> tuple[int, ...]:
+        soundness, resumed, step, quorum_id, live = worth(state)
+        if order == "not by resume":
+            return soundness, step, quorum_id, live
+        return soundness, resumed, quorum_id, step, live
+
+    monkeypatch.setattr(lineage, "worth", another)
+    assert any("goes on from" in (violation(seed) or "") for seed in range(6 * SEEDS))

@@ -29,6 +29,7 @@ from keepstep_mesh.protocol.messages import (
 )
 from tests.simulation.actors.collectives import Collective
 from tests.simulation.actors.session import Session
+from tests.simulation.checks.states import Checkpoint
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -41,7 +42,7 @@ INFO = MemberInfo("http://here", "http://here")
 class Worker:
     """One incarnation of a group. ``checkpoint``: the state that it resumes from."""
 
-    def __init__(self, simulation: Simulation, name: str, number: int) -> None:
+    def __init__(self, simulation: Simulation, name: str, number: int, checkpoint: Checkpoint | None = None) -> None:
         self.sim = simulation
         self.random = simulation.random
         self.name = name
@@ -76,6 +77,8 @@ class Worker:
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         simulation.add_worker(self)
         simulation.logs.step(self, "started", lineage=self.lineage)
+        if checkpoint is not None:
+            self._resume(checkpoint)
         self.session.connect()
 
     @property
@@ -126,6 +129,19 @@ class Worker:
             inbox, self._inbox = self._inbox, []
             for act, args in inbox:
                 self.act(act, args)
+
+    # ---- checkpoints
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        self.progress.resume(checkpoint.manager)
+        self.state = checkpoint.state
+        self.sim.logs.step(self, "loaded", lineage=self.lineage)
+        self.sim.states.loaded(self, checkpoint)
+
+    def _save(self) -> None:
+        if not self.flipped:
+            checkpoint = Checkpoint(self.step, self.lineage, self.progress.state_dict(), self.state)
+            self.sim.checkpoints.append(checkpoint)
 
     # ---- messages of the lighthouse
 
@@ -182,6 +198,7 @@ class Worker:
     def on_quorum(self, quorum: Quorum, asked: QuorumRequest) -> None:
         self.plan = plan = make_plan(quorum, self.replica_id)
         self.sim.states.check_plan(self, plan, asked)
+        self.sim.states.check_reference(quorum, plan)
         self.root = None
         if plan.verify and not plan.heal:
             self.root = StateRoot(plan.max_step, plan.lineage, f"{self.state:x}")
@@ -304,7 +321,8 @@ class Worker:
             facts["new_lineage"] = self.lineage
         self.sim.logs.step(self, "committed", **facts)
         self.commits += 1
-        self.sim.states.check_state(self)
+        self.sim.states.committed(self, plan, behind=self._behind)
+        self._save()
 
     # ---- faults
 

@@ -3,6 +3,7 @@
 * Groups at an equal (step, lineage) hold equal states, over all groups that ever lived, until a bit flips.
 * All groups take the same groups for the members of a quorum.
 * A group that allows no heal is in no round with healing.
+* A quorum goes on from a sound state if a member has one: from the one that was resumed last, then of the highest step.
 * Groups whose states are compared are found equal, as long as no bit flipped.
 * What lighthouses and groups wrote into their logs passes ``keepstep check-history``.
 * Once the faults stop, all groups soon train in one quorum, in equal states (``recovered``).
@@ -11,10 +12,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep_mesh.protocol.membership import Lineage
+from keepstep_mesh.protocol.lineage import LOADED, Soundness, soundness
+from keepstep_mesh.protocol.membership import Lineage, Quorum
 from keepstep_mesh.protocol.messages import QuorumRequest
 from tests.simulation.checks.history import Logs
 
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
 
 COMMITS_AFTER = 3
 """Steps that every group has to commit after the faults."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that a group saved. ``manager``: the state dict of its manager."""
+
+    step: int
+    lineage: Lineage
+    manager: dict[str, Any]
+    state: int
 
 
 class StateChecks:
@@ -34,6 +45,8 @@ class StateChecks:
         self._memberships = memberships
         self._violated = violated
         self._states: dict[tuple[int, Lineage], int] = {}
+        self._resumed: dict[tuple[int, Lineage], int] = {}
+        """By (step, lineage): the quorum_id under which the job last went on from a checkpoint, if it ever did."""
         self._commits_before: dict[str, int] = {}
 
     def check_state(self, worker: Worker) -> None:
@@ -46,6 +59,32 @@ class StateChecks:
             self._violated(f"{worker.replica_id} takes {plan.replica_ids} for quorum {plan.quorum_id}")
         if plan.allow_heal and not asked.allow_heal:
             self._violated(f"{worker.replica_id} allows no heal, and is in a round with healing")
+
+    def check_reference(self, quorum: Quorum, plan: QuorumPlan) -> None:
+        """Check that no member of ``quorum`` holds a better state than the one that its plan goes on from."""
+        if quorum.uniform:  # steps in the list are old
+            return
+        reference = self._rank(plan.max_step, plan.lineage)
+        for member in quorum.listed:
+            if self._rank(member.step, member.lineage) > reference:
+                state = f"step {plan.max_step}, lineage {plan.lineage!r}"
+                self._violated(f"quorum {plan.quorum_id} goes on from {state}, though it has {member}")
+
+    def _rank(self, step: int, lineage: Lineage) -> tuple[bool, int, int]:
+        if soundness(step, lineage) is not Soundness.SOUND:
+            return False, 0, 0
+        return True, self._resumed.get((step, lineage), 0), step
+
+    def loaded(self, worker: Worker, checkpoint: Checkpoint) -> None:
+        self._resumed[worker.step, worker.lineage] = self._resumed.get((checkpoint.step, checkpoint.lineage), 0)
+        self.check_state(worker)
+
+    def committed(self, worker: Worker, plan: QuorumPlan, *, behind: bool) -> None:
+        if not behind:
+            before = self._resumed.get((plan.max_step, plan.lineage), 0)
+            is_loaded = isinstance(plan.lineage, str) and plan.lineage.startswith(LOADED)
+            self._resumed[worker.step, worker.lineage] = plan.quorum_id if is_loaded else before
+        self.check_state(worker)
 
     def check_logs(self, logs: Logs) -> None:
         if not self.flips and logs.events("replicas_differ"):

@@ -53,6 +53,28 @@ def _end_second(sim: Simulation, first: Worker, second: Worker) -> None:
         sim.launch_later(first.name)
 
 
+def resume_a_group(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    """Start one group again from an older checkpoint. The others go on: it has to heal."""
+    _resume(sim, [worker], fault)
+
+
+def resume_the_job(sim: Simulation, worker: Worker, fault: Fault) -> None:
+    """Start the groups again from one older checkpoint, all or all but one, which is frozen and comes back."""
+    workers = list(sim.latest.values())
+    if fault.who % 2 and worker.runs:
+        worker.freeze(fault.seconds)
+        workers.remove(worker)
+    _resume(sim, workers, fault)
+
+
+def _resume(sim: Simulation, workers: list[Worker], fault: Fault) -> None:
+    if sim.checkpoints:
+        checkpoint = sim.checkpoints[len(sim.checkpoints) * fault.other // 5]
+        for worker in workers:
+            sim.resume_from[worker.name] = checkpoint
+            kill(sim, worker, fault)
+
+
 # ---- steps
 
 
@@ -121,6 +143,8 @@ WEIGHTS: dict[Act, int] = {
     fail_a_commit: 2,
     ask_with_shrink_only: 1,
     start_twice: 1,
+    resume_a_group: 1,
+    resume_the_job: 3,
     break_the_connection: 4,
     partition_two_groups: 2,
     drain: 1,
