@@ -154,17 +154,21 @@ def depose_unnoticed(sim: Simulation, _: Worker, fault: Fault) -> None:
 
 WEIGHTS: dict[Act, int] = {
     kill_a_lighthouse: 5,
-    pause_a_lighthouse: 4,
+    pause_a_lighthouse: 1,
     take_the_store_away: 1,
     slow_the_store: 1,
-    make_the_store_unsure: 2,
-    lose_the_next_write: 3,
+    make_the_store_unsure: 1,
+    lose_the_next_write: 2,
     partition_a_group: 2,
-    partition_some_groups: 2,
+    partition_some_groups: 1,
     break_some_connections: 1,
 }
 """How often each is drawn."""
 STANDBY_WEIGHTS: dict[Act, int] = {
+    pause_a_lighthouse: 4,
+    make_the_store_unsure: 2,
+    lose_the_next_write: 3,
+    partition_some_groups: 2,
     kill_all_lighthouses: 1,
     cut_a_lighthouse_from_the_store: 3,
     lose_a_call_about_a_lease: 2,
@@ -177,4 +181,4 @@ STANDBY_WEIGHTS: dict[Act, int] = {
     split_the_mesh: 5,
     depose_unnoticed: 2,
 }
-"""The same, for faults that need several lighthouses or the store that they share."""
+"""The same with several lighthouses: faults that hit them harder, and faults that need them or a shared store."""
