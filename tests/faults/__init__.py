@@ -1,0 +1,1 @@
+"""Fault runs on real processes and a real etcd (``make faults``)."""

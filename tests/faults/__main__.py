@@ -1,10 +1,10 @@
-"""Plays the fault runs, prints the table that stands in docs/guarantees.md, and writes .faults/results.json.
+"""Run the fault runs, print the table of docs/guarantees.md, and write .faults/results.json.
 
-make faults                                             all of them (about half an hour)
-make faults FAULTS="--only leader_frozen --times 2"     one of them, twice
-make faults FAULTS=--list                               what there is
+make faults                                             all rows (about half an hour)
+make faults FAULTS="--only leader_frozen --times 2"     one row, twice
+make faults FAULTS=--list                               the names of the rows
 
-Exit code: 0 all that is promised held, 1 it did not.
+Exit code: 0 if every promise held, 1 if one broke, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faults.rows import ROWS, play
 from tests.support.network import namespaces
 
 RESULTS = Path(__file__).resolve().parents[2] / ".faults"
-"""Git-ignored; the logs of each row are there too."""
+"""Git-ignored. Also holds the logs of each row."""
 
 
 async def play_all(options: argparse.Namespace) -> list[Outcome]:
@@ -31,7 +31,7 @@ async def play_all(options: argparse.Namespace) -> list[Outcome]:
     outcomes = []
     for name in options.only or ROWS:
         if ROWS[name].namespaces_only and (options.proxies or namespaces.why_not()):
-            print(f"{name}: left out, it needs network namespaces", flush=True)
+            print(f"{name}: skipped; it needs network namespaces", flush=True)
             continue
         print(f"{name}: {ROWS[name].what}", flush=True)
         one = await play(name, options.times, proxies=options.proxies, say=_say, keep=options.results)
@@ -57,11 +57,11 @@ def _write(outcomes: list[Outcome], folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make faults", description="Fault runs on real processes with a real etcd.")
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows instead of all")
-    parser.add_argument("--times", type=int, default=0, metavar="N", help="do each so often")
-    parser.add_argument("--proxies", action="store_true", help="cut the network by TCP proxies, not in namespaces")
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="rows to run (default: all)")
+    parser.add_argument("--times", type=int, default=0, metavar="N", help="repetitions of each row (default: by row)")
+    parser.add_argument("--proxies", action="store_true", help="cut the network with TCP proxies instead of namespaces")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results.json and logs")
-    parser.add_argument("--list", action="store_true", help="what rows there are")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     options = parser.parse_args()
     if options.list:
         for row in ROWS.values():
@@ -70,12 +70,12 @@ def main() -> int:
     options.results.mkdir(exist_ok=True)
     why_not = namespaces.why_not()
     if why_not and not options.proxies:
-        print(f"{why_not}: networks are cut by TCP proxies instead", flush=True)
+        print(f"{why_not}; cutting networks with TCP proxies instead", flush=True)
     began = time.monotonic()
     try:
         outcomes = asyncio.run(play_all(options))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("ended; everything that was started is gone", file=sys.stderr)
+        print("interrupted; all processes have ended", file=sys.stderr)
         return 130
     print(f"\n{table(outcomes)}\n\n{time.monotonic() - began:.0f} s; every figure: {options.results / 'results.json'}")
     for one in outcomes:

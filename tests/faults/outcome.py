@@ -1,4 +1,4 @@
-"""What a row of the fault runs came to, as a row of a table and as JSON."""
+"""The outcome of one row of the fault runs, as a row of a table and as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATISTICS = {"p50": statistics.median, "p95": p95, "worst": max}
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that a row's seconds may come to."""
+    """The upper limit of a statistic over the seconds of a row."""
 
     statistic: str
     seconds: float
@@ -43,7 +43,7 @@ class Limit:
 
 @dataclass(slots=True)
 class Outcome:
-    """``wanted``: how often it was to be done. ``network``: what parted the hosts, if anything did."""
+    """``wanted``: number of repetitions. ``network``: what cut hosts off from each other, if the row does that."""
 
     name: str
     what: str
@@ -52,18 +52,18 @@ class Outcome:
     holds: str = ""
     network: str = ""
     seconds: list[float] = field(default_factory=list)
-    """One for each time."""
+    """One for each repetition."""
     exited: list[str] = field(default_factory=list)
-    """Groups that nobody killed and that are gone."""
+    """Groups that exited without being killed."""
     compared: int = 0
-    """Committed steps whose weights were held against another group's."""
+    """Committed steps whose weights were compared with another group's."""
     epochs: int = 0
     quorums: int = 0
     steps: int = 0
     violations: int = 0
     took: float = 0.0
     broken: list[str] = field(default_factory=list)
-    """Promises that did not hold, as sentences."""
+    """Broken promises, as sentences."""
 
     def take(self, report: Report | None) -> None:
         if report is None:
@@ -73,15 +73,15 @@ class Outcome:
             self.epochs, self.quorums, self.steps = job.epochs, job.quorums, job.steps
 
     def judge(self) -> None:
-        """Adds to ``broken`` what the figures say."""
+        """Add the promises to ``broken`` that the figures contradict."""
         if self.exited:
             self.broken.append(f"trainers exited: {', '.join(self.exited)}")
         if self.limit is not None and self.seconds:
             found = STATISTICS[self.limit.statistic](self.seconds)
             if found > self.limit.seconds:
-                self.broken.append(f"{self.limit}, and it was {found:.2f} s")
+                self.broken.append(f"{self.limit.statistic} is {found:.2f} s (limit {self.limit.seconds:g} s)")
         if len(self.seconds) < self.wanted and not self.broken:
-            self.broken.append(f"done {len(self.seconds)} times of {self.wanted}")
+            self.broken.append(f"repeated {len(self.seconds)} times of {self.wanted}")
         if not self.compared and not self.broken:
             self.broken.append("no weights were compared")
 

@@ -1,4 +1,4 @@
-"""``make faults`` as a command: one short row for real, a promise that breaks, Ctrl-C in the middle."""
+"""``make faults`` as a command: one short row, a broken promise, and Ctrl-C in the middle of a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.faults.outcome import Limit, Outcome, table
-from tests.faults.rows import ROWS, Row, Run
+from tests.faults.row import Row, Run
+from tests.faults.rows import ROWS
 from tests.support.jobs.job import Job
 from tests.support.network.namespaces import FOLDER
 from tests.support.services.command import killed_at_the_end
@@ -29,7 +30,7 @@ def faults(repository: Path, *flags: str) -> AbstractAsyncContextManager[asyncio
 
 @pytest.mark.training
 @pytest.mark.timeout(300)
-async def test_a_row_is_played_and_written_down(repository: Path, tmp_path: Path) -> None:
+async def test_a_row_runs_and_is_recorded(repository: Path, tmp_path: Path) -> None:
     flags = ("--only", "group_killed", "--times", "1", "--results", str(tmp_path))
     async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
         said, _ = await process.communicate()
@@ -59,7 +60,7 @@ async def test_ctrl_c_in_the_middle_leaves_nothing(repository: Path, tmp_path: P
     assert not list(FOLDER.glob(f"keepstep-{process.pid}-*"))
 
 
-async def test_a_row_that_fails_is_a_broken_promise_and_not_the_end() -> None:
+async def test_an_error_in_a_row_is_a_broken_promise() -> None:
     async def fail(_: Run) -> None:
         raise AssertionError("not seen\nand what was printed")
 
@@ -69,7 +70,7 @@ async def test_a_row_that_fails_is_a_broken_promise_and_not_the_end() -> None:
     assert "and what was printed" in said[0]
 
 
-async def test_a_history_that_is_wrong_is_a_figure_of_its_row_too() -> None:
+async def test_the_violations_of_a_history_are_counted() -> None:
     line = {"job": "job", "replica_id": "r0:1", "group_rank": 0, "event": "started", "step": 0, "lineage": "r0:1"}
     job = Job()
     with pytest.raises(AssertionError, match="gap"):
@@ -81,23 +82,23 @@ async def test_a_history_that_is_wrong_is_a_figure_of_its_row_too() -> None:
     assert one.violations == 1
 
 
-def test_a_promise_that_does_not_hold_is_told() -> None:
+def test_broken_promises_are_listed() -> None:
     one = Outcome("x", "something", 3, Limit("p95", 1.0), seconds=[0.1, 0.2, 3.0], exited=["b"], compared=5)
     one.judge()
-    assert one.broken == ["trainers exited: b", "p95 at most 1 s, and it was 3.00 s"]
+    assert one.broken == ["trainers exited: b", "p95 is 3.00 s (limit 1 s)"]
     assert "**broken**" in table([one])
 
 
-def test_a_row_that_was_not_done_as_often_as_asked_or_compared_nothing_did_not_hold() -> None:
+def test_a_row_with_too_few_repetitions_or_comparisons_is_broken() -> None:
     few = Outcome("x", "something", 3, None, seconds=[0.1], compared=5)
     nothing = Outcome("x", "something", 1, None, seconds=[0.1])
     for one in (few, nothing):
         one.judge()
-    assert few.broken == ["done 1 times of 3"]
+    assert few.broken == ["repeated 1 times of 3"]
     assert nothing.broken == ["no weights were compared"]
 
 
-def test_a_row_that_held_is_a_line_of_the_table() -> None:
+def test_an_outcome_is_a_row_of_the_table() -> None:
     one = Outcome("x", "something", 2, Limit("worst", 1.0), "it lives", seconds=[0.1, 0.2], compared=1234)
     one.steps, one.epochs = 2000, 3
     one.judge()

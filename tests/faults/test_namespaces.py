@@ -1,4 +1,4 @@
-"""Hosts in network namespaces: they reach each other, a cut drops everything, and nothing is left of them."""
+"""Hosts in network namespaces: they reach each other, a cut drops all packets, and clean-up leaves nothing."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def on(host: Host, script: str, address: str) -> AbstractAsyncContextManager[asy
     return killed_at_the_end(*command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-async def until_it_listens(host: Host) -> None:
+async def until_listening(host: Host) -> None:
     async with asyncio.timeout(DEADLINE):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host.address, 7)
             except OSError:
-                await asyncio.sleep(0.02)  # it does not tell that it listens
+                await asyncio.sleep(0.02)  # the port is the only sign of it
             else:
                 writer.close()
                 await writer.wait_closed()
                 return
 
 
-async def said(process: asyncio.subprocess.Process, text: bytes) -> bytes:
+async def reply(process: asyncio.subprocess.Process, text: bytes) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(text)
@@ -69,25 +69,25 @@ async def said(process: asyncio.subprocess.Process, text: bytes) -> bytes:
         return await process.stdout.readline()
 
 
-async def test_a_cut_holds_what_two_hosts_say_and_no_other(network: Namespaces) -> None:
+async def test_a_cut_holds_back_the_packets_of_two_hosts_only(network: Namespaces) -> None:
     server, near, far = [network.host(name) for name in ("server", "near", "far")]
     async with on(server, ECHO, server.address):
-        await until_it_listens(server)
-        # one connection at a time is served: the second is made when the first has ended
+        await until_listening(server)
+        # the server takes one connection at a time, so the second begins when the first has ended
         async with on(near, ASK, server.address) as asker:
-            assert await said(asker, b"before\n") == b"before\n"
+            assert await reply(asker, b"before\n") == b"before\n"
             network.cut("server", "near")
-            answer = asyncio.create_task(said(asker, b"during\n"))
-            done, _ = await asyncio.wait([answer], timeout=0.5)  # nothing tells that nothing comes
+            answer = asyncio.create_task(reply(asker, b"during\n"))
+            done, _ = await asyncio.wait([answer], timeout=0.5)  # no event shows that nothing arrives
             assert not done
             network.mend()
             assert await answer == b"during\n"
         network.cut("server", "near")
         async with on(far, ASK, server.address) as asker:
-            assert await said(asker, b"others\n") == b"others\n"
+            assert await reply(asker, b"others\n") == b"others\n"
 
 
-def test_whatever_runs_on_a_host_ends_with_it() -> None:
+def test_processes_on_a_host_end_with_it() -> None:
     with Namespaces() as network:
         host = network.host("a")
         left = subprocess.Popen([*host.command, "sleep", "1000"])
@@ -96,7 +96,7 @@ def test_whatever_runs_on_a_host_ends_with_it() -> None:
     assert not Path(host.namespace).exists()
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+def test_the_next_process_removes_the_hosts_of_a_killed_one() -> None:
     script = "import os, signal; from tests.support.network import namespaces as n; x = n.Namespaces().__enter__()"
     script += "; h = x.host('a').namespace; print(h)"
     script += "; import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -110,5 +110,5 @@ def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     left = Path(done.stdout.decode().strip())
     assert done.returncode == -signal.SIGKILL
     assert left.name.endswith("-a")
-    with Namespaces():  # or one of another process, a moment before
+    with Namespaces():  # another process may have removed it already
         assert not left.exists()

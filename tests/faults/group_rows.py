@@ -1,0 +1,149 @@
+"""Fault runs that hit groups, their network, and the relay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+
+from tests.faults.row import STEPS_AFTER, TURN_SECONDS, Run, first_event_after
+from tests.support.jobs.job import DEADLINE, Group
+from tests.support.jobs.mesh import Mesh
+from tests.support.services.relay_driver import metric, relay_process
+
+PARTED_SECONDS = 20.0
+"""Less than the collective timeout of ``trainer.py``."""
+SEVERAL_CHUNKS = {"TRAINER_WIDTH": "12000"}
+"""10 MiB of state."""
+SETTLING_HEALS = 20
+"""Heals after which a trainer uses no more resources, except for ``MAX_GROWTH_BYTES``."""
+MAX_GROWTH_BYTES = 128 << 20
+
+# ---- groups
+
+
+async def group_and_leader_killed(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, (a, b, c)):
+        for _ in run.turns:
+            leader = await mesh.leader(followed=True)
+            async with run.gap(mesh, a, b):
+                c.kill()
+                await mesh.stop_node(leader, signal.SIGKILL)
+                await mesh.restart_node(leader)
+            await mesh.start("c")
+            await mesh.advance(a, b, c)
+
+
+async def group_killed(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            async with run.gap(mesh, *others):
+                victim.kill()
+            await mesh.start(victim.name)
+            await mesh.advance(*groups)
+
+
+async def group_frozen(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            async with run.gap(mesh, *others):
+                victim.kill(number=signal.SIGSTOP)
+            victim.kill(number=signal.SIGCONT)
+            await mesh.advance(*groups)
+
+
+async def group_isolated(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            async with run.gap(mesh, *others):
+                mesh.isolate(victim)
+            mesh.mend()
+            await mesh.advance(*groups)
+
+
+async def groups_parted(run: Run) -> None:
+    async with run.mesh("a", "b", "c") as (mesh, groups):
+        for turn in run.turns:
+            one, other = groups[turn % 3], groups[(turn + 1) % 3]
+            async with asyncio.timeout(TURN_SECONDS):
+                mesh.part(one, other)
+                await asyncio.sleep(PARTED_SECONDS)  # the row measures a partition of this length
+                mesh.mend()
+                mended = time.time()
+                await mesh.advance(*groups, steps=STEPS_AFTER)
+            run.note(first_event_after(mended, *groups) - mended)
+
+
+# ---- relays
+
+
+async def relay_killed(run: Run) -> None:
+    at = random.Random(1)
+    async with run.mesh("a", "b", "c", **SEVERAL_CHUNKS) as (mesh, groups):
+        for turn in run.turns:
+            victim = groups[turn % 3]
+            others = [group for group in groups if group is not victim]
+            async with _relay(mesh) as (relay, _):
+                victim.kill()
+                await mesh.advance(*others)
+                heals = _heals(mesh, victim)
+                async with run.gap(mesh, *others):
+                    await mesh.start(victim.name, **SEVERAL_CHUNKS)
+                    await mesh.until(lambda group=victim: group.lines[-1]["event"] == "started", "it started")
+                    await asyncio.sleep(at.uniform(0.0, 0.3))  # any moment of the heal
+                    relay.kill()
+                    await mesh.advance(*groups, steps=1)
+                assert _heals(mesh, victim) > heals, "it did not heal"
+
+
+async def healed_through_relay(run: Run) -> None:
+    async with run.mesh("a", "b", "c", **SEVERAL_CHUNKS) as (mesh, groups), _relay(mesh) as (_, url):
+        survivor, victim = psutil.Process(groups[0].ranks[0].pid), groups[2]
+        settled: tuple[int, int, int] | None = None
+        for turn in run.turns:
+            sent = await metric(url, "sent_bytes_total")
+            async with asyncio.timeout(TURN_SECONDS):
+                victim.kill()
+                await mesh.advance(*groups[:2], steps=1)
+                since = time.time()
+                await mesh.start(victim.name, **SEVERAL_CHUNKS)
+                await mesh.advance(*groups, steps=1)
+            run.note(max(group.longest_gap(since) for group in groups[:2]))
+            assert await metric(url, "sent_bytes_total") > sent, "it did not heal through the relay"
+            if turn == SETTLING_HEALS:
+                settled = _resources(survivor)
+        if settled is not None:
+            threads, descriptors, memory = _resources(survivor)
+            assert threads <= settled[0], f"{threads} threads, after {SETTLING_HEALS} heals {settled[0]}"
+            assert descriptors <= settled[1], f"{descriptors} descriptors, after {SETTLING_HEALS} heals {settled[1]}"
+            assert memory <= settled[2] + MAX_GROWTH_BYTES, f"{memory} bytes, after {SETTLING_HEALS} heals {settled[2]}"
+
+
+@asynccontextmanager
+async def _relay(mesh: Mesh) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """Run a relay that is registered with the lighthouse."""
+    async with relay_process("--lighthouse", mesh.address) as (process, url):
+        async with asyncio.timeout(DEADLINE):
+            while not await metric(url, "registered"):  # noqa: ASYNC110 - nothing to wait on
+                await asyncio.sleep(0.02)
+        yield process, url
+
+
+def _heals(mesh: Mesh, group: Group) -> int:
+    return (mesh.logs / f"{group.name}.jsonl").read_text().count('"healed"')
+
+
+def _resources(process: psutil.Process) -> tuple[int, int, int]:
+    """Numbers of threads and descriptors, and resident bytes."""
+    return process.num_threads(), process.num_fds(), process.memory_info().rss
