@@ -1,4 +1,4 @@
-"""What a training script calls: begin a step, average over the groups, commit.
+"""The Manager, which training scripts call: begin a step, average over the groups, commit.
 
     start_quorum    request the quorum; wait for it and heal in a synchronous or first step
     allreduce       wait for the quorum and the process group, then average over the groups that take part
@@ -359,7 +359,7 @@ class Manager:
         """Wait for the quorum and for the process group.
 
         Raises:
-            Exception: the reason why there is no quorum, or why the process group could not be built.
+            Exception: the reason why no quorum formed, or why the process group could not be built.
         """
         self._current().wait_plan()
         error = self.errored()
@@ -415,7 +415,7 @@ class Manager:
         that allows it.
 
         Nothing checks the declaration. After the step **all** registered state must be equal bit for bit: parameters,
-        buffers, state of optimizers. What differs stays different until ``keepstep verify-replicas`` finds it. A group
+        buffers, state of optimizers. A difference stays until ``keepstep verify-replicas`` finds it. A group
         that calls this and a group that does not never count as equal after the step; some of them heal.
         """
         self._current().synchronized = True

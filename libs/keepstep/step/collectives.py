@@ -110,7 +110,7 @@ class Collectives:
                 self._report(broken)
 
     def synchronize_device(self) -> None:
-        """Wait for the current CUDA stream, if there is one."""
+        """Wait for the current CUDA stream, if this process uses CUDA."""
         if self._context.reconfigurer.device is not None:
             torch.cuda.current_stream().synchronize()
 

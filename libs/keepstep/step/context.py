@@ -101,7 +101,7 @@ class StepContext:
         raise error
 
     def raise_fatal(self) -> None:
-        """Raise the error that ended training here, if there was one."""
+        """Raise the error that ended training in this process, if any."""
         if self.fatal is not None:
             raise self.fatal
 

@@ -1,7 +1,7 @@
-"""The state that heals: the user's named parts and the Manager's own. On the training thread only.
+"""The live state: the user's named parts and the Manager's own. On the training thread only.
 
-A snapshot taken beside a running forward pass is torn, and FSDP's ``state_dict`` is collective; so both giving and
-taking happen where the training thread stands between two passes.
+A snapshot during a forward pass would be torn, and FSDP's ``state_dict`` is collective. So the state is read and loaded
+only when the training thread is between two passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class LiveState:
     """Named parts of a group's state.
 
     Args:
-        save_manager, load_manager: the Manager's own part.
+        save_manager: returns the Manager's own part.
+        load_manager: loads it.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class LiveState:
         self._save_manager = save_manager
         self._load_manager = load_manager
         self.readable = True
+        """False: the state is in the middle of a change, and reading it is an error."""
 
     def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any], replace: bool = False) -> None:
-        """ValueError when ``key`` is taken and not to be replaced."""
+        """Add a part. ValueError if ``key`` is registered already and ``replace`` is False."""
         if key in self._parts and not replace:
             raise ValueError(f"a state is registered as {key!r} already; give each part a key of its own")
         self._parts[key] = _Part(load, save)
@@ -46,18 +48,20 @@ class LiveState:
     def stage(
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
     ) -> None:
-        """Snapshots the state for those who heal from this group; returns when the copy is made."""
+        """Hand a snapshot of the state to ``transport``. Return when the snapshot is made."""
         self._check_readable("another group has to heal from this one")
         transport.send_checkpoint(destinations, step, self._save(), timeout)
 
     def root(self) -> bytes:
-        """The root digest of what would be staged now, without a copy of it."""
+        """Compute the root digest of the state, without a copy of it."""
         self._check_readable("the lighthouse compares the states of all groups")
         return state_root(self._save())
 
     def _check_readable(self, occasion: str) -> None:
         if not self.readable:
-            raise KeepstepError(f"{occasion}, but disallow_state_dict_read() is in force")
+            raise KeepstepError(
+                f"{occasion}, but disallow_state_dict_read() is in force; call allow_state_dict_read() first"
+            )
 
     def _save(self) -> dict[str, Any]:
         return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}
@@ -72,7 +76,21 @@ class LiveState:
         progress: Progress,
         limit: timedelta | None = None,
     ) -> None:
-        """Takes over the state of ``source`` (its replica_rank), into our own tensors where they fit."""
+        """Receive and load the state of another group, into this group's own tensors where they fit.
+
+        Args:
+            transport: receives the state.
+            source: replica_rank of the group that sends it.
+            metadata: of its transport.
+            step: of the state.
+            timeout: limit of a receive without progress.
+            progress: called with the bytes received so far and in all.
+            limit: of the whole receive; None: none.
+
+        Raises:
+            TransferError, TimeoutError: the state was not received.
+            KeepstepError: this group has registered other parts than the source.
+        """
         if getattr(transport, "accepts_into", False):
             state = transport.recv_checkpoint(
                 source, metadata, step, timeout, into=self._save(), progress=progress, limit=limit

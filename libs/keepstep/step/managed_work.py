@@ -1,4 +1,4 @@
-"""The Work that ``Manager.allreduce`` returns: an error is reported to the Manager, never raised."""
+"""The Work that ``Manager.allreduce`` returns. It reports an error to the Manager, and never raises it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ManagedWork(dist.Work):
     """One collective under a Manager.
 
     Args:
-        work: the collective of the process group; None: there is nothing to wait for.
+        work: the collective of the process group; None: no collective was started.
         value: the value of the future, whether the collective succeeds or not.
         finish: called once after success, before the future completes (the division of an average).
         report: called with the error of the collective.
@@ -46,7 +46,7 @@ class ManagedWork(dist.Work):
             try:
                 source.value()
                 finish()
-            except Exception as error:  # noqa: BLE001  a collective may fail in any way; the step then does not commit
+            except Exception as error:  # noqa: BLE001  whatever the error is, the step does not commit
                 self._ok = False
                 report(error)
             return value

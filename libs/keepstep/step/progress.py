@@ -1,6 +1,6 @@
-"""Where a replica group stands: its committed steps, and which weights it holds. Pure.
+"""The progress of a replica group: its committed steps, and the lineage of its weights. Pure.
 
-Equal (step, lineage) means equal weights in all groups; ``protocol.lineage`` says what lineages there are.
+Equal (step, lineage) means equal weights in all groups; ``protocol.lineage`` lists the lineages.
 """
 
 from __future__ import annotations
@@ -13,71 +13,87 @@ from keepstep_mesh.protocol.membership import Lineage
 
 
 class GroupProgress:
-    """``lineage``: of the weights that the group starts with."""
+    """Steps, batches and lineage of one group. ``lineage``: of the weights that the group starts with."""
 
     def __init__(self, replica_id: str, lineage: Lineage) -> None:
         self.step = 0
         self.batches_committed = 0
         self.lineage = lineage
         self.commit_failures = 0
-        """In a row."""
+        """Number of discarded steps in a row."""
         self._replica_id = replica_id
         self._fell_behind = 0
-        """How often. So no two states of this group, or of checkpoints of it, are taken for one."""
+        """Number of times; part of the lineage, so that different states of this group have different lineages."""
 
     def state_dict(self) -> dict[str, Any]:
-        """``step``, ``batches_committed`` and, once there was a commit, ``lineage``."""
+        """Return ``step``, ``batches_committed`` and, after the first commit, ``lineage``."""
         state: dict[str, Any] = {"step": self.step, "batches_committed": self.batches_committed}
         if (lineage := lineages.saved(self.lineage)) is not None:
             state["lineage"] = lineage
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over the state of another group. The caller knows its lineage."""
+        """Load the state of another group. The caller sets its lineage."""
         self.step = int(state["step"])
         self.batches_committed = int(state["batches_committed"])
 
     def resume(self, state: dict[str, Any]) -> None:
-        """From a checkpoint; torchft's has no lineage."""
+        """Load a checkpoint of the user. One of torchft has no lineage."""
         self.load(state)
         if self.step or "lineage" in state:
             self.lineage = lineages.loaded(state.get("lineage", ""))
 
     def tear(self) -> None:
-        """The state is of no step any more."""
+        """Mark the state as torn."""
         self.step, self.lineage = 0, f"{TORN}{self._replica_id}"
 
     def diverge(self) -> None:
-        """The weights are whole, and were found to differ from those of the other groups."""
+        """Mark the weights as diverged: complete, and different from those of the other groups."""
         self.lineage = f"{DIVERGED}{self._replica_id}"
 
     @property
     def torn(self) -> bool:
+        """Whether the state is torn."""
         return is_torn(self.lineage)
 
     def commit(self, quorum_id: int, participants: int, *, behind: bool) -> None:
-        """``behind``: the group took part as it was, without healing, and still holds other weights than the cohort."""
+        """Count a committed step.
+
+        Args:
+            quorum_id: of the step.
+            participants: number of groups that took part.
+            behind: the group took part without healing, and still has other weights than the cohort.
+        """
         self.step += 1
         self.batches_committed += participants
         self.commit_failures = 0
         if not behind:
             self.lineage = lineages.committed(self.lineage, quorum_id)
-        elif not self._keeps_apart():
+        elif not self._has_own_lineage():
             self._fell_behind += 1
             self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
 
-    def _keeps_apart(self) -> bool:
-        """Its lineage equals nobody's as it is."""
+    def _has_own_lineage(self) -> bool:
+        """Whether no other group can have this lineage."""
         own = isinstance(self.lineage, str) and self.lineage.startswith(f"{BEHIND}{self._replica_id}:")
         return own or lineages.is_diverged(self.lineage) or is_torn(self.lineage)
 
     def commit_synchronized(
         self, step: int, lineage: Lineage, batches_committed: int, quorum_id: int, participants: int
     ) -> None:
-        """As all groups that were made equal in that step, from the reference state's first three."""
+        """Count a committed step that made all groups equal.
+
+        Args:
+            step: of the reference state.
+            lineage: of the reference state.
+            batches_committed: of the reference state.
+            quorum_id: of the step.
+            participants: number of groups that took part.
+        """
         self.step, self.batches_committed = step + 1, batches_committed + participants
         self.lineage = lineages.committed(lineage, quorum_id, synchronized=True)
         self.commit_failures = 0
 
     def discard(self) -> None:
+        """Count a discarded step."""
         self.commit_failures += 1

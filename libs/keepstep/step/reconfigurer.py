@@ -1,7 +1,7 @@
-"""Keeps the process group in line with the quorum, and ends what is in flight when a member is lost.
+"""Rebuild the process group for each quorum, and abort it when a member is lost.
 
-A group is built once for each quorum_id, in a thread of its own because building blocks. After an abort it is of no use
-under that quorum_id any more (``broken``): the next request has to bring a new one.
+The process group is built once for each quorum_id, in a thread of its own because building blocks. After an abort it
+cannot be used under that quorum_id (``broken``); the next request must get a new quorum_id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.security.tokens import ClientToken
 
 REMEMBERED = 64
-"""Quorums of which a loss is remembered: the news may come before the quorum's own answer was acted upon."""
+"""Number of quorums whose loss is kept: the loss may arrive before the answer of its quorum is handled."""
 
 
 class Reconfigurer:
@@ -31,12 +31,15 @@ class Reconfigurer:
 
     Args:
         pg: reconfigured, aborted and shut down here.
-        job, group_rank, group_world_size, replica_id: who meets whom.
-        token: for the members' rendezvous.
-        host: our own address, which the group's sockets bind to.
-        key_values: the rendezvous table of this process, when it serves one (rank 0).
-        own_address: where that table is served.
-        timeout: of building a group.
+        job: name of the job.
+        replica_id: of this group.
+        group_rank: of this process within its group.
+        group_world_size: number of ranks in the group.
+        token: for the rendezvous of the members.
+        host: address of this process, which the sockets of the process group bind to.
+        key_values: the rendezvous table, if this process serves one (rank 0).
+        own_address: of that table.
+        timeout: of a rebuild.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Reconfigurer:
         self._own_address = own_address
         self._timeout = timeout
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        """CUDA device of the training thread, which the building thread takes over; None without one."""
+        """CUDA device of the training thread, which the building thread uses too; None without one."""
         self._lock = threading.Lock()
         self._quorum_id = -1
         self._generation = 0
@@ -77,11 +80,18 @@ class Reconfigurer:
 
     @property
     def broken(self) -> bool:
-        """The group was aborted, or could not be built: only a new quorum_id helps."""
+        """Whether the process group was aborted or could not be built, so that it needs a new quorum_id."""
         return self._broken
 
     async def follow(self, plan: QuorumPlan) -> bool:
-        """Builds the group of ``plan`` unless it stands; True if it had to. Raises what kept it from being built."""
+        """Build the process group of ``plan``, unless it is built already.
+
+        Returns:
+            Whether it was built now.
+
+        Raises:
+            Exception: the reason why it could not be built.
+        """
         if plan.quorum_id == self._quorum_id and not self._broken:
             return False
         await asyncio.wrap_future(_in_thread("keepstep-reconfigure", lambda: self._build(plan)))
@@ -89,14 +99,14 @@ class Reconfigurer:
 
     def _build(self, plan: QuorumPlan) -> None:
         with self._building:
-            self._build_alone(plan)
+            self._build_locked(plan)
 
-    def _build_alone(self, plan: QuorumPlan) -> None:
+    def _build_locked(self, plan: QuorumPlan) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)
         with self._lock:
             self._generation += 1
-            self._broken = True  # until it is built: an abort now could only hit what is to come
+            self._broken = True  # until it is built, so that an abort does not hit the new process group
             aborts, self._aborts = self._aborts, []
         concurrent.futures.wait(aborts, self._timeout.total_seconds())
         version = min(member.info.rendezvous for member in plan.members)
@@ -121,7 +131,7 @@ class Reconfigurer:
             self._raise_if_lost(plan.quorum_id)
 
     def _check_room(self, plan: QuorumPlan, version: int) -> None:
-        """Every member comes to the same result, so that nobody waits for who found the rendezvous full."""
+        """Raise if the rendezvous is too small. All members compute the same, so no member waits for another."""
         if not isinstance(self.pg, ProcessGroup):
             return
         groups, ranks = plan.replica_world_size, self._group_world_size
@@ -131,10 +141,10 @@ class Reconfigurer:
         remedy = "use fewer groups or fewer ranks in each"
         if version < VERSION:
             old = next(member.replica_id for member in plan.members if member.info.rendezvous == version)
-            remedy = f"{old} runs an older keepstep, which stores more for each group: update it, or {remedy}"
+            remedy = f"{old} runs an older keepstep, which stores more for each group; update it, or {remedy}"
         raise KeepstepError(
-            f"{groups} groups of {ranks} ranks need {need / 1e6:.1f} MB at the rendezvous of a rebuild, which holds "
-            f"{MAX_TOTAL_BYTES / 1e6:.1f} MB: {remedy}"
+            f"{groups} groups of {ranks} ranks need {need / 1e6:.1f} MB at the rendezvous of a rebuild (limit: "
+            f"{MAX_TOTAL_BYTES / 1e6:.1f} MB): {remedy}"
         )
 
     def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
@@ -143,7 +153,7 @@ class Reconfigurer:
             self.pg.set_timeout(self._timeout)
         extra = (
             {"store": store, "host": self._host} if isinstance(self.pg, ProcessGroup) else {}
-        )  # else torchft's contract
+        )  # a process group written for torchft does not know these
         configure: Callable[..., None] = self.pg.configure  # type: ignore[attr-defined]
         configure(
             address,
@@ -163,20 +173,20 @@ class Reconfigurer:
             raise KeepstepError("the Manager was shut down")
         if quorum_id in self._lost:
             self._broken = True
-            raise KeepstepError(f"quorum {quorum_id} is over already: {self._lost[quorum_id]}")
+            raise KeepstepError(f"quorum {quorum_id} has ended already: {self._lost[quorum_id]}")
 
     def lost(self, quorum_id: int, reason: str) -> None:
-        """A member of this quorum is gone: ends what waits for it. Any thread."""
+        """Abort the process group if it belongs to ``quorum_id``, which has lost a member. From any thread."""
         with self._lock:
             self._lost[quorum_id] = reason
             while len(self._lost) > REMEMBERED:
                 del self._lost[next(iter(self._lost))]
-            concerned = quorum_id == self._quorum_id
-        if concerned:
+            is_current = quorum_id == self._quorum_id
+        if is_current:
             self.abort(reason)
 
     def abort(self, reason: str) -> None:
-        """Frees everybody who waits in the group, here and, as its connections end, at its peers. Any thread."""
+        """End all collectives of the process group here and, as the connections end, at its peers. From any thread."""
         with self._lock:
             if self._broken or self._quorum_id < 0:
                 return
@@ -195,7 +205,7 @@ class Reconfigurer:
             self.pg.abort()
 
     def shutdown(self) -> None:
-        """Ends the group, and whoever builds or aborts it."""
+        """End the process group, and the threads that build or abort it."""
         with self._lock:
             self._closed = True
         self.abort("shutting down")
@@ -208,9 +218,7 @@ class Reconfigurer:
 
 
 def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future[None]:
-    """Runs ``work`` in a daemon thread: an executor's would be waited for at the end of a script, before it can
-    abort.
-    """
+    """Run ``work`` in a daemon thread. The end of a script would wait for an executor's thread before it can abort."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
@@ -218,7 +226,7 @@ def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future
             return
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  the waiting thread gets it
             done.set_exception(error)
         else:
             done.set_result(None)

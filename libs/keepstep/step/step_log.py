@@ -1,15 +1,16 @@
-"""What became of each step, as JSON lines for programs (``KEEPSTEP_STEP_LOG=<path>``). Nothing is written without it.
+"""A log of all steps as JSON lines, for programs (``KEEPSTEP_STEP_LOG=<path>``). Without the variable it is off.
 
 Each line: ``t`` (Unix seconds), ``job``, ``replica_id``, ``group_rank``, ``n`` (1, 2, 3 ... of this process, so that a
-missing line shows), ``event``, ``step`` (committed steps after the event), ``quorum_id``, and what the event adds:
+missing line shows), ``event``, ``step`` (committed steps after the event), ``quorum_id``, and the fields of the event:
 
-* ``started``, ``loaded`` (the user's checkpoint), ``torn`` (its state is of no step now), ``diverged`` (its weights
-  were found to differ from the others'): ``lineage`` that it holds
-* ``quorum`` (this group is in it, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
-* ``healed``: ``epoch``, ``lineage`` taken over, ``source``, ``seconds``, ``bytes``
-* ``committed``: ``epoch``, ``participants``, ``lineage`` of the state that it started from; only where it is so:
-  ``behind`` (it took part without healing), ``synchronized`` (the script said that all are equal after it),
-  ``new_lineage`` (if it is not the quorum_id)
+* ``started``, ``loaded`` (the user's checkpoint), ``torn``, ``diverged`` (the weights were found to differ from those
+of
+  the other groups): ``lineage`` of this group
+* ``quorum`` (the quorum has formed, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
+* ``healed``: ``epoch``, ``lineage`` of the loaded state, ``source``, ``seconds``, ``bytes``
+* ``committed``: ``epoch``, ``participants``, ``lineage`` of the state before the step; only if true: ``behind`` (the
+  group took part without healing), ``synchronized`` (the script declared all groups equal after the step); and
+  ``new_lineage``, if it is not the quorum_id
 * ``discarded``: ``epoch``, ``reason``
 
 ``keepstep check-history`` reads it.
@@ -32,7 +33,7 @@ STEP_LOG_ENV = "KEEPSTEP_STEP_LOG"
 
 
 class StepLog:
-    """Appends one line an event; several processes may share a file. ValueError for a file that cannot be written."""
+    """Appends one line for each event. Several processes may share a file. ValueError if it cannot be opened."""
 
     def __init__(self, job: str, replica_id: str, group_rank: int) -> None:
         path = os.environ.get(STEP_LOG_ENV)
@@ -40,17 +41,18 @@ class StepLog:
         self._lock = threading.Lock()
         self._lines = 0
         self._full = False
-        """The last line could not be written, which was logged."""
+        """Whether the last line could not be written; this was logged."""
         self._cut = False
-        """What is in the file ends in the middle of a line."""
+        """Whether the file ends in the middle of a line."""
         self._plan: QuorumPlan | None = None
-        """The plan of the quorum before, written or equal to what was written."""
+        """The last plan, written or equal to the one that was written."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
         except OSError as error:
-            raise ValueError(f"{STEP_LOG_ENV}={path} cannot be written: {error.strerror}") from error
+            raise ValueError(f"{STEP_LOG_ENV}={path} cannot be opened for writing: {error.strerror}") from error
 
     def write(self, event: str, step: int, quorum_id: int, **detail: object) -> None:
+        """Append a line. From any thread; does nothing if the log is off."""
         if self._file < 0:
             return
         with self._lock:
@@ -74,16 +76,17 @@ class StepLog:
             self._full = False
 
     def quorum(self, step: int, plan: QuorumPlan, *, built: bool) -> None:
-        """Written when its process group was ``built``, or anything of it differs from the one before."""
+        """Append a line if the process group was ``built``, or the quorum differs from the last one."""
         if self._file < 0:
             return
-        before, self._plan = self._plan, plan  # an equal one too: lists that are one object are not compared
+        before, self._plan = self._plan, plan  # an equal one too, so that the next comparison sees the same list object
         if not (built or _differ(before, plan)):
             return
         members = list(plan.replica_ids)
         self.write("quorum", step, plan.quorum_id, epoch=plan.epoch, members=members, participants=len(members))
 
     def close(self) -> None:
+        """Close the file. Later lines are dropped."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

@@ -1,6 +1,6 @@
-"""What the metrics service is told of a group's steps, by its rank 0 in the background. Nothing waits for it.
+"""Send records of a group's steps to the metrics service, from rank 0 and in the background.
 
-Without a metrics service that registered with the lighthouse the newest records wait, a few megabytes at most.
+Until a metrics service has registered with the lighthouse, the newest records are kept (a few megabytes).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from keepstep_mesh.security.tls import as_safe
 from keepstep_mesh.telemetry.record_sender import Sender
 
 GOODBYE_SECONDS = 1.0
+"""Limit for sending the last records."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Of one attempt, as the training thread saw it."""
+    """Times of one attempt on the training thread."""
 
     began: float
-    """``time.monotonic()``, as ``launched``."""
+    """``time.monotonic()``."""
     quorum_seconds: float = 0.0
-    """Waited for the quorum."""
+    """Time that the training thread waited for the quorum."""
     heal_seconds: float = 0.0
     launched: float | None = None
-    """When its last collective began."""
+    """``time.monotonic()`` when the last collective began."""
 
 
 class StepTelemetry:
-    """Rank 0 tells; other ranks' calls do nothing."""
+    """On rank 0, sends records; on other ranks, does nothing."""
 
     def __init__(self, mesh: LoopThread, link: RankLink, settings: LinkSettings) -> None:
         self._mesh = mesh
@@ -45,7 +46,7 @@ class StepTelemetry:
         self._asked = settings.session.addresses[0]
         self._values: dict[str, float] = {}
         self._ended: float | None = None
-        """The step before, on the monotonic clock."""
+        """``time.monotonic()`` at the end of the last step."""
         self._sender: Sender | None = None
         if settings.rank == 0:
             identity = Identity(settings.token, settings.session.tls)
@@ -58,18 +59,18 @@ class StepTelemetry:
         return None if address is None else as_safe(address, self._asked)
 
     def values(self, values: dict[str, float]) -> None:
-        """Go with the step that ends next."""
+        """Send ``values`` with the step that ends next."""
         self._values.update(values)
 
     def state(self, state: str) -> None:
-        """What the group does from now on, of what takes long enough to be seen before the step ends."""
+        """Record what the group does from now on, such as ``waiting_quorum``."""
         if self._sender is not None:
             self._sender.record(StateRecord(t=time.time(), state=state))
 
     def step(
         self, times: StepTimes, step: int, quorum_id: int, participants: int, *, committed: bool, reason: str = ""
     ) -> None:
-        """A step has ended. ``step``: committed steps after it."""
+        """Record the end of a step. ``step``: number of committed steps after it."""
         now, before = time.monotonic(), times.began if self._ended is None else self._ended
         self._ended = now
         if self._sender is None:
@@ -94,7 +95,7 @@ class StepTelemetry:
         )
 
     def close(self) -> None:
-        """Sends what waits, within ``GOODBYE_SECONDS``."""
+        """Send the records that are left, within ``GOODBYE_SECONDS``."""
         if self._sender is None:
             return
         self._running.cancel()
@@ -103,5 +104,5 @@ class StepTelemetry:
 
     @staticmethod
     async def _flush(sender: Sender) -> None:
-        await asyncio.sleep(0)  # the batch under way is given up first; what came twice is counted once
+        await asyncio.sleep(0)  # lets the cancelled batch end; the service counts a record that comes twice once
         await sender.flush(GOODBYE_SECONDS)

@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         "a group that takes part behind keeps its lineage",
         "libs/keepstep/step/progress.py",
-        "        elif not self._keeps_apart():\n",
+        "        elif not self._has_own_lineage():\n",
         "        elif self.step < 0:\n",
         Test(HISTORIES),
     ),

@@ -120,7 +120,7 @@ async def test_a_world_that_the_rendezvous_cannot_hold_is_refused_before_anybody
     builder = reconfigurer(server, wrap(ProcessGroupGloo()), ranks=8)
     with pytest.raises(
         KeepstepError,
-        match=r"1100 groups of 8 ranks need 80\.\d MB at the rendezvous of a rebuild, which holds 67\.1 MB.*"
+        match=r"1100 groups of 8 ranks need 80\.\d MB at the rendezvous of a rebuild \(limit: 67\.1 MB\).*"
         r"g00001 runs an older keepstep.* update it",
     ):
         await asyncio.wait_for(builder.follow(plan_of(1100, versions=(2, 1))), 10)

@@ -54,7 +54,9 @@ def test_a_file_that_cannot_be_written_is_named_with_its_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STEP_LOG_ENV, str(tmp_path / "nowhere" / "steps.jsonl"))
-    with pytest.raises(ValueError, match=r"KEEPSTEP_STEP_LOG=.*steps\.jsonl cannot be written: No such file"):
+    with pytest.raises(
+        ValueError, match=r"KEEPSTEP_STEP_LOG=.*steps\.jsonl cannot be opened for writing: No such file"
+    ):
         StepLog("job", "a:1", 0)
 
 
