@@ -1,1 +1,1 @@
-"""Check the logs of a run against what must hold. Pure, but for ``reading`` and ``records.lines_of``."""
+"""Check the logs of a run against its invariants. Pure, except ``reading``, ``records.files_of`` and ``lines_of``."""

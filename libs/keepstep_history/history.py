@@ -1,16 +1,16 @@
-"""Checks what lighthouses and trainers wrote down of a run against what must hold. Pure: records in, violations out.
+"""Check the logs of lighthouses and trainers against the invariants of a run. Pure: records in, violations out.
 
     history = History()
-    history.begin_file(log)                              for each file, what was rotated away before its heir
+    history.begin_file(log)                              for each file, a rotated one before its successor
     history.add(place, record)                           for each line, or
-    history.unreadable(place, why, whole=...)            for one that is no record
+    history.unreadable(place, why, whole=...)            for a line that is not a record
     report = history.report()
 
-Clocks of machines differ, so no time of any record is looked at. What came before what is known from numbers that only
-grow: the lines of one log stand in their order; epochs and quorum_ids grow over all lighthouses; a group asks for a
-quorum with the step that it has reached. ``RULES`` says what is checked: within one log as it is read
-(``history_logs``), between logs at the end (``history_jobs``). Memory grows with changes of quorums and groups, not
-with steps: steps that one process commits one after another under one quorum are one ``Run``.
+The check ignores all times, because clocks of machines differ. It derives the order from numbers that only grow: lines
+of one log are in order; epochs and quorum_ids grow over all lighthouses; a group asks for a quorum with the step that
+it has reached. ``RULES`` lists the invariants: ``logs`` checks those of one log while it is read, ``jobs`` those
+between logs at the end. Memory grows with changes of quorums and groups, and not with steps: consecutive steps of one
+process under one quorum are one ``Run``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from keepstep_history.rules import RULES, Violation, Violations
 
 @dataclass(slots=True)
 class Report:
-    """``violations`` holds the first of each rule; ``counts`` has all of them."""
+    """Result of a check. ``violations`` has the first of each rule; ``counts`` has the number of all."""
 
     violations: list[Violation]
     counts: Counter[str]
     records: int
     event_logs: int
     step_logs: int
-    """Processes that wrote steps."""
+    """Number of processes that wrote steps."""
     epochs: int
     jobs: dict[str, Facts]
     not_covered: list[str] = field(default_factory=list)
-    """What could not be checked, and which log would tell; one sentence each."""
+    """Sentences that name the parts that were not checked, and the log that is missing."""
 
     @property
     def fine(self) -> bool:
@@ -60,7 +60,7 @@ class Report:
 
 
 class History:
-    """The logs of one run; in any order of files, each with its lines in theirs."""
+    """The logs of one run. Files may come in any order, the lines of a file in theirs."""
 
     def __init__(self) -> None:
         self._violations = Violations()
@@ -69,12 +69,12 @@ class History:
         self._owners: dict[int, tuple[str, Place]] = {}
         self._log = ""
         self._unread: tuple[Place, str] | None = None
-        """A line that was no record, until the next tells whether a kill and a restart explain it."""
+        """A line that is not a record, until the next line shows whether a kill and a restart explain it."""
         self._cut_off: list[Place] = []
         self._records = 0
 
     def begin_file(self, log: str) -> None:
-        """``log``: the same for the parts of one that was rotated."""
+        """Begin a file. ``log``: name of the log; the same for all parts of a rotated log."""
         self._explain(None)
         self._log = log
 
@@ -93,7 +93,7 @@ class History:
             self._job(record.job).add_event(place, record)
 
     def unreadable(self, place: Place, why: str, *, whole: bool) -> None:
-        """``whole``: it has its end; else it is the last of its file, and a kill may have cut it off."""
+        """Add a line that is not a record. ``whole``: it has a line end; otherwise a kill may have cut it off."""
         self._explain(None)
         if whole:
             self._unread = place, why
@@ -101,14 +101,14 @@ class History:
             self._cut_off.append(place)
 
     def _explain(self, record: Record | None) -> None:
-        """A lighthouse that starts anew ends the line that the kill of the one before left, and begins a term."""
+        """Decide on the pending line: a restarted lighthouse ends a line that a kill cut off, and begins a term."""
         if self._unread is not None:
             place, why = self._unread
             self._unread = None
             if isinstance(record, EventRecord) and record.kind == "term":
                 self._cut_off.append(place)
             else:
-                self._violations.add("unreadable", "", f"this line is no record: {why}", place)
+                self._violations.add("unreadable", "", f"the line is not a record: {why}", place)
 
     def _job(self, name: str) -> JobHistory:
         job = self._jobs.get(name)

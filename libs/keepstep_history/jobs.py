@@ -1,4 +1,4 @@
-"""What must hold between the logs of one job, once all of them are read."""
+"""Check the invariants between all logs of one job, after they were read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from keepstep_mesh.protocol.names import name_of
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one job, for the summary."""
+    """Counts of one job, for the summary."""
 
     groups: int
     incarnations: int
     quorums: int
     epochs: int
     steps: int
-    """Different steps that were committed."""
+    """Number of different committed steps."""
     steps_again: int
-    """How many of them a later quorum committed once more, because nobody in it had them."""
+    """Number of steps that a later quorum committed again, because none of its members had them."""
 
 
 class JobHistory:
@@ -37,7 +37,7 @@ class JobHistory:
         self._evicted: list[tuple[EventRecord, Place]] = []
         self._readmitted: list[EventRecord] = []
         self._deleted: list[EventRecord] = []
-        """Evictions go with the job."""
+        """Deletions of the job, which lift its evictions."""
 
     def process(self, replica_id: str, group_rank: int) -> ProcessCheck:
         key = replica_id, group_rank
@@ -63,7 +63,7 @@ class JobHistory:
                 self._readmitted.append(record)
 
     def check(self, owners: Mapping[int, str]) -> None:
-        """``owners`` of epochs, where they are known."""
+        """Check all invariants between logs. ``owners``: process by epoch, as far as known."""
         self.quorums.check_epochs()
         for quorum_id, runs in sorted(self._runs_by_quorum().items()):
             self._check_members(quorum_id, runs)
@@ -79,7 +79,7 @@ class JobHistory:
             yield from process.runs
 
     def _runs_by_quorum(self) -> dict[int, list[Run]]:
-        """Sorted by their first step."""
+        """Return the runs of each quorum, sorted by their first step."""
         found: dict[int, list[Run]] = {}
         for run in self._runs():
             found.setdefault(run.quorum_id, []).append(run)
@@ -103,7 +103,7 @@ class JobHistory:
                 self._violated("one_answer", what, quorum.claimed, run.first_place)
 
     def _check_answers(self, quorum_id: int, runs: list[Run], owners: Mapping[int, str]) -> None:
-        """Each run against the one that reaches furthest: whoever differs from another differs from such a one."""
+        """Compare each run with the one that reached the highest step so far; this finds every difference."""
         reach = runs[0]
         for run in runs[1:]:
             step = run.first
@@ -131,9 +131,9 @@ class JobHistory:
                 reach = run
 
     def _check_once(self, quorum_id: int, runs: list[Run]) -> None:
-        """A member asked for this quorum with its step, so nothing up to that step is committed in it.
+        """Check that a quorum commits no step that one of its members had committed before.
 
-        Unless the job was resumed from a checkpoint since.
+        A member asks for a quorum with its step. A resume from a checkpoint since then permits lower steps.
         """
         first = runs[0]
         resumed = origin(first.lineage).resumed
@@ -147,7 +147,7 @@ class JobHistory:
                     self._violated("one_quorum", what, held.last_place, first.first_place)
 
     def _held_before(self, replica_id: str, quorum_id: int) -> Iterator[Run]:
-        """What each rank of ``replica_id`` had committed last when it asked for this quorum."""
+        """Yield the last run of each rank of ``replica_id`` before it asked for this quorum."""
         rank = 0
         while (process := self._processes.get((replica_id, rank))) is not None:
             rank += 1
@@ -210,17 +210,17 @@ class JobHistory:
         for quorum in self.quorums.by_id.values():
             members |= quorum.members or frozenset()
         if step_logs and (silent := members - {process.replica_id for process in self.processes}):
-            yield f"job {self._name}: no step log of {named(silent)}: what they committed is not known"
+            yield f"job {self._name}: no step log of {named(silent)}: their commits are unknown"
         unmade = sum(quorum.made is None for quorum in self.quorums.by_id.values())
         if event_logs and unmade:
-            yield f"job {self._name}: {unmade} quorums are in no event log: who made them is not known"
+            yield f"job {self._name}: {unmade} quorums are in no event log: their lighthouses are unknown"
         for process in self.processes:
             who = f"job {self._name}: {process.replica_id} rank {process.group_rank}"
             if process.headless:
                 yield f"{who}: its step log begins in the middle"
             if process.rolled_back is not None:
                 where = process.rolled_back
-                yield f"{who} loaded a checkpoint after it had committed: what it did from {where} on is not compared"
+                yield f"{who} loaded a checkpoint after it had committed: its steps from {where} on are not compared"
 
 
 def _names(target: str, replica_id: str) -> bool:

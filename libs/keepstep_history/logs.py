@@ -1,4 +1,4 @@
-"""What must hold within one log, line after line: one lighthouse's event log, one process's step log."""
+"""Check the invariants within one log, line by line: the event log of a lighthouse, the step log of a process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from keepstep_history.rules import Violations
 
 
 class EventLogCheck:
-    """One lighthouse's; over restarts, which begin new terms."""
+    """The event log of one lighthouse, across restarts, which begin new terms."""
 
     def __init__(self, name: str, violations: Violations) -> None:
         self.name = name
         self.owner = name
-        """The process whose term it is; the log's name while that is not known."""
+        """The process that leads in the current term; the name of the log until a line names it."""
         self.headless = False
-        """What was written first is not there."""
+        """Whether the first lines of the log are missing."""
         self._violations = violations
         self._last: tuple[EventRecord, Place] | None = None
         self._made: dict[str, tuple[int, Place]] = {}
@@ -49,7 +49,7 @@ class EventLogCheck:
 
 @dataclass(slots=True)
 class Run:
-    """Steps that one process committed one after another under one answer."""
+    """Consecutive steps that one process committed under one answer."""
 
     replica_id: str
     group_rank: int
@@ -57,20 +57,20 @@ class Run:
     quorum_id: int
     participants: int
     lineage: int | str
-    """Of the state that its first step started from; that of its others is ``new_lineage``."""
+    """Lineage before the first step; before all others it is ``new_lineage``."""
     new_lineage: int | str
     first: int
     last: int
     first_place: Place
     last_place: Place
     forgotten_in: int | None = None
-    """The quorum in which the state that it led to was given up, for a checkpoint or because it broke."""
+    """The quorum in which the process discarded the resulting state, for a checkpoint or because it broke."""
 
     def lineage_before(self, step: int) -> int | str:
         return self.lineage if step == self.first else self.new_lineage
 
     def places_of(self, step: int) -> tuple[Place, ...]:
-        """The line of ``step``; of one between the first and the last, these two."""
+        """Return the line of ``step``, or the first and last line of the run if ``step`` is between them."""
         known = {self.first: self.first_place, self.last: self.last_place}
         return (known[step],) if step in known else tuple(known.values())
 
@@ -83,9 +83,9 @@ class ProcessCheck:
         self.group_rank = group_rank
         self.headless = False
         self.runs: list[Run] = []
-        """Without those after ``rolled_back``."""
+        """All runs before ``rolled_back``."""
         self.rolled_back: Place | None = None
-        """Where it loaded a checkpoint after it had committed. Its numbers begin again: they are not compared."""
+        """The line that loads a checkpoint after a commit. Steps begin again there, and are not compared."""
         self._job = job
         self._quorums = quorums
         self._violations = violations
@@ -93,10 +93,10 @@ class ProcessCheck:
         self._last: Place | None = None
         self._epoch = self._quorum_id = 0
         self._answer: StepRecord | None = None
-        """The quorum that it is in."""
+        """The current quorum of the process."""
         self._step: int | None = None
         self._lineage: int | str | None = None
-        """None: not known."""
+        """None: unknown."""
 
     def add(self, place: Place, record: StepRecord) -> None:
         self._check_n(place, record)
@@ -143,7 +143,7 @@ class ProcessCheck:
         self._answer = record
 
     def _holds(self, place: Place, record: StepRecord) -> None:
-        """It has this state from now on, however it came by it."""
+        """Record that the process now holds this state."""
         if record.event != "healed" and self.runs:
             self.runs[-1].forgotten_in = self._quorum_id
             if record.event == "loaded" and self.rolled_back is None:

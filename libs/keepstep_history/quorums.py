@@ -1,4 +1,4 @@
-"""All that the logs of one job say of each quorum: its members, who made it, under which epochs it was answered."""
+"""Collect the facts about each quorum of a job: its members, the lighthouse that formed it, its epochs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepstep_history.rules import Violations
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 8
-"""Groups that a sentence names; it counts the others."""
+"""Maximum number of groups that a sentence names; it counts the others."""
 
 
 def named(groups: Iterable[str]) -> str:
@@ -22,14 +22,14 @@ def named(groups: Iterable[str]) -> str:
 class Quorum:
     members: frozenset[str] | None = None
     claimed: Place | None = None
-    """Where its members were first read."""
+    """The first line that lists its members."""
     made: tuple[EventRecord, Place] | None = None
     lowest: tuple[int, Place, str] | None = None
-    """The lowest epoch under which something was done in it, where, and what, as a sentence."""
+    """The lowest epoch of an action in this quorum, its line, and a sentence about it."""
 
 
 class Quorums:
-    """Of one job, by quorum_id."""
+    """The quorums of one job, by quorum_id."""
 
     def __init__(self, job: str, violations: Violations) -> None:
         self.by_id: dict[int, Quorum] = {}
@@ -41,7 +41,7 @@ class Quorums:
         return self.by_id.setdefault(quorum_id, Quorum())
 
     def made(self, place: Place, record: EventRecord) -> None:
-        """A lighthouse formed it."""
+        """Record that a lighthouse formed the quorum."""
         assert record.quorum_id is not None
         quorum = self._quorum(record.quorum_id)
         self.claim(place, record.quorum_id, record.names, "the lighthouse")
@@ -60,13 +60,13 @@ class Quorums:
             self._violations.add("one_membership", self._job, what, quorum.claimed, place)
 
     def acted(self, place: Place, quorum_id: int, epoch: int, what: str) -> None:
-        """Something was done under ``epoch`` by somebody who knew of this quorum."""
+        """Record an action under ``epoch`` by a process that knew this quorum."""
         quorum = self._quorum(quorum_id)
         if quorum.lowest is None or epoch < quorum.lowest[0]:
             quorum.lowest = epoch, place, what
 
     def check_epochs(self) -> None:
-        """Whoever knows quorum q acts after it was made, and so never under an epoch before that of its maker."""
+        """Check that no action with knowledge of a quorum has an epoch below that of the quorum."""
         latest: tuple[EventRecord, Place] | None = None
         for quorum_id, quorum in sorted(self.by_id.items()):
             if quorum.made is not None and (latest is None or quorum.made[0].epoch >= latest[0].epoch):

@@ -10,26 +10,26 @@ from keepstep_history.history import History, Report
 from keepstep_history.records import files_of, lines_of, parse
 
 LOOKED_AT = 20
-"""Lines of a file after which it is clear whether it is a log."""
+"""Number of lines that decide whether a file is a log."""
 
 
 class NoLogsError(Exception):
-    """There is nothing to check."""
+    """No log was found."""
 
 
 def check_files(paths: Sequence[Path]) -> Report:
-    """Checks the logs among ``paths``, folders looked through.
+    """Check the logs among ``paths`` and in folders of ``paths``.
 
     Raises:
         OSError: a file cannot be read.
-        NoLogsError: a file of ``paths`` is no log, or there is none in them.
+        NoLogsError: a file of ``paths`` is not a log, or no log was found.
     """
     history, left_out, read = History(), [], 0
     for log, path in files_of(paths):
         if not _is_log(path):
             if path in paths:
                 raise NoLogsError(f"{path} is neither the event log of a lighthouse nor the step log of a trainer")
-            left_out.append(f"{path} is no log of keepstep and was left out")
+            left_out.append(f"{path} is not a log of keepstep; skipped")
             continue
         history.begin_file(log)
         read += 1
@@ -41,14 +41,16 @@ def check_files(paths: Sequence[Path]) -> Report:
             else:
                 history.add(place, record)
     if not read:
-        raise NoLogsError(f"there is no log in {', '.join(map(str, paths))}: no file *.jsonl that keepstep wrote")
+        raise NoLogsError(
+            f"no logs in {', '.join(map(str, paths))}: expected files *.jsonl of --event-log or KEEPSTEP_STEP_LOG"
+        )
     report = history.report()
     report.not_covered += left_out
     return report
 
 
 def _is_log(path: Path) -> bool:
-    """Some line is a record, or there is no whole line that could have been one."""
+    """Whether a line of the file is a record, or no line is whole."""
     nothing = True
     for _, line, whole in islice(lines_of(path), LOOKED_AT):
         try:

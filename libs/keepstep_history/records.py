@@ -1,7 +1,7 @@
-"""The lines of event logs and step logs as records. ``parse`` is pure; ``files_of`` and ``lines_of`` read.
+"""Parse lines of event logs and step logs into records. ``parse`` is pure; ``files_of`` and ``lines_of`` read files.
 
-An event log is what a lighthouse writes with ``--event-log``, a step log what trainers write with
-``KEEPSTEP_STEP_LOG``. Each line says of itself which of the two it is from, so a folder may hold both.
+A lighthouse writes an event log with ``--event-log``; trainers write a step log with ``KEEPSTEP_STEP_LOG``. The fields
+of a line tell the two apart, so a folder may hold both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HIGHEST = 2**63
 LONGEST_LINE = 64 * 1024 * 1024
 """Bytes; a quorum of a hundred thousand groups fits."""
 LOG_NAME = re.compile(r"\.jsonl(\.\d+)?$")
-"""Which files of a folder are read: ``events.jsonl``, and ``events.jsonl.1`` which was rotated away before it."""
+"""Names of logs in a folder: ``events.jsonl``, and its rotated predecessor ``events.jsonl.1``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """One line of an event log. ``quorum_id``, ``names`` and ``owner`` are of those kinds that have them."""
+    """One line of an event log. Only some kinds have ``quorum_id``, ``names`` and ``owner``."""
 
     id: int
     epoch: int
@@ -42,7 +42,7 @@ class EventRecord:
     names: tuple[str, ...] = ()
     """``quorum``: its members; ``evicted``: the incarnations."""
     owner: str = ""
-    """``term``: the process whose term it is."""
+    """``term``: the process that leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +63,25 @@ class StepRecord:
     behind: bool
     synchronized: bool
     new_lineage: int | str
-    """``committed``: of the state that it led to."""
+    """``committed``: lineage of the resulting state."""
 
 
 Record = EventRecord | StepRecord
 
 
 def parse(line: bytes) -> Record:
-    """Raises ValueError that says what is wrong when this is a line of neither log."""
+    """Parse one line. Raises ValueError if it is a line of neither log."""
     try:
         plain = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON ({error})") from None
+        raise ValueError(f"invalid JSON ({error})") from None
     if not isinstance(plain, dict) or not ({"id", "kind"} <= plain.keys() or {"n", "event"} <= plain.keys()):
-        raise ValueError("it is JSON, but of no event log and no step log")
+        raise ValueError("JSON, but of no event log and no step log")
     return record_of(plain)
 
 
 def record_of(plain: dict[str, Any]) -> Record:
-    """The record of a line that is parsed already. Raises ValueError as ``parse`` does."""
+    """Return the record of a decoded line. Raises ValueError as ``parse`` does."""
     return _event(plain) if "kind" in plain else _step(plain)
 
 
@@ -89,7 +89,7 @@ def _event(plain: dict[str, Any]) -> EventRecord:
     kind = _text(plain, "kind")
     detail = plain.get("detail")
     if not isinstance(detail, dict):
-        raise ValueError("'detail' is missing")  # noqa: TRY004 - of the line, not of a caller
+        raise ValueError("'detail' is missing")  # noqa: TRY004 - the line is wrong, not the caller
     named = {"quorum": "members", "evicted": "incarnations"}.get(kind)
     knowing = kind in {"quorum", "evicted", "readmitted", "policy"}
     return EventRecord(
@@ -105,15 +105,15 @@ def _event(plain: dict[str, Any]) -> EventRecord:
 
 
 HELD = {"started", "loaded", "torn", "diverged", "healed", "committed"}
-"""Step-log events that say a lineage."""
+"""Step-log events with a lineage."""
 ANSWERED = {"quorum", "healed", "committed", "discarded"}
-"""Step-log events under the answer of a lighthouse."""
+"""Step-log events that follow an answer of a lighthouse."""
 
 
 def _step(plain: dict[str, Any]) -> StepRecord:
     event = _text(plain, "event")
     if event not in HELD | ANSWERED:
-        raise ValueError(f"a step log has no event {event!r}")
+        raise ValueError(f"unknown event {event!r} in a step log")
     lineage = _lineage(plain, "lineage", None if event in HELD else "")
     behind = plain.get("behind") is True
     return StepRecord(
@@ -142,21 +142,21 @@ def _lineage(plain: dict[str, Any], name: str, default: int | str | None) -> int
 def _number(plain: dict[str, Any], name: str) -> int:
     value = plain.get(name)
     if type(value) is not int or not 0 <= value < HIGHEST:
-        raise ValueError(f"{name!r} is {value!r} and should be a whole number")
+        raise ValueError(f"invalid {name!r} {value!r}: expected an integer of at least 0")
     return value
 
 
 def _text(plain: dict[str, Any], name: str) -> str:
     value = plain.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is {value!r} and should be a text")  # noqa: TRY004 - of the line, not of a caller
+        raise ValueError(f"invalid {name!r} {value!r}: expected a string")  # noqa: TRY004 - the line is wrong, not the caller
     return value
 
 
 def _names(plain: dict[str, Any], name: str) -> tuple[str, ...]:
     value = plain.get(name)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ValueError(f"{name!r} is {value!r} and should be a list of groups")
+        raise ValueError(f"invalid {name!r} {value!r}: expected a list of names")
     return tuple(value)
 
 
@@ -164,10 +164,10 @@ def _names(plain: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """The logs among ``paths``, folders looked through, each file once; and of which log each is a part.
+    """Return (log, file) for each log among ``paths`` and in folders of ``paths``, each file once.
 
-    ``events.jsonl.1`` was rotated away from ``events.jsonl`` and stands before it. Raises OSError when one of ``paths``
-    is not there or a folder cannot be read.
+    A rotated file, such as ``events.jsonl.1``, belongs to the log ``events.jsonl`` and precedes it. Raises OSError if a
+    path does not exist or a folder cannot be read.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -185,7 +185,7 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[Place, bytes, bool]]:
-    """Each line that is not empty, and whether it is whole: the last one of a file may lack its end. Raises OSError."""
+    """Yield each non-empty line, and whether it has a line end. Raises OSError."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(LONGEST_LINE):

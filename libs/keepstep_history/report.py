@@ -1,4 +1,4 @@
-"""Say what a check found, as lines for people."""
+"""Format the result of a check as lines of text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from keepstep_history.rules import RULES
 
 
 def summary_lines(report: Report) -> list[str]:
-    """What was read, as people say it."""
+    """Return lines that summarize the logs and jobs."""
     logs = f"{_count(report.event_logs, 'event log')} and {_count(report.step_logs, 'step log')}"
     lines = [f"read {logs}: {_count(report.records, 'record')}, {_count(report.epochs, 'epoch')}"]
     for name, job in report.jobs.items():
@@ -28,7 +28,7 @@ def verdict(report: Report) -> str:
 
 
 def violation_lines(report: Report) -> list[str]:
-    """Each violation, what it means, and the lines that prove it."""
+    """Return lines for each violation: its text, its meaning, and the lines that prove it."""
     lines = []
     for one in report.violations:
         of_job = f", job {one.job}" if one.job else ""
@@ -45,7 +45,7 @@ def _count(number: int, word: str) -> str:
 
 
 def report_lines(report: Report) -> list[str]:
-    """The whole report: what was read, what was checked, what was not covered, violations, verdict."""
+    """Return the whole report: summary, rules, missing logs, violations, verdict."""
     lines = [*summary_lines(report), "", "checked:"]
     lines += [f"  {rule.name:<15} {rule.holds}" for rule in RULES.values()]
     if report.not_covered:

@@ -1,4 +1,4 @@
-"""What must hold of every run, by name, and how a violation of it is told."""
+"""The invariants of every run, by name, and the record of a violation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from keepstep_history.records import Place
 
 KEPT_PER_RULE = 20
-"""One fault of a lighthouse can break a rule for every step that follows."""
+"""Maximum number of stored violations per rule: one fault can violate a rule in every later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,10 @@ class Rule:
     name: str
     holds: str
     meaning: str
-    """What it means that it did not hold."""
+    """Consequence of a violation."""
 
 
-_LOST_STORE = (
-    "two lighthouses led at once, or the store forgot what it held (memory:// does, and so does a restored backup)"
-)
+_LOST_STORE = "two lighthouses led at once, or the store lost data (as memory:// and a restored backup do)"
 
 RULES = {
     rule.name: rule
@@ -30,64 +28,63 @@ RULES = {
         Rule(
             "one_membership",
             "a quorum_id stands for one list of members, at every lighthouse and every group",
-            "groups took each other for members that were not, so gradients were averaged over different groups: "
-            + _LOST_STORE,
+            "groups had different lists of members, so gradients were averaged over different groups: " + _LOST_STORE,
         ),
         Rule("one_owner", "an epoch is the term of one lighthouse", _LOST_STORE),
         Rule(
             "epoch_order",
             "epochs never fall within the log of one lighthouse or one process",
-            "somebody went on under a leader that had been replaced: " + _LOST_STORE,
+            "a process went on under a replaced leader: " + _LOST_STORE,
         ),
         Rule(
             "quorum_order",
             "quorum_ids never fall within the log of one lighthouse or one process",
-            "numbers were given twice, so a group may have taken an old quorum for a new one: " + _LOST_STORE,
+            "numbers were issued twice, so a group may have mistaken an old quorum for a new one: " + _LOST_STORE,
         ),
         Rule(
             "old_epoch",
-            "nobody makes, answers or orders under an epoch once a later one has made that quorum or one before",
-            "a lighthouse that had been replaced still decided, and groups may have listened to it",
+            "no lighthouse acts on a quorum under an epoch below the one that formed it or an earlier quorum",
+            "a replaced lighthouse still decided, and groups may have followed it",
         ),
         Rule(
             "one_quorum",
-            "a step is committed under one quorum; by a later one again if nobody in that has it, or after a resume",
-            "work that a live group had committed was thrown away, or done twice on top of itself",
+            "a step commits under one quorum; under a later one again if no member has it, or after a resume",
+            "committed work of a live group was lost, or applied twice",
         ),
         Rule(
             "one_answer",
-            "all who commit a step of a quorum count the same participants, at most its members, under one leader",
-            "the average was divided by different numbers in different groups: their weights differ",
+            "all groups that commit a step of a quorum count the same participants, under one leader",
+            "groups divided the average by different numbers: their weights differ",
         ),
         Rule(
             "one_state",
-            "all who commit a step of a quorum start from the same state, which each had committed or healed to",
-            "groups with different weights trained on together: their weights differ for ever",
+            "all groups that commit a step of a quorum start from one state, which each had committed or healed to",
+            "groups with different weights trained together: their weights stay different",
         ),
         Rule(
             "step_order",
             "the committed steps of a process grow by one, unless it healed or loaded a checkpoint",
-            "a step was left out or counted twice: its weights are not those of the step that it says",
+            "a step was skipped or counted twice: the weights are not those of the reported step",
         ),
         Rule(
             "member",
-            "a group acts only in quorums that it is a member of",
-            "a group applied an average that it had no part in",
+            "a group acts only in quorums that contain it",
+            "a group applied an average that it did not contribute to",
         ),
         Rule(
             "evicted",
             "an evicted incarnation is in no later quorum and commits nothing under one",
-            "an operator's order was forgotten or ignored",
+            "an operator's order was lost or ignored",
         ),
         Rule(
             "gap",
             "no line is missing in the middle of a log",
-            "lines were removed, or could not be written (a full disk); what they held is not checked",
+            "lines were removed, or could not be written (a full disk); they are not checked",
         ),
         Rule(
             "unreadable",
-            "every line but one that a kill cut off is a record",
-            "the file was changed or damaged, or is from another version; what the line held is not checked",
+            "every line is a record, except a last line that a kill cut off",
+            "the file was changed or damaged, or is from another version; the line is not checked",
         ),
     )
 }
@@ -97,7 +94,7 @@ RULES = {
 class Violation:
     rule: str
     job: str
-    """Empty when it concerns no one job."""
+    """Empty if it concerns no single job."""
     what: str
     records: tuple[Place, ...]
     """The lines that prove it."""
@@ -113,7 +110,7 @@ class Violation:
 
 
 class Violations:
-    """The first of each rule in ``kept``, the number of all in ``counts``."""
+    """``kept`` has the first violations of each rule, ``counts`` the number of all."""
 
     def __init__(self) -> None:
         self.kept: list[Violation] = []

@@ -131,7 +131,7 @@ def test_other_files_of_a_folder_are_left_alone(logs: Path) -> None:
     (logs / "empty.jsonl").touch()
     said = check(logs)
     assert said.exit_code == 0
-    assert f"{logs / 'other.jsonl'} is no log of keepstep and was left out" in said.output
+    assert f"{logs / 'other.jsonl'} is not a log of keepstep; skipped" in said.output
     assert "train.log" not in said.output
 
 
@@ -155,7 +155,7 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
     assert check().exit_code == 2
     said = check(tmp_path)
     assert said.exit_code == 2
-    assert "there is no log in" in said.output
+    assert "no logs in" in said.output
     said = check(tmp_path / "nowhere")
     assert said.exit_code == 2
     assert f"{tmp_path / 'nowhere'} cannot be read: No such file" in said.output

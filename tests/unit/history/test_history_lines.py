@@ -46,19 +46,19 @@ def test_a_line_that_a_kill_cut_off_is_none() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"\xff", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b"\xff", "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
         (b"[]", "no event log and no step log"),
         (b'{"event": "committed"}', "no event log and no step log"),
-        (b'{"n": 1, "event": "danced"}', "no event 'danced'"),
-        (b'{"n": true, "event": "discarded", "job": "j", "replica_id": "a", "group_rank": 0}', "'n' is True"),
+        (b'{"n": 1, "event": "danced"}', "unknown event 'danced'"),
+        (b'{"n": true, "event": "discarded", "job": "j", "replica_id": "a", "group_rank": 0}', "invalid 'n' True"),
         (b'{"id": 1, "kind": "quorum", "detail": []}', "'detail' is missing"),
-        (b'{"id": 1, "kind": "quorum", "detail": {}}', "'id' is 1"),
-        (b'{"id": 1, "epoch": -1, "kind": "joined", "detail": {}}', "'epoch' is -1"),
+        (b'{"id": 1, "kind": "quorum", "detail": {}}', "invalid 'epoch' None"),
+        (b'{"id": 1, "epoch": -1, "kind": "joined", "detail": {}}', "invalid 'epoch' -1"),
     ],
 )
 def test_a_line_of_no_log_says_why(line: bytes, why: str) -> None:
-    with pytest.raises(ValueError, match=why if "'id'" not in why else "'epoch' is None"):
+    with pytest.raises(ValueError, match=why):
         parse(line)
 
 
