@@ -136,7 +136,7 @@ class JobCore:
                     departures.part(state, group, "left", reason, now)
             case MovedAway(session):
                 if (group := self._by_session(session, now)) is not None:
-                    departures.part(state, group, "moved", "goes on with another lighthouse", now)
+                    departures.part(state, group, "moved", "continues with another lighthouse", now)
             case GroupFailed(session, reason):
                 if (group := self._by_session(session, now)) is not None:
                     state.end(session)
@@ -181,7 +181,7 @@ class JobCore:
         seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
         refusal, code = bans.refusal(state.record, event.replica_id, now_unix), "banned"
         if seen > HIGHEST_QUORUM_ID:
-            refusal, code = f"no job ever reached quorum_id {seen}", "bad_message"
+            refusal, code = f"invalid quorum_id {seen} (limit {HIGHEST_QUORUM_ID})", "bad_message"
         if refusal is not None:
             state.tell(event.session, Refused(code, refusal))
             state.end(event.session)
@@ -227,7 +227,7 @@ class JobCore:
             for replica_id, reason in islice(state.round.lost.items(), departures.MAX_LOSSES_TOLD):
                 state.tell(session, MemberLost(quorum_id, replica_id, reason))
         elif state.round.broken and (last is None or held.step == last.step):
-            state.tell(session, RoundBroken(quorum_id, "the round was broken while the connection was away"))
+            state.tell(session, RoundBroken(quorum_id, "the round was broken while the connection was closed"))
         elif last is None:
             self._takeover.holds(group, held.step)
             self._tell_stranded()
@@ -236,7 +236,7 @@ class JobCore:
         stranded = self._takeover.take_stranded()
         sessions = tuple(group.session for group in stranded if group.session is not None)
         if sessions:
-            reason = f"the lighthouse before answered step {self._takeover.held_step} to some members only"
+            reason = f"the previous lighthouse answered step {self._takeover.held_step} to some members only"
             self._state.tell_all(sessions, RoundBroken(self.record.quorum_id, reason))
             self._state.log("round_broken", "", reason=reason)
 
@@ -289,7 +289,7 @@ class JobCore:
             and group.answer.announce is self._announcer.last
             and group.answer.request == number
         ):
-            reason = f"{group.replica_id} gave its request up before it had the answer"
+            reason = f"{group.replica_id} withdrew its request before it had the answer"
             departures.break_round(self._state, reason, group)
 
     # ---- time
@@ -332,7 +332,7 @@ class JobCore:
             state.awake_since = now + LATE_TICK_SECONDS
         elif self._takeover.until is not None:
             for replica_id in sorted(self._takeover.absent):
-                departures.give_up_absent(state, replica_id, "it did not come back after the lighthouse started anew")
+                departures.give_up_absent(state, replica_id, "it did not reconnect within takeover_grace")
             state.end_grace(now)
         else:
             self._judge_groups(now)
@@ -352,18 +352,18 @@ class JobCore:
         for group in list(self._groups.suspects.values()):
             if now < group.closed_at + policy.reconnect_grace:
                 break
-            reason = f"its connection ended and it did not come back in {policy.reconnect_grace:g} s"
+            reason = f"its connection ended and it did not reconnect within {policy.reconnect_grace:g} s"
             departures.lose(state, group, reason, now)
         for group in list(self._groups.by_session.values()):
             if now < self._heard_at(group) + policy.heartbeat_timeout:
                 break
             if group.session is not None:
                 state.end(group.session)
-            departures.lose(state, group, f"it said nothing for {policy.heartbeat_timeout:g} s", now)
+            departures.lose(state, group, f"it was silent for {policy.heartbeat_timeout:g} s", now)
         if state.round.left is not None and now >= state.round.left[0] + policy.heartbeat_timeout:
             _, group = state.round.left
             state.round.left = None
-            reason = f"{group.replica_id} left, so what it did not contribute will not come"
+            reason = f"{group.replica_id} left, so its part of the step may be missing"
             departures.break_round(state, reason, group)
 
     # ---- forming a quorum
@@ -455,9 +455,9 @@ class JobCore:
     def returning(self) -> str | None:
         """Why a group without a session may come back any moment, as a sentence; None: no group may."""
         if self._takeover.until is not None:
-            return "members of its quorum may be on their way back after a change of leader"
+            return "members of its quorum may still reconnect after a change of leader"
         for away in self._groups.suspects.values():
-            return f"{away.replica_id} lost its connection and may come back"
+            return f"{away.replica_id} lost its connection and may reconnect"
         return None
 
     def stays(self, straggler: StragglerFound) -> str | None:

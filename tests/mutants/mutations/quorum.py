@@ -60,7 +60,7 @@ MUTATIONS = (
     Mutation(
         "a group that goes to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
-        'departures.part(state, group, "moved", "goes on with another lighthouse", now)',
+        'departures.part(state, group, "moved", "continues with another lighthouse", now)',
         'departures.lose(state, group, "moved", now)',
         Test("tests/unit/quorum/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),

@@ -241,13 +241,13 @@ async def test_a_straggler_is_drained_as_the_policy_says_and_else_the_reason_is_
         for step in (1, 2):
             await round_of(members, step)
         problem = await rest.post(f"{JOB}/replicas/r2:1/straggler", said, 409)
-        assert problem["detail"].startswith("r2:1 is not drained: the policy of this job drains no straggler")
+        assert problem["detail"].startswith("r2:1 is not drained: the policy does not drain stragglers")
         await rest.patch(JOB, {"drain_straggler_after": 2})
-        assert "no such incarnation" in (await rest.post(f"{JOB}/replicas/r2/straggler", said, 409))["detail"]
+        assert "not a member of the quorum" in (await rest.post(f"{JOB}/replicas/r2/straggler", said, 409))["detail"]
         event = await rest.post(f"{JOB}/replicas/r2:1/straggler", said)
         assert (event["kind"], event["replica_id"], event["done"]) == ("drain", "r2:1", True)
         told = await members[2].until(Drain)
         assert told.reason == event["detail"]["reason"]
         assert "a straggler for 7 steps in a row: it needs 0.5 s for a step, the median" in told.reason
         problem = await rest.post(f"{JOB}/replicas/r1:1/straggler", said, 409)
-        assert "r2:1 is asked to leave, and one goes at a time" in problem["detail"]
+        assert "r2:1 is draining, and groups drain one at a time" in problem["detail"]

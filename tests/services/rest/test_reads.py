@@ -104,7 +104,7 @@ async def test_the_quorum_and_why_the_next_is_not_formed() -> None:
         await eventually(lambda: one.jobs["job"].core.quorum_view(0.0).asking == ("r0:1",))
         reason = (await rest.get(f"{JOB}/quorum"))["reason"]
         assert reason["code"] == "majority"
-        assert "r1:1 heartbeats but has not asked" in reason["sentence"]
+        assert "r1:1 is connected but has not asked" in reason["sentence"]
 
 
 async def test_replicas_by_name_and_by_incarnation() -> None:

@@ -33,7 +33,7 @@ def test_while_nobody_asks_the_reason_says_how_many_are_healthy() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a", "b")
     assert waiting(driver) == Reason(
-        "nobody", {"asking": 0, "healthy": 2, "members": 0}, "nobody asks for a quorum; 2 healthy"
+        "nobody", {"asking": 0, "healthy": 2, "members": 0}, "no group has asked for a quorum; 2 healthy"
     )
 
 
@@ -44,7 +44,9 @@ def test_stragglers_are_named_with_the_time_that_is_left() -> None:
     driver.asks("r1")
     driver.passes(18.8)
     reason = waiting(driver)
-    assert reason.sentence == "waiting for 1 of 3: r2 heartbeats but has not asked, 41.2 s of join_timeout left"
+    assert (
+        reason.sentence == "waiting for 1 of 3 groups: r2 is connected but has not asked, 41.2 s of join_timeout left"
+    )
     assert reason.numbers["seconds_left"] == pytest.approx(41.2)
 
 
@@ -55,7 +57,7 @@ def test_who_lost_its_connection_is_told_from_who_only_heartbeats() -> None:
         driver.asks(one)
     driver.closes("e")
     assert waiting(driver).sentence.startswith(
-        "waiting for 2 of 5: d heartbeats but has not asked; e lost its connection and may come back"
+        "waiting for 2 of 5 groups: d is connected but has not asked; e lost its connection and may reconnect"
     )
 
 
@@ -66,7 +68,7 @@ def test_a_heal_is_told_with_its_bytes_and_rate() -> None:
     driver.heals("b", 120 * mib, 512 * mib, 60.0 * mib)
     driver.asks("a", 1)
     assert waiting(driver).sentence == (
-        "waiting for 1 of 2: b is healing, 120 of 512 MiB at 60 MiB/s, 60.0 s of heal_timeout left"
+        "waiting for 1 of 2 groups: b is healing, 120 of 512 MiB at 60 MiB/s, 60.0 s of heal_timeout left"
     )
 
 
@@ -78,7 +80,7 @@ def test_a_takeover_names_who_is_missing() -> None:
     driver.asks("a", 1)
     reason = waiting(driver)
     assert (reason.code, reason.numbers["absent"]) == ("takeover_grace", 2)
-    assert "2 of 3 members to come back: b, c; 5.0 s" in reason.sentence
+    assert "2 of 3 members to reconnect: b, c; 5.0 s" in reason.sentence
 
 
 def test_at_most_five_are_named() -> None:

@@ -54,7 +54,9 @@ def test_a_denied_request_names_the_reason_and_asks_no_longer() -> None:
     driver.open_all("a", "b")
     driver.asks("a", timeout=3)
     assert told(driver, driver.passes(2.9)) == {}
-    assert told(driver, driver.passes(0.1)) == {"a": [Denied(1, "deadline", "1 of at least 2 groups ask")]}
+    assert told(driver, driver.passes(0.1)) == {
+        "a": [Denied(1, "deadline", "1 of at least 2 groups have asked for a quorum")]
+    }
     assert not announces(driver.asks("b"))
     assert announces(driver.asks("a"))
 

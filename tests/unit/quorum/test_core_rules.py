@@ -272,7 +272,7 @@ def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:
     driver.passes(10)
     reason = driver.core.reason(driver.now)
     assert reason.code == "stragglers_dropped"
-    assert reason.sentence == "quorum 2, 1 member: the time to wait for b was over"
+    assert reason.sentence == "quorum 2, 1 member: the wait for b timed out"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_survivors_of_a_kill_are_told_within_the_reconnect_grace_or_sooner() -> 
     assert announces(driver.all_ask("ac", failures=1))
     driver.closes("c")
     messages = told(driver, driver.asks("a", 1, failures=1))
-    assert messages == {"a": [MemberLost(2, "c", "its connection ended and most of its quorum report it broken")]}
+    assert messages == {"a": [MemberLost(2, "c", "its connection ended and most of its quorum report it as lost")]}
 
 
 def test_a_group_that_fails_is_lost_at_once() -> None:

@@ -102,7 +102,10 @@ def test_a_round_is_without_healing_for_all_when_one_member_allows_none() -> Non
     mixed = announced(driver.asks("b", 0))
     assert not mixed.allow_heal
     assert not mixed.uniform
-    assert "nobody heals, as a asked for a round without healing" in driver.core.quorum_view(driver.now).reason.sentence
+    assert (
+        "no group heals because a asked for a round without healing"
+        in driver.core.quorum_view(driver.now).reason.sentence
+    )
     driver.asks("a", 2)
     assert announced(driver.asks("b", 1)).allow_heal, "the next round is decided anew"
 

@@ -1,1 +1,1 @@
-"""Change the state of a job: who comes, goes, heals, and what was ordered. Pure."""
+"""Change the state of a job: departures, heals, agreements, orders. Pure."""

@@ -1,7 +1,7 @@
-"""All groups of a job train the same parameters with the same settings: whom does a group have to fit? Pure.
+"""Require that all groups of a job train the same parameters with the same settings. Pure.
 
-What is not known yet of a group fits all: a Manager may ask before its model is wrapped, and a client without a Manager
-has neither settings nor parameters.
+Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
+settings nor parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from keepstep_mesh.protocol.messages import Denied, QuorumRequest
 
 
 def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
-    """Denies a request of a group that does not fit the job: its healthy members, else who came first."""
+    """Return whether the group fits the job: its members, or else the first group. Deny the request if not."""
     settings, layout = group.settings, group.info.layout
     if settings not in ("", state.settings) or layout not in ("", state.layout):
         others = _differing(state.groups, group)
@@ -31,7 +31,7 @@ def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
 
 
 def _differing(groups: Groups, group: Group) -> list[Group]:
-    """The healthy groups that ``group`` does not fit: members of the quorum first, then who came first."""
+    """Return the healthy groups that ``group`` does not fit: members first, then in the order of their hellos."""
     others = [other for other in groups if not other.is_excluded(Exclusion.LAYOUT) and _differ(group, other)]
     return sorted(others, key=lambda other: (not other.member, other.arrived))
 
@@ -54,9 +54,9 @@ def _deny(state: JobState, group: Group, request: QuorumRequest, reference: Grou
 
 
 def _misfit(group: Group, reference: Group) -> tuple[str, str]:
-    """The reason in a sentence, and the group server to compare with, when the sentence does not say it all."""
+    """Return the difference as a sentence, and the group server to compare with if the sentence lacks details."""
     mine, its = group.settings, reference.settings
     if job_settings.differ(mine, its):
         what = job_settings.difference(mine, group.replica_id, its, reference.replica_id)
         return f"{what}; give all groups the same value; to change it, stop and restart all groups of the job", ""
-    return f"the parameters of {group.replica_id} do not fit those of {reference.replica_id}", reference.info.address
+    return f"the parameters of {group.replica_id} differ from those of {reference.replica_id}", reference.info.address

@@ -1,7 +1,7 @@
-"""Groups that go, and whom that concerns. Pure.
+"""Departures of groups, and the messages that follow. Pure.
 
-Who is lost is gone. Every live member of its quorum is told ``MemberLost``, and so is a member that reconnects later
-while it holds that quorum's answer. ``leave`` and ``moved`` are no loss: nobody is told, nobody waits.
+When a group is lost, every live member of its quorum gets ``MemberLost``, and so does a member that reconnects later
+while it holds that quorum's answer. ``leave`` and ``moved`` are not losses: no message, no wait.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from keepstep_lighthouse.quorum.views import gone_view
 from keepstep_mesh.protocol.messages import MemberLost, RoundBroken
 
 MAX_LOSSES_TOLD = 16
-"""After so many losses in one quorum its members are not told of more: they gave it up at the first."""
+"""Number of ``MemberLost`` for one quorum; its members drop the step after the first."""
 
 
 def part(state: JobState, group: Group, kind: str, reason: str, now: float) -> None:
-    """The group goes on purpose: it counts nowhere from now on, and that is no loss."""
+    """The group leaves on purpose, which is not a loss."""
     if group.session is not None:
         state.end(group.session)
     _forget(state, group, f"{kind}: {reason}", now)
@@ -27,7 +27,7 @@ def part(state: JobState, group: Group, kind: str, reason: str, now: float) -> N
 
 
 def lose(state: JobState, group: Group, reason: str, now: float) -> None:
-    """The group is lost; the live members of its quorum are told. The shell has ended its session or is told to."""
+    """The group is lost. The caller ends its session, if it has one."""
     _forget(state, group, reason, now)
     state.log("lost", group.replica_id, reason=reason, member=group.member)
     if group.member:
@@ -35,7 +35,7 @@ def lose(state: JobState, group: Group, reason: str, now: float) -> None:
 
 
 def lose_reported(state: JobState, now: float) -> None:
-    """Suspects that most of the other members of their quorum report broken are lost without further grace."""
+    """Lose suspects at once, without further grace, when most other members of their quorum report it broken."""
     suspects = state.groups.suspects
     if not suspects:
         return
@@ -44,18 +44,18 @@ def lose_reported(state: JobState, now: float) -> None:
         return
     for group in list(suspects.values()):
         if group.member and state.round.is_given_up_by_most(group.replica_id, members):
-            lose(state, group, "its connection ended and most of its quorum report it broken", now)
+            lose(state, group, "its connection ended and most of its quorum report it as lost", now)
 
 
 def give_up_absent(state: JobState, replica_id: str, reason: str) -> None:
-    """A member of the quorum that was found in the store is lost without having come back."""
+    """A member of the quorum that was found in the store is lost without having reconnected."""
     state.round.reports.add(replica_id)
     state.log("lost", replica_id, reason=reason, member=True)
     _tell_lost(state, replica_id, reason)
 
 
 def break_round(state: JobState, reason: str, without: Group) -> None:
-    """``without`` holds no answer of the last round, so the others cannot complete it."""
+    """Send ``RoundBroken``: ``without`` has no answer of the last round, so the others cannot complete it."""
     if state.round.broken:
         return
     state.round.broken = True

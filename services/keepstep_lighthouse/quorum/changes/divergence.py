@@ -1,4 +1,4 @@
-"""What becomes of groups whose weights were found to differ: they heal, they drain, or it is only said. Pure."""
+"""Apply the policy to groups whose weights differ: heal, drain, or only report. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepstep_mesh.protocol.membership import Data
 
 
 def mark(state: JobState, comparison: Comparison) -> None:
-    """From the quorum that is announced now they count as groups that have to heal, unless the policy only reports."""
+    """Mark the groups that differ, so that they heal in the coming quorum, unless the policy only reports."""
     if state.record.policy.on_divergence == "report":
         return
     for replica_id in comparison.diverged:
@@ -20,19 +20,19 @@ def mark(state: JobState, comparison: Comparison) -> None:
 
 
 def tell(state: JobState, comparison: Comparison) -> None:
-    """Logs what was compared, and drains those that differ where the policy says so."""
+    """Log the comparison, and drain the groups that differ if the policy says so."""
     action = state.record.policy.on_divergence
     roots, diverged = comparison.roots, comparison.diverged
     facts: dict[str, Data] = {"step": comparison.step, "groups": sum(map(len, roots.values()))}
     facts |= {"missing": comparison.missing, "order": comparison.order}
     if len(roots) == 1:
         if comparison.order:
-            facts["roots"] = roots  # of every K-th step the names of all groups would fill the log
+            facts["roots"] = roots  # only for an order: with verify_every, the names of all groups would fill the log
         state.log("replicas_verified", "", **facts)
         return
     for replica_id in diverged:
         state.log("replica_diverged", replica_id, step=comparison.step, action=action)
         if action == "drain":
             orders.drain(state, DrainOrdered(replica_id, "its weights differ from those of others", by="on_divergence"))
-    what = action if diverged else "nothing: no root is that of more than half, so nobody can tell who is right"
+    what = action if diverged else "nothing: no state has a majority, so it is unknown which one is right"
     state.log("replicas_differ", "", **facts, roots=roots, diverged=diverged, action=what)

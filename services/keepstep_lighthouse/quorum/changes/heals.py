@@ -1,4 +1,4 @@
-"""What is logged of a heal: its beginning, and how it ended. Pure."""
+"""Log entries of a heal: its beginning and its end. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepstep_mesh.protocol.messages import Healing
 
 
 def progressed(state: JobState, group: Group, told: Healing, now: float) -> None:
-    """The group says how far its heal is."""
+    """The group reports the progress of its heal."""
     before = group.heal
     state.groups.report_heal(group, told, now)
     if group.heal is None or group.heal.progress is not told:
@@ -21,7 +21,7 @@ def progressed(state: JobState, group: Group, told: Healing, now: float) -> None
 
 
 def end(state: JobState, group: Group, error: str) -> None:
-    """The group heals no longer, and may not have said so."""
+    """The heal is over; the group may not have reported that."""
     if (progress := group.heal_progress) is not None:
         _log_end(state, group, progress, error)
 

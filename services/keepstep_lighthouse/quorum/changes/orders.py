@@ -1,6 +1,7 @@
-"""What an administrator orders: evict, drain, readmit, another policy. Pure.
+"""Orders of an administrator: evict, drain, readmit, change the policy. Pure.
 
-Written before it is said, and logged with who ordered it. ``target`` is a stable name or one incarnation.
+An order is written before a group hears of it, and logged with its author. ``target`` is a stable name or one
+incarnation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from keepstep_mesh.protocol.names import name_of
 
 
 def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> None:
-    """Members that a restarted lighthouse still waits for are evicted too, and incarnations that it does not know."""
+    """Evict the target, even if the lighthouse does not know it or still waits for it after a takeover."""
     matching = _matching(state, order.target)
     absent = [one for one in sorted(state.takeover.absent) if order.target in (one, name_of(one))]
     incarnations = [group.replica_id for group in matching] + absent
@@ -48,7 +49,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
 
 
 def drain(state: JobState, order: DrainOrdered) -> None:
-    """A group that is away is told when it comes back."""
+    """Ask the target to leave; a disconnected group is asked when it reconnects."""
     for group in _matching(state, order.target):
         group.draining = order.reason
         if group.session is not None:
@@ -57,16 +58,16 @@ def drain(state: JobState, order: DrainOrdered) -> None:
 
 
 def readmit(state: JobState, order: ReadmitOrdered, now_unix: float) -> None:
-    """Nothing happens when nothing stands against the target."""
+    """Lift bans and evictions of the target. No effect if there are none."""
     record = bans.readmit(state.record, order.target, now_unix)
     if record != state.record:
-        # logged first: a lighthouse killed in between must not leave a return that nothing explains
+        # logged first: if the lighthouse is killed in between, the log still explains why the group returns
         state.log("readmitted", order.target, by=order.by, quorum_id=record.quorum_id)
         state.persist(record)
 
 
 def change_policy(state: JobState, order: PolicyOrdered, now: float) -> None:
-    """A policy that cannot be used is ignored, as is one that changes nothing."""
+    """Change the policy. No effect if it is invalid or the same."""
     old, policy = state.record.policy, order.policy
     if policy == old or policy_problem(policy) is not None:
         return

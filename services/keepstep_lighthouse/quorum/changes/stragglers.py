@@ -1,7 +1,7 @@
-"""Whether a group that the metrics service finds to be a straggler is asked to leave. Pure.
+"""Decide whether a straggler is drained. Pure.
 
-The metrics service compares the groups and counts. What follows is decided here, by the job's policy and by what this
-lighthouse saw itself: who says so orders nothing.
+The metrics service compares groups and reports stragglers. The decision is made here, from the job's policy and from
+what this lighthouse observed: the report is not an order.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from keepstep_lighthouse.quorum.job_state import JobState
 
 
 def refusal(state: JobState, found: StragglerFound) -> str | None:
-    """Why the group stays, as a sentence; None: it is asked to leave.
+    """Return why the group is not drained, as a sentence; None: it is.
 
-    It has to have trained here for as long as it has to have been slow, so that one that just came back is not sent
-    away for what it was before. One group goes at a time, and those that stay are enough for the job.
+    The group must have committed as many steps here as it must have been slow, so that a group that has just
+    reconnected is not drained for its past. One group drains at a time, and the rest must be enough for the job.
     """
     policy, groups = state.record.policy, state.groups
     after = policy.drain_straggler_after
     group = groups.by_id.get(found.replica_id)
     if not after:
-        return "the policy of this job drains no straggler (drain_straggler_after is 0)"
+        return "the policy does not drain stragglers (drain_straggler_after is 0)"
     if group is None or not group.member:
-        return "the quorum has no such incarnation"
+        return "it is not a member of the quorum"
     if (leaving := next((one for one in groups if one.draining is not None), None)) is not None:
-        return f"{leaving.replica_id} is asked to leave, and one goes at a time"
+        return f"{leaving.replica_id} is draining, and groups drain one at a time"
     if found.steps < after:
-        return f"it was one for {found.steps} steps in a row, and drain_straggler_after is {after}"
+        return f"it was a straggler for {found.steps} steps in a row, and drain_straggler_after is {after}"
     if group.committed < after:
-        return f"it has committed {group.committed} steps here since it came, and drain_straggler_after is {after}"
+        return f"it has committed {group.committed} steps since it connected, and drain_straggler_after is {after}"
     others = (one for one in groups if one is not group)
     stay = sum(one.member and one.session is not None and one.state is not HEALING for one in others)
     if stay < policy.min_replicas:
-        return f"{stay} would stay, and min_replicas is {policy.min_replicas}"
+        return f"{stay} would be left, and min_replicas is {policy.min_replicas}"
     return None
 
 
 def drain(state: JobState, found: StragglerFound) -> None:
-    """Nothing happens when there is a ``refusal``."""
+    """Drain the group unless ``refusal`` has a reason not to."""
     if refusal(state, found) is not None:
         return
     reason = (

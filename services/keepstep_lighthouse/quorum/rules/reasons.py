@@ -1,5 +1,6 @@
-"""Why a quorum is formed or not: a code, its numbers, one sentence for people. SEMANTICS: the same reason
-everywhere.
+"""Reasons why a quorum forms or not: a code, its numbers, and a sentence for operators.
+
+The REST API, logs, denials and tests all show the same reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def named(replica_ids: Iterable[str]) -> str:
 
 
 def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterable[str], now: float) -> Reason:
-    """Why the next quorum is not formed yet."""
+    """Return why the next quorum is not formed yet."""
     policy = record.policy
     asking, healthy, members = groups.asking_count, groups.counted, len(record.members)
     left = None if verdict.until is None else max(0.0, verdict.until - now)
@@ -34,33 +35,33 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
         case "takeover_grace":
             missing = sorted(absent)
             numbers["absent"] = len(missing)
-            for_whom = "and does not know who was there before"
+            waits = "does not know the members yet"
             if missing:
-                for_whom = f"and waits for {len(missing)} of {members} members to come back: {named(missing)}"
-            sentence = f"the lighthouse started anew {for_whom}; {left or 0:.1f} s of takeover_grace left"
+                waits = f"waits for {len(missing)} of {members} members to reconnect: {named(missing)}"
+            sentence = f"the lighthouse has just taken over and {waits}; {left or 0:.1f} s of takeover_grace left"
         case "min_replicas":
             candidates = candidate_count(groups, members, policy)
             numbers |= {"candidates": candidates, "min_replicas": policy.min_replicas}
-            sentence = f"{candidates} of at least {max(1, policy.min_replicas)} groups ask"
+            sentence = f"{candidates} of at least {max(1, policy.min_replicas)} groups have asked for a quorum"
             if groups.shrinking and members:
-                sentence += ", not counting joiners because shrink_only is asked for"
+                sentence += ", not counting joiners because a group asked with shrink_only"
         case "initial_replicas":
             wanted = initial_count(policy)
             numbers["initial_replicas"] = wanted
-            sentence = f"{asking} of the {wanted} groups ask that the job begins with, {left or 0:.1f} s left"
+            sentence = f"{asking} of the {wanted} groups for the first quorum have asked, {left or 0:.1f} s left"
         case "majority":
             numbers["healing"] = len(groups.healing)
-            sentence = f"{asking} of {healthy} healthy groups ask, more than half must; {_not_asking(silent)}"
+            sentence = f"{asking} of {healthy} healthy groups have asked, more than half must; {_not_asking(silent)}"
         case "stragglers":
-            sentence = f"waiting for {len(silent)} of {healthy}: {_not_asking(silent)}"
+            sentence = f"waiting for {len(silent)} of {healthy} groups: {_not_asking(silent)}"
             sentence += "" if left is None else f", {left:.1f} s of join_timeout left"
         case "healing":
             healing = sorted(g.replica_id for g in groups.healing.values() if not g.heal_given_up)
             numbers["healing"] = len(healing)
-            sentence = f"waiting for {len(healing)} of {healthy}: {'; '.join(_progress(groups, healing))}"
+            sentence = f"waiting for {len(healing)} of {healthy} groups: {'; '.join(_progress(groups, healing))}"
             sentence += "" if left is None else f", {left:.1f} s of heal_timeout left"
         case _:
-            sentence = f"nobody asks for a quorum; {healthy} healthy"
+            sentence = f"no group has asked for a quorum; {healthy} healthy"
     return Reason(verdict.code, numbers, sentence)
 
 
@@ -69,9 +70,13 @@ def _not_asking(silent: list[Group]) -> str:
     there = sorted(g.replica_id for g in silent if g.session is not None)
     parts = []
     if there:
-        parts.append(f"{named(there)} {'heartbeats but has' if len(there) == 1 else 'heartbeat but have'} not asked")
+        parts.append(
+            f"{named(there)} {'is connected but has' if len(there) == 1 else 'are connected but have'} not asked"
+        )
     if away:
-        parts.append(f"{named(away)} lost its connection and may come back")
+        parts.append(
+            f"{named(away)} lost {'its connection' if len(away) == 1 else 'their connections'} and may reconnect"
+        )
     return "; ".join(parts) if parts else "the others are healing"
 
 
@@ -91,22 +96,25 @@ def _progress(groups: Groups, healing: list[str]) -> Iterable[str]:
 
 
 def formed(code: str, quorum_id: int, members: int, left_out: list[str], forbid_heal: list[str]) -> Reason:
-    """How the last quorum came about. ``left_out``: healthy groups that are not in it. ``forbid_heal``: members that
-    allow no healing.
+    """Return how the last quorum was formed.
+
+    Args:
+        left_out: healthy groups that are not in it.
+        forbid_heal: members that asked for a round without healing.
     """
     how = {
-        "fast": "all members of the quorum before asked",
+        "fast": "all members of the previous quorum asked",
         "all_asking": "all healthy groups asked",
-        "stragglers_dropped": f"the time to wait for {named(left_out)} was over",
+        "stragglers_dropped": f"the wait for {named(left_out)} timed out",
     }[code]
     numbers: dict[str, float] = {"quorum_id": quorum_id, "members": members, "left_out": len(left_out)}
     if forbid_heal:
-        how += f"; nobody heals, as {named(forbid_heal)} asked for a round without healing"
+        how += f"; no group heals because {named(forbid_heal)} asked for a round without healing"
     return Reason(code, numbers, f"quorum {quorum_id}, {members} member{'' if members == 1 else 's'}: {how}")
 
 
 def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
-    """Why this group would not be in the next quorum although it is healthy; None if nothing keeps it out."""
+    """Return why this group would not be in the next quorum although it is healthy; None: it would be."""
     policy = record.policy
     if group.is_excluded(Exclusion.DUPLICATE_NAME):
         older = groups.namesake(group).replica_id
@@ -121,10 +129,10 @@ def of_group(group: Group, groups: Groups, record: JobRecord) -> Reason | None:
     if group.member or group.request is None:
         return None
     if groups.shrinking and record.members:
-        return Reason("not_in_shrink", {}, f"{group.replica_id} waits: shrink_only is asked for and it is no member")
+        why = f"{group.replica_id} waits: a group asked with shrink_only, and it is not a member"
+        return Reason("not_in_shrink", {}, why)
     if policy.max_replicas and len(record.members) >= policy.max_replicas:
         numbers: dict[str, float] = {"max_replicas": policy.max_replicas}
-        return Reason(
-            "max_replicas", numbers, f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
-        )
+        why = f"{group.replica_id} waits: max_replicas {policy.max_replicas} is reached"
+        return Reason("max_replicas", numbers, why)
     return None

@@ -90,7 +90,7 @@ async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_la
         client(known.address, TOKENS.admin) as admin,
     ):
         await until_slow(worker)
-        await eventually(lambda: caplog.text.count("2 would stay, and min_replicas is 3") > 1)
+        await eventually(lambda: caplog.text.count("2 would be left, and min_replicas is 3") > 1)
         assert "drain" not in [it["kind"] for it in (await admin.get("events"))["events"]]
         await admin.call("PATCH", f"/v1/jobs/{JOB}", 202, json={"min_replicas": 2})
         await members[2].until(Drain)

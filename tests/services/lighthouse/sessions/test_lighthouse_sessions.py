@@ -121,7 +121,7 @@ async def test_a_request_ends_at_its_deadline_with_the_reason() -> None:
         await alone.ask(0, timeout_ms=50)
         denied = await alone.next(Denied)
         assert (denied.request, denied.code) == (1, "deadline")
-        assert denied.reason == "1 of at least 3 groups ask"
+        assert denied.reason == "1 of at least 3 groups have asked for a quorum"
 
 
 async def test_jobs_do_not_see_each_other() -> None:
