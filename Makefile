@@ -42,7 +42,7 @@ reference: $(STAMP) ## docs/reference.md, made from the code
 simulate: $(STAMP) ## groups and one to three lighthouses against all faults in virtual time: make simulate SEEDS=100000
 	@$(BIN)/python -m tests.simulation.run --seeds $(SEEDS)
 
-mutants: $(STAMP) ## planted mistakes, each of which a stored test has to catch
+mutants: $(STAMP) ## planted bugs, each of which a stored test has to catch
 	@$(BIN)/python -m tests.mutants.run
 
 faults: $(STAMP) ## lighthouses, etcd, groups killed, frozen, cut off, again and again (half an hour): make faults FAULTS=--list

@@ -1,6 +1,6 @@
-"""A planted mistake: a small change of the source that breaks one rule, and the stored check that must catch it.
+"""A planted bug: a small change of the source that breaks one rule, and the stored check that must catch it.
 
-A check is a stored trace of ``simulation.traces``, seeds of a simulation, or a test by its id.
+A check is a stored trace of ``simulation.traces``, seeds of the simulation, or a test by its id.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Seeds:
-    """The first of them that fails is enough."""
+    """``count`` seeds from ``first`` on; one that fails is enough."""
 
     lighthouses: int
     first: int
     count: int
 
     def __str__(self) -> str:
-        kind = "one lighthouse" if self.lighthouses == 1 else "failover"
-        return f"seeds {self.first} to {self.first + self.count - 1}, {kind}"
+        return f"seeds {self.first} to {self.first + self.count - 1}, lighthouses: {self.lighthouses}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ Check = Trace | Seeds | Test
 
 @dataclass(frozen=True)
 class Mutation:
-    """``name``: what is broken, in the words of the rules. ``old`` occurs once in ``file``; ``new`` takes its place."""
+    """``name``: the broken behaviour. ``old`` occurs exactly once in ``file``; ``new`` replaces it."""
 
     name: str
     file: str

@@ -1,8 +1,8 @@
-"""Makes each mistake of ``mutations`` in a copy of the packages and demands that its check catches it.
+"""Plant each bug of ``mutations`` in a copy of the packages and require that its check fails.
 
-Prints what caught each. Exit code 1 when a mistake survives, when its place is not found exactly once, or when a check
-fails without it.
-``python -m tests.mutants.run [--only WORDS]``: those whose name has these words.
+Prints the failure that caught each. Exit code 1 if a check misses its bug, fails without it, or cannot run, or if the
+source line of a bug is not found exactly once.
+``python -m tests.mutants.run [--only WORDS]`` runs the bugs whose names contain these words.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tests.mutants.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("libs", "services", "tests", "pyproject.toml")
-LONGEST = 240.0
-"""Seconds of one check; a mutant that makes it hang is caught."""
+TIMEOUT_SECONDS = 240.0
+"""Seconds of one check. A check that hangs has caught its bug."""
 CAUGHT, PASSED, BROKEN = 1, 0, 2
-"""Exit codes of a check, as pytest has them. Broken: it could not be run, as when what was changed is no Python."""
+"""Exit codes of a check, equal to pytest's. ``BROKEN``: it could not run, as when the change is no valid Python."""
 TRACE_SEEDS = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``caught`` None: the check could not be run; ``said``: its last words."""
+    """``caught`` None: the check could not run. ``output``: its last line."""
 
     caught: bool | None
     seconds: float
-    said: str
+    output: str
 
 
 def found_once(mutation: Mutation, root: Path = ROOT) -> bool:
@@ -59,13 +59,19 @@ def checked(check: Check, copy: Path) -> Outcome:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command_of(check), cwd=copy, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False
+            command_of(check),
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(caught=True, seconds=time.monotonic() - began, said=f"it took longer than {LONGEST:g} s")
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        return Outcome(caught=True, seconds=time.monotonic() - began, output=f"timed out after {TIMEOUT_SECONDS:g} s")
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     known = {CAUGHT: True, PASSED: False}.get(done.returncode)
-    return Outcome(known, time.monotonic() - began, said[-1] if said else "")
+    return Outcome(known, time.monotonic() - began, lines[-1] if lines else "")
 
 
 def mutant(mutation: Mutation, copy: Path) -> Outcome:
@@ -79,7 +85,7 @@ def mutant(mutation: Mutation, copy: Path) -> Outcome:
 
 
 def simulate(check: Trace | Seeds) -> int:
-    """In the copy: ``CAUGHT`` when something that must hold is violated."""
+    """Run ``check`` in the copy. Returns ``CAUGHT`` when a rule is broken."""
     from tests.simulation.checks.violation import Violation
     from tests.simulation.run import violation
     from tests.simulation.traces import TRACES
@@ -101,19 +107,19 @@ def simulate(check: Trace | Seeds) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="words of names")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
+    parser.add_argument("--only", default="", help="run only bugs whose names contain this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of checks at a time")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.check:
         try:
             return simulate(eval(arguments.check))
-        except Exception:  # noqa: BLE001 - Python's own exit code for it is that of a mistake that was caught
+        except Exception:  # noqa: BLE001 - Python's own exit code would be CAUGHT
             traceback.print_exc()
             return BROKEN
     chosen = [one for one in MUTATIONS if arguments.only in one.name]
-    if lost := [one for one in chosen if not found_once(one)]:
-        print("\n".join(f"{one.name}: its place in {one.file} is not there once" for one in lost))
+    if missing := [one for one in chosen if not found_once(one)]:
+        print("\n".join(f"{one.name}: its source line must occur exactly once in {one.file}" for one in missing))
         return 1
     with tempfile.TemporaryDirectory(prefix="keepstep-mutants-") as directory:
         return run(chosen, Path(directory), arguments.jobs)
@@ -152,13 +158,13 @@ def run(chosen: list[Mutation], directory: Path, jobs: int) -> int:
         for check, outcome in zip(checks, pool.map(whole, checks), strict=True):
             if outcome.caught is not False:
                 failed += 1
-                print(f"WITHOUT A MISTAKE {check} fails: {outcome.said}", flush=True)
+                print(f"WITHOUT A BUG {check} fails: {outcome.output}", flush=True)
         for mutation, outcome in zip(chosen, pool.map(broken, chosen), strict=True):
             how = {True: "caught", False: "SURVIVES", None: "BROKEN"}[outcome.caught]
             failed += outcome.caught is not True
             print(f"{how:8} {outcome.seconds:5.1f} s  {mutation.name}", flush=True)
-            print(f"                   by {mutation.check}: {outcome.said[:160]}", flush=True)
-    print(f"{len(chosen)} mistakes, {failed} not as they should be, {time.monotonic() - began:.0f} s")
+            print(f"                   by {mutation.check}: {outcome.output[:160]}", flush=True)
+    print(f"{len(chosen)} bugs, {failed} failures, {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Planted mistakes, one file per package. ``MUTATIONS`` lists all of them."""
+"""Planted bugs, one file per package. ``MUTATIONS`` lists all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in jobs, their sessions and their end: ``keepstep_lighthouse.jobs``."""
+"""Bugs in jobs, their sessions, and their end: ``keepstep_lighthouse.jobs``."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ LIGHTHOUSE = "services/keepstep_lighthouse"
 
 MUTATIONS = (
     Mutation(
-        "a cut-off leader keeps its sessions",
+        "a partitioned leader keeps its sessions",
         f"{LIGHTHOUSE}/jobs/lighthouse_node.py",
         "            session.end(reason, websocket.CLOSE_GOING_AWAY)\n",
         "            pass\n",
         Trace("a_leader_that_is_cut_off_closes_its_sessions"),
     ),
     Mutation(
-        "a leader that no group reaches goes on",
+        "a leader that no group reaches keeps its lease",
         f"{LIGHTHOUSE}/jobs/lighthouse_node.py",
         "        elif now - max(self._led_since, self._alone_since) > ALONE_SECONDS:\n",
         "        elif not now:\n",
         Trace("a_leader_that_no_group_reaches_gives_way"),
     ),
     Mutation(
-        "what stands behind a write is said before it is written",
+        "decisions behind a write are sent before the write succeeds",
         f"{LIGHTHOUSE}/jobs/job.py",
         "                    await self._write(decision.record)\n",
         "                    self._loop.create_task(self._write(decision.record))\n",
         Seeds(2, 0, 50),
     ),
     Mutation(
-        "an answer goes without the list to who does not know it",
+        "an answer omits a member list that the group does not have",
         f"{LIGHTHOUSE}/jobs/job.py",
         "            if session.listed == listed and listed is not None:\n",
         "            if announce.uniform:\n",
         Seeds(2, 0, 50),
     ),
     Mutation(
-        "an epoch that a group has seen is not raised above",
+        "a lighthouse does not raise its epoch above the one that a group has seen",
         f"{LIGHTHOUSE}/jobs/lighthouse_node.py",
         "        elif hello.epoch_seen < term.epoch or (",
         "        elif hello or (",
@@ -45,28 +45,28 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "the answer of a round without healing does not say so",
+        "the answer of a round without healing allows healing",
         f"{LIGHTHOUSE}/jobs/job.py",
         "        allow_heal=announce.allow_heal,\n",
         "",
         Seeds(2, 0, 100),
     ),
     Mutation(
-        "a job that has sessions expires",
+        "a job with sessions expires",
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    return NEVER if use.sessions or not use.ttl else use.used_at + use.ttl\n",
         "    return NEVER if not use.ttl else use.used_at + use.ttl\n",
         Test("tests/unit/lighthouse/test_expiry.py::test_a_job_with_sessions_never_expires"),
     ),
     Mutation(
-        "a job expires while its groups may come back",
+        "a job expires within the reconnect grace of its groups",
         f"{LIGHTHOUSE}/jobs/expiry.py",
         "    found = [use for use in uses if due_at(use) <= now and not use.awaited]\n",
         "    found = [use for use in uses if due_at(use) <= now]\n",
         Test("tests/unit/lighthouse/test_expiry.py::test_a_job_to_which_groups_may_come_back_does_not_expire"),
     ),
     Mutation(
-        "the quorum_id of a deleted job is given again",
+        "the quorum_id of a deleted job is reused",
         f"{LIGHTHOUSE}/jobs/job_endings.py",
         "            floor = max(self.floor, quorum_id + 1)\n",
         "            floor = self.floor\n",

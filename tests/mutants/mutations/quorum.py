@@ -1,4 +1,4 @@
-"""Mistakes in the quorum of a job: ``keepstep_lighthouse.quorum``."""
+"""Bugs in the quorum of a job: ``keepstep_lighthouse.quorum``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ MUTATIONS = (
         Trace("an_eviction_whose_write_is_lost_is_told_when_it_is_written"),
     ),
     Mutation(
-        "who holds the answer of a round that only some members heard of is not told",
+        "members with the answer of an incomplete round are not told",
         f"{LIGHTHOUSE}/quorum/takeover.py",
         "        if self._lowest_asked is None or self._lowest_asked > self.held_step:\n",
         "        if self.held_step > -2:\n",
         Trace("a_round_that_only_some_members_heard_of"),
     ),
     Mutation(
-        "there is no fence after a takeover",
+        "a takeover has no fence",
         f"{LIGHTHOUSE}/quorum/takeover.py",
         "        self._fenced_until = max(fenced_until, self._fenced_until)\n",
         "        self._fenced_until = 0.0\n",
         Trace("a_stranger_asks_the_next_leader"),
     ),
     Mutation(
-        "a quorum_id that a group has seen is not raised above",
+        "a lighthouse does not raise quorum_id above the one that a group has seen",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "        if seen > state.record.quorum_id:\n",
         "        if seen < 0:\n",
@@ -51,14 +51,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "there is no grace after a takeover",
+        "a takeover has no grace",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "        if restarted and record.members:\n",
         "        if restarted and not record:\n",
         Trace("a_stranger_asks_the_next_leader"),
     ),
     Mutation(
-        "a group that goes to another lighthouse counts as lost",
+        "a group that moves to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
         'departures.part(state, group, "moved", "continues with another lighthouse", now)',
         'departures.lose(state, group, "moved", now)',
@@ -72,7 +72,7 @@ MUTATIONS = (
         Seeds(1, 0, 200),
     ),
     Mutation(
-        "a quorum that lost a member in between keeps its quorum_id",
+        "a quorum that lost a member between two rounds keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "        if same and not failed and not state.round.lost and not anew",
         "        if same and not failed and not anew",
@@ -89,14 +89,14 @@ MUTATIONS = (
         Seeds(1, 0, 500),
     ),
     Mutation(
-        "a quorum is confirmed although a member does not ask",
+        "a quorum is confirmed without the request of a member",
         f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
         "groups.members_asking == quorum_size",
         "groups.members_asking >= quorum_size - 1",
         Seeds(1, 0, 200),
     ),
     Mutation(
-        "min_replicas is not kept",
+        "a quorum is smaller than min_replicas",
         f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
         ">= max(1, policy.min_replicas)",
         ">= 1",
@@ -110,7 +110,7 @@ MUTATIONS = (
         Trace("an_eviction_outlives_the_leader"),
     ),
     Mutation(
-        "a readmission lifts the ban of a name that begins like the target",
+        "a readmission lifts the bans of longer names",
         f"{LIGHTHOUSE}/quorum/bans.py",
         "if ban.target in (target, *incarnations)]",
         "if target in (ban.target, name_of(ban.target))]",
@@ -119,21 +119,21 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "members are not told that one of them is lost",
+        "members are not told of a lost member",
         f"{LIGHTHOUSE}/quorum/changes/departures.py",
         "    if sessions := state.member_sessions(lambda _: True):\n",
         "    if sessions := ():\n",
         Seeds(1, 0, 200),
     ),
     Mutation(
-        "members left behind by a quorum are not told",
+        "members that a quorum leaves out are not told",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "        if left_behind:\n",
         "        if left_behind and not state.record:\n",
         Test("tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[15_healing]"),
     ),
     Mutation(
-        "an answer that was lost with its connection is not given again",
+        "an answer that was lost with its connection is not repeated",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "session is not None and request.request == answer.request:\n",
         "session is None:\n",
@@ -159,21 +159,21 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "settings are compared only where parameters differ",
+        "settings are compared only when parameters differ",
         f"{LIGHTHOUSE}/quorum/changes/agreements.py",
         'if settings not in ("", state.settings) or layout',
         "if layout",
         Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
     ),
     Mutation(
-        "a round heals although a member allows none",
+        "a round heals although a member allows no heal",
         f"{LIGHTHOUSE}/quorum/announcing.py",
         "allow_heal = all(request.allow_heal for",
         "allow_heal = any(request.allow_heal for",
         Seeds(1, 0, 200),
     ),
     Mutation(
-        "half of the roots are taken for most of them",
+        "half of the roots count as a majority",
         f"{LIGHTHOUSE}/quorum/rules/verification.py",
         "return root if 2 * len(groups) > sum",
         "return root if 2 * len(groups) >= sum",
@@ -187,35 +187,35 @@ MUTATIONS = (
         Test(VERIFICATION),
     ),
     Mutation(
-        "a group that did not get the answer that it diverged counts as healthy",
+        "a diverged group that missed its answer counts as healthy",
         f"{LIGHTHOUSE}/quorum/groups.py",
         "        group.diverged = group.diverged and stands_still and not healed\n",
         "        group.diverged = False\n",
         Test(VERIFICATION),
     ),
     Mutation(
-        "a diverged group that healed before a step heals for ever",
+        "a diverged group heals again and again",
         f"{LIGHTHOUSE}/quorum/groups.py",
         "        group.diverged = group.diverged and stands_still and not healed\n",
         "        group.diverged = group.diverged and stands_still\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(
-        "a heal that failed makes a diverged group sound",
+        "a failed heal makes a diverged group sound",
         f"{LIGHTHOUSE}/quorum/groups.py",
         "        healed = heal is not None and heal.progress.ended and not heal.progress.error\n",
         "        healed = heal is not None and heal.progress.ended\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(
-        "a quorum before which groups heal counts as a step",
+        "a quorum that groups heal before counts as a step",
         f"{LIGHTHOUSE}/quorum/groups.py",
         "request.commit_failures == 0 and not same_step\n",
         "request.commit_failures == 0\n",
         Test(f"{HEAL_ROUNDS}::test_it_is_no_step_that_was_committed_or_failed"),
     ),
     Mutation(
-        "a job that goes on from a checkpoint keeps its quorum_id",
+        "a job that resumes keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "        anew = any(",
         "        anew = False and any(",
@@ -225,7 +225,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "whether a member had its answer is told by its step alone",
+        "only the step shows whether a member received its answer",
         f"{LIGHTHOUSE}/quorum/machine.py",
         "where_it_was == (group.step, group.lineage) and session",
         "request.step <= answer.announce.step and session",

@@ -1,4 +1,4 @@
-"""Mistakes in the worker library: ``keepstep``."""
+"""Bugs in the worker library: ``keepstep``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ABANDONED = "tests/services/manager/steps/test_abandoned_steps.py"
 
 MUTATIONS = (
     Mutation(
-        "groups at an equal step count as equal, whatever their lineage",
+        "groups at an equal step count as equal in any lineage",
         "libs/keepstep/group/quorum_plan.py",
         "(m.step, m.lineage) == (step, lineage)",
         "m.step == step",
         Trace("two_groups_at_an_equal_step_with_different_weights"),
     ),
     Mutation(
-        "a trainer does not say its settings",
+        "a trainer does not send its settings",
         "libs/keepstep/step/context.py",
         "            settings=self.job_settings,\n        )\n",
         "        )\n",
@@ -29,7 +29,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "a group divides by its own policy of healing instead of the round's",
+        "the divisor follows the group's policy of healing, not the round's",
         "libs/keepstep/step/attempt.py",
         "        self.allow_heal = self.allow_heal and plan.allow_heal\n",
         "",
@@ -46,84 +46,84 @@ MUTATIONS = (
         Test(f"{BUFFERS}::test_constants_of_every_dtype_stay_as_they_are_bit_for_bit[DistributedDataParallel]"),
     ),
     Mutation(
-        "statistics that do not train are averaged",
+        "statistics of frozen layers are averaged",
         "libs/keepstep/data_parallel/synced_buffers.py",
         "if buffer.owner.training else",
         "if buffer.owner else",
         Test(f"{BUFFERS}::test_statistics_of_a_norm_that_does_not_train_stay_bit_for_bit"),
     ),
     Mutation(
-        "what is done with a buffer is not compared",
+        "the treatment of buffers is not compared",
         "libs/keepstep/data_parallel/synced_buffers.py",
         "{self.dtype} {self.treatment.value}",
         "{self.dtype}",
         Test(f"{BUFFERS}::test_a_group_that_treats_a_buffer_in_another_way_is_refused[averaged]"),
     ),
     Mutation(
-        "a source that abandons a step tells its joiners nothing",
+        "a source that abandons a step does not refuse its joiners",
         "libs/keepstep/step/attempt.py",
         "        self.refuse_joiners(reason)\n",
         "",
         Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
     ),
     Mutation(
-        "all joiners of a source are served at once",
+        "a source serves all joiners at once",
         "libs/keepstep/checkpointing/direct/admission.py",
         "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
         "            if self.ahead(reader) < 0:\n",
         Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
     ),
     Mutation(
-        "a group that takes part behind keeps its lineage",
+        "a group that trains behind keeps its lineage",
         "libs/keepstep/step/progress.py",
         "        elif not self._has_own_lineage():\n",
         "        elif self.step < 0:\n",
         Test(HISTORIES),
     ),
     Mutation(
-        "a group that takes part behind gets the lineage of the others",
+        "a group that trains behind gets the lineage of the others",
         "libs/keepstep/step/attempt.py",
         "progress.commit(plan.quorum_id, participants, behind=behind)",
         "progress.commit(plan.quorum_id, participants, behind=False)",
         Test(f"{SYNCHRONIZED}::test_groups_that_do_not_say_so_are_not_equal_and_heal_next_time"),
     ),
     Mutation(
-        "a group that was made equal keeps its count of batches",
+        "a synchronized group keeps its count of batches",
         "libs/keepstep/step/attempt.py",
         "batches = (plan.reference_batches if behind else 0) or progress",
         "batches = progress",
         Test(f"{SYNCHRONIZED}::test_groups_that_say_that_they_are_equal_are_and_nobody_heals"),
     ),
     Mutation(
-        "beside a group that cannot heal before the forward pass others count all groups",
+        "groups count a peer that cannot heal before the forward pass",
         "libs/keepstep/step/attempt.py",
         "(self._first_step and plan.first_step)\n",
         "(self._first_step and plan.max_step == 0)\n",
         Test(f"{SYNCHRONIZED}::test_beside_groups_that_begin_a_diverged_one_counts_in_no_average"),
     ),
     Mutation(
-        "a group whose heal failed forgets that it diverged",
+        "a group whose heal failed forgets its divergence",
         "libs/keepstep/step/attempt.py",
         "                context.diverge()\n",
         "                pass\n",
         Test(f"{GROUPS}::test_a_heal_that_fails_leaves_a_group_that_nobody_takes_for_healthy"),
     ),
     Mutation(
-        "what a failed step left behind is compared",
+        "the state after a failed step is compared",
         "libs/keepstep/step/attempt.py",
         "        if self.error is None:  # else BatchNorm's",
         "        if True:  # else BatchNorm's",
         Test(f"{GROUPS}::test_what_a_failed_step_left_behind_is_not_compared"),
     ),
     Mutation(
-        "rank 0 leaves out a member list that has changed",
+        "rank 0 omits a member list that has changed",
         "libs/keepstep/group/rank_lists.py",
         "        if known == self._number:\n",
         "        if known:\n",
         Test("tests/unit/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),
     ),
     Mutation(
-        "a member stores a short address though not all members can read it",
+        "a member stores a short address that older members cannot read",
         "libs/keepstep/step/reconfigurer.py",
         "        version = min(member.info.rendezvous for member in plan.members)\n",
         "        version = max(member.info.rendezvous for member in plan.members)\n",

@@ -1,4 +1,4 @@
-"""The planted mistakes of ``make mutants`` still have their places in the source."""
+"""Each planted bug of ``make mutants`` fits the source, and its check exists."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.simulation.traces import TRACES
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
-def test_a_mistake_can_be_made_in_one_place_and_no_other(mutation: Mutation) -> None:
-    assert found_once(mutation), f"look for its new place in {mutation.file}"
+def test_a_bug_fits_exactly_one_place(mutation: Mutation) -> None:
+    assert found_once(mutation), f"its source line must occur exactly once in {mutation.file}"
     assert mutation.old != mutation.new
 
 
-def test_every_check_of_a_mistake_is_there() -> None:
+def test_every_check_exists() -> None:
     assert {one.check.name for one in MUTATIONS if isinstance(one.check, Trace)} <= set(TRACES)
     for path, _, test in (one.check.id.partition("::") for one in MUTATIONS if isinstance(one.check, checks.Test)):
         assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"{path}::{test}"
