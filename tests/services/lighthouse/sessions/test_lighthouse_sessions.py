@@ -321,7 +321,7 @@ async def test_frames_that_come_before_the_welcome_are_not_lost() -> None:
         ({"replica_id": "x" * 257}, "bad_message", "replica_id must be"),
         ({"replica_id": "r0\n"}, "bad_message", "replica_id must be"),
         ({"epoch_seen": 2**40}, "bad_message", "no lighthouse ever had epoch"),
-        ({"quorum_id_seen": 2**60}, "bad_message", "no job ever reached quorum_id"),
+        ({"quorum_id_seen": 2**60}, "bad_message", "invalid quorum_id"),
     ],
 )
 async def test_a_hello_that_will_not_do_is_refused_with_the_reason(changes: dict, code: str, said: str) -> None:
