@@ -1,0 +1,178 @@
+"""How the limits of docs/timeouts.md depend on each other: over the real defaults."""
+
+# ruff: noqa: SIM300 - a rule reads from the shorter limit to the longer one
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keepstep.checkpointing.direct import http_client
+from keepstep.checkpointing.relayed import relay_fetch, relay_upload
+from keepstep.group import group_server, rank_link, slow_quorum_log
+from keepstep.lifecycle import membership
+from keepstep.manager import SHUTDOWN_SECONDS, Manager
+from keepstep.runtime import exits
+from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.step import healing
+from keepstep_cli.asking import rest
+from keepstep_cli.running.supervisor import Restarts
+from keepstep_lighthouse.api import event_stream
+from keepstep_lighthouse.jobs import job_endings, sessions
+from keepstep_lighthouse.leadership import leader_link, term
+from keepstep_lighthouse.quorum import machine, policies
+from keepstep_lighthouse.quorum.events import Policy
+from keepstep_lighthouse.quorum.rules import quorum_rules
+from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
+from keepstep_lighthouse.store import etcd_store, sqlite_store
+from keepstep_mesh.discovery import registration
+from keepstep_mesh.serving import open_port, service
+from keepstep_mesh.session import lighthouse_session, session_machine
+from keepstep_mesh.session.session_settings import SessionSettings
+from keepstep_relay.app import FLUSH_RECORDS_SECONDS
+from keepstep_relay.core.events import Limits
+from keepstep_relay.settings import RelaySettings
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICY, RESTARTS, UPLOADS, RELAY = Policy(), Restarts(), Limits(), RelaySettings()
+LEASE = LighthouseSettings().lease
+BEAT = SessionSettings((), "", "").heartbeat_interval
+TTL = registration.Registration("relay", "", "").ttl
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+STOP_GRACE = min(float(one["stop_grace_period"].removesuffix("s")) for one in COMPOSE["services"].values())
+
+
+def of_manager(name: str) -> float:
+    """A default of ``Manager``, in seconds."""
+    seconds: float = inspect.signature(Manager.__init__).parameters[name].default.total_seconds()
+    return seconds
+
+
+def renewals_before_the_end(lease: float) -> int:
+    """Renewals that a leader can send one after the other, each as slow as may be, before it has to stop."""
+    started, sent = lease / 3, 0
+    while started + etcd_store.CALL_SECONDS < 0.9 * lease:
+        sent += 1
+        started += etcd_store.CALL_SECONDS + lease / 20
+    return sent
+
+
+RULES = {
+    # a group that dies or is silent
+    "ten heartbeats fit into the timeout": 10 * BEAT <= POLICY.heartbeat_timeout,
+    "the smallest timeout allowed leaves room for a tick that is late": (
+        policies.MIN_HEARTBEAT_TIMEOUT <= machine.LATE_TICK_SECONDS < POLICY.heartbeat_timeout
+    ),
+    "a broken connection is judged before a silent one": POLICY.reconnect_grace < POLICY.heartbeat_timeout,
+    "a broken connection is retried twice within the grace": (
+        2 * session_machine.PASS_BACKOFF.first < POLICY.reconnect_grace
+    ),
+    "a lost group is known before a collective times out": (
+        POLICY.heartbeat_timeout + POLICY.reconnect_grace < of_manager("timeout")
+    ),
+    "a rank sends four heartbeats before it counts as silent": 4 * rank_link.RANK_BEAT < rank_link.RANK_SILENCE,
+    "a dead rank is known before a collective times out": (
+        max(rank_link.RANK_SILENCE, POLICY.heartbeat_timeout) < of_manager("timeout")
+    ),
+    # the quorum
+    "a request outlives the wait for missing groups": POLICY.join_timeout <= of_manager("quorum_timeout"),
+    "a request outlives the wait for a heal": POLICY.heal_timeout <= of_manager("quorum_timeout"),
+    "a reason is logged before the request times out": (
+        slow_quorum_log.SLOW_QUORUM_SECONDS + slow_quorum_log.ANSWER_SECONDS < of_manager("quorum_timeout")
+    ),
+    "the lighthouse sees a late heal, not a broken one": (
+        0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout
+        and healing.MAX_HEAL_DOUBLINGS == quorum_rules.MAX_HEAL_DOUBLINGS
+    ),
+    # the session
+    "a session outlives the search for a lighthouse": (
+        session_machine.SESSION_CONNECT_SECONDS + lighthouse_session.WELCOME_SECONDS < of_manager("connect_timeout")
+    ),
+    "the lighthouse waits for a hello longer than a worker for its welcome": (
+        lighthouse_session.WELCOME_SECONDS < sessions.HELLO_SECONDS
+    ),
+    "a slow connection is not closed while it connects": (
+        session_machine.SESSION_CONNECT_SECONDS < open_port.FIRST_REQUEST_SECONDS
+    ),
+    "a call from another thread outlives what it calls": (
+        session_machine.SESSION_CONNECT_SECONDS + lighthouse_session.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
+        < CALL_MARGIN_SECONDS
+        and rank_link.RANK_CLOSE_SECONDS < CALL_MARGIN_SECONDS
+    ),
+    # a lighthouse that dies
+    "groups are back before a new leader judges them": (
+        session_machine.PASS_BACKOFF.most < (POLICY.takeover_grace or POLICY.heartbeat_timeout)
+    ),
+    "the link of a standby notices a frozen leader before the lease ends": (
+        3 * leader_link.BEAT_SECONDS < leader_link.SILENCE < LEASE
+    ),
+    "a leader has two slow tries to renew its lease": renewals_before_the_end(LEASE) >= 2,
+    "the smallest lease allowed is longer than a call to the store": etcd_store.CALL_SECONDS < MIN_LEASE <= LEASE,
+    "a write outlives calls to several endpoints, and waits for locks": (
+        max(2 * etcd_store.CALL_SECONDS, sqlite_store.STORE_LOCK_SECONDS) < term.STORE_TIMEOUT
+    ),
+    "a follower of events outlives a change of leader": LEASE < rest.FOLLOW_PATIENCE_SECONDS,
+    "a follower of events misses two keepalives before it gives up": (
+        2 * event_stream.KEEPALIVE_SECONDS < rest.SILENCE_SECONDS
+    ),
+    # relay and registration
+    "a service has two tries to renew its registration": (
+        TTL / 3 + 2 * min(registration.REGISTRATION_SECONDS, TTL / 3) <= TTL
+    ),
+    "the relay answers that a chunk is not there yet before its reader gives up": (
+        relay_fetch.CHUNK_WAIT_SECONDS < relay_fetch.FETCH_PATIENCE_SECONDS
+        and relay_fetch.CHUNK_WAIT_SECONDS <= RELAY.max_wait
+    ),
+    "a reader asks the source before it counts a transfer as lost": (
+        relay_fetch.FETCH_PATIENCE_SECONDS < relay_fetch.LOST_SECONDS < POLICY.heal_timeout
+    ),
+    "a connection that stalls is replaced before the heal is late": (
+        http_client.STALL_SECONDS < POLICY.heal_timeout and http_client.STALL_SECONDS < RELAY.body_timeout
+    ),
+    "an upload reconnects before the relay aborts it": (
+        relay_upload.STALL_SECONDS + relay_upload.UPLOAD_BACKOFF.most < UPLOADS.upload_seconds
+        and relay_upload.END_SECONDS < UPLOADS.upload_seconds
+    ),
+    "a checkpoint is kept while a heal may read it": POLICY.heal_timeout <= UPLOADS.reading_seconds,
+    # the end
+    "a group leaves before its launcher kills it": (
+        max(SHUTDOWN_SECONDS, membership.LEAVE_SECONDS, group_server.LEAVE_PATIENCE + group_server.LEAVE_SECONDS)
+        + exits.EXIT_OUTPUT_SECONDS
+        < RESTARTS.grace
+    ),
+    "a service says goodbye before it is cut off": (
+        registration.DEREGISTER_SECONDS + FLUSH_RECORDS_SECONDS < service.STOP_SECONDS
+    ),
+    "docker waits for services and launchers": max(service.STOP_SECONDS, RESTARTS.grace) < STOP_GRACE,
+    "a job outlives everything that may keep its groups away": (
+        10 * max(job_endings.EXPIRY_CHECK_SECONDS, POLICY.join_timeout, POLICY.heal_timeout, RESTARTS.backoff.most)
+        < POLICY.job_ttl
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_limits_keep_their_order(rule: str) -> None:
+    assert RULES[rule], f"{rule}: see docs/timeouts.md"
+
+
+def test_every_rule_is_in_the_document_and_nothing_else() -> None:
+    page = (ROOT / "docs" / "timeouts.md").read_text()
+    assert re.findall(r"^\| ([^|`]+?) \| `", page.partition("## Rules")[2], re.MULTILINE) == list(RULES)
+
+
+def test_no_time_has_the_name_of_another_with_a_different_value() -> None:
+    values = defaultdict(set)
+    for path in [*(ROOT / "libs").rglob("*.py"), *(ROOT / "services").rglob("*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if re.search(r"SECONDS|TIMEOUT|GRACE|LEASE|BACKOFF", name):
+                    values[name].add(ast.unparse(node.value))
+    assert {name: of_it for name, of_it in values.items() if len(of_it) > 1} == {}
