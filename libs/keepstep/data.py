@@ -1,4 +1,4 @@
-"""Which samples each rank of each replica group draws."""
+"""A sampler that gives every rank of every replica group its own samples."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ T = TypeVar("T")
 
 
 class DistributedSampler(data.distributed.DistributedSampler[T]):
-    """A shard of ``dataset`` for one rank of one replica group.
+    """Samples the shard of ``dataset`` that belongs to one rank of one replica group.
 
-    The shards are cut for ``num_replica_groups`` groups whether they are there or not: while a group is away its
-    samples are not drawn, and nobody's shard moves when it comes back. The samples of a spare (``FIXED_WITH_SPARES``)
-    are drawn and never trained on. For exact coverage draw batches by number: ``Manager.batches_committed()`` plus
+    The dataset is always divided into shards for ``num_replica_groups`` groups. While a group is away its samples are
+    not drawn; the shards of the other groups do not change. Samples of a spare (``FIXED_WITH_SPARES``) are drawn and
+    not trained on. To train on every sample exactly once, draw batches by number: ``Manager.batches_committed()`` plus
     ``participating_rank()`` (docs/training.md).
 
     Args:
-        dataset: anything with a length.
-        replica_rank: number of this group, in [0, num_replica_groups). Not the quorum's, which changes.
-        num_replica_groups: most groups that there will be.
-        group_rank: rank within the group; default: of ``torch.distributed`` if it is initialised, else 0.
-        num_replicas: ranks within the group; default: likewise, else 1.
+        dataset: a dataset with a length.
+        replica_rank: number of this group, in [0, num_replica_groups). It must not change while the job runs, unlike
+            the group's rank in the quorum.
+        num_replica_groups: largest number of groups in the job.
+        group_rank: rank within the group; default: the rank in ``torch.distributed`` if initialized, else 0.
+        num_replicas: number of ranks in the group; default: the world size of ``torch.distributed`` if initialized,
+            else 1.
         **kwargs: of ``torch.utils.data.distributed.DistributedSampler`` (shuffle, seed, drop_last).
+
+    Raises:
+        ValueError: ``replica_rank`` is out of range.
     """
 
     def __init__(
@@ -36,11 +41,11 @@ class DistributedSampler(data.distributed.DistributedSampler[T]):
         num_replicas: int | None = None,
         **kwargs: Any,
     ) -> None:
-        initialised = dist.is_available() and dist.is_initialized()
+        initialized = dist.is_available() and dist.is_initialized()
         if group_rank is None:
-            group_rank = dist.get_rank() if initialised else 0
+            group_rank = dist.get_rank() if initialized else 0
         if num_replicas is None:
-            num_replicas = dist.get_world_size() if initialised else 1
+            num_replicas = dist.get_world_size() if initialized else 1
         if not 0 <= replica_rank < num_replica_groups:
             raise ValueError(f"replica_rank={replica_rank} must be in [0, num_replica_groups={num_replica_groups})")
         self.global_rank = group_rank + num_replicas * replica_rank

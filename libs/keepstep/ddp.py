@@ -1,12 +1,12 @@
-"""Data parallelism over replica groups: gradients are averaged by the Manager, buffers made equal with them.
+"""Data parallelism over replica groups: the Manager averages the gradients, and buffers are made equal with them.
 
-torch's reducer does the bucketing. Its buckets must be the same in every group at every moment, also in one that
-joins today, so they are never rebuilt in the order of a first backward pass (``find_unused_parameters`` holds them).
-A parameter that a step did not use counts with a gradient of zero.
+torch's reducer fills the buckets. The buckets must always be the same in every group, also in a group that joins later,
+so they are never rebuilt in the order of the first backward pass (``find_unused_parameters`` prevents it). A parameter
+that a step does not use has a gradient of zero.
 
-Parameters below a reentrant activation checkpoint are in no graph before the backward pass reaches them: the reducer
-would take them for unused. After a forward pass with such a checkpoint all buckets are reduced at the end of the
-backward pass, the same buckets in the same order.
+Parameters inside a reentrant activation checkpoint are in no graph until the backward pass reaches them, and the
+reducer would treat them as unused. After a forward pass with such a checkpoint, the same buckets are reduced in the
+same order at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 
 class _ReducerGroup(ProcessGroupDummy):
-    """What torch's reducer takes for its process group. The only collective that it still runs there agrees on which
-    parameters were used; we say all, so that every parameter takes its averaged gradient in every group.
+    """The process group of torch's reducer.
+
+    The reducer runs one collective in it, to find the parameters that were used. The result here is all parameters, so
+    that every parameter gets its averaged gradient in every group.
     """
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -54,10 +56,11 @@ class _OneParameter(nn.Module):
 
 
 @functools.cache
-def _spend_torchs_warning() -> None:
-    """Once a process torch's reducer warns, on the C++ side, that it looked for unused parameters and found none.
+def _trigger_torchs_warning() -> None:
+    """Trigger a warning of torch's reducer now, where it is ignored.
 
-    That is no waste here, where the look holds the buckets, and nobody could act upon it. So it is said now, to nobody.
+    The reducer warns once per process, in C++, that it searched for unused parameters and found none. The search is
+    needed here, to keep the buckets, and users cannot change it.
     """
 
     def look(value: float) -> float:
@@ -69,16 +72,16 @@ def _spend_torchs_warning() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        torch.zeros(1, device="cpu").apply_(look)  # what C++ warns of below a method of torch's comes to Python
+        torch.zeros(1, device="cpu").apply_(look)  # inside a method of torch, a warning from C++ becomes one of Python
 
 
 _forward_pass = threading.local()
-"""``reentrant``: the forward pass of this thread came through a reentrant checkpoint."""
+"""``reentrant``: whether the forward pass of this thread used a reentrant checkpoint."""
 
 
 @functools.cache
 def _notice_reentrant_checkpoints() -> None:
-    """From now on torch's reentrant checkpoints set ``_forward_pass.reentrant``: nothing else tells of them in time."""
+    """Patch torch's reentrant checkpoints to set ``_forward_pass.reentrant``; torch has no hook for them."""
     original = checkpoint.CheckpointFunction.forward
 
     @functools.wraps(original)
@@ -92,25 +95,26 @@ def _notice_reentrant_checkpoints() -> None:
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """``torch.nn.parallel.DistributedDataParallel`` whose gradients go through ``manager.allreduce``.
 
+    If another group dies during the backward pass, the step does not commit; the pass does not raise. A buffer whose
+    shape or dtype has changed since it was wrapped raises RuntimeError in the backward pass. ``no_sync()`` accumulates
+    gradients as in torch. Activation checkpoints of torch work; with ``use_reentrant=True`` the averaging does not
+    overlap the backward pass.
+
     Args:
         manager: of this replica group.
-        module: whose parameters' gradients are averaged over the groups.
-        sync_buffers: make the buffers equal over the groups with the gradients: running statistics of BatchNorm's kind
-            are averaged, every other buffer is taken from the first group, bit for bit.
+        module: its gradients are averaged over the groups.
+        sync_buffers: make the buffers equal over the groups together with the gradients. Running statistics of
+            BatchNorm and its kind are averaged; every other buffer is copied from the first group, bit for bit.
         average_buffers: names, or shell patterns of names, of further float buffers to average while their module
             trains.
-        ignore_buffers: the same, of buffers that each group keeps to itself: they cost nothing, and are equal over the
-            groups only if the script makes them so. Constants are, and caches need not be.
-        **kwargs: of torch's class; ``find_unused_parameters``, ``process_group``, ``init_sync`` and
-            ``broadcast_buffers`` are set here. ``gradient_as_bucket_view`` is True unless given: it saves a copy of all
-            gradients.
+        ignore_buffers: names, or shell patterns of names, of buffers that are not synchronized. They cost nothing, and
+            are equal over the groups only if the script keeps them equal. Suited to constants and caches.
+        **kwargs: of torch's class. ``find_unused_parameters``, ``init_sync`` and ``broadcast_buffers`` are set here and
+            ignored. ``gradient_as_bucket_view`` defaults to True, which saves a copy of all gradients.
 
     Raises:
-        ValueError: an argument that is set here; a buffer that cannot be synchronized; a name that fits no buffer.
-
-    A peer that dies in the backward pass rejects the step, it does not raise. A buffer that has another shape or dtype
-    than when it was wrapped raises RuntimeError there. ``no_sync()`` accumulates as with torch's. Activation
-    checkpoints of torch work; with ``use_reentrant=True`` the averaging does not overlap the backward pass.
+        ValueError: ``process_group`` or ``static_graph`` was given, a buffer cannot be synchronized, or a name matches
+            no buffer.
     """
 
     def __init__(
@@ -125,16 +129,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     ) -> None:
         for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
             if kwargs.pop(name, None) and name in ("process_group", "static_graph"):
-                raise ValueError(f"{name} cannot be given: keepstep's DistributedDataParallel sets it")
+                raise ValueError(
+                    f"{name} is not supported: keepstep's DistributedDataParallel sets it; remove the argument"
+                )
         kwargs.setdefault("gradient_as_bucket_view", True)
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
-        _spend_torchs_warning()
+        _trigger_torchs_warning()
         _notice_reentrant_checkpoints()
-        self._reduces_at_the_end = False
-        """From a forward pass through a reentrant checkpoint to the end of the backward pass."""
+        self._reduces_queue_averaging = False
+        """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
         self._reduction_queued = False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor older torch lacks
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # of broadcast_buffers; older torch does not have its successor
             super().__init__(
                 module,
                 process_group=_ReducerGroup(0, 1),
@@ -149,18 +157,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager.add_layout(_layout(module, str(kwargs.get("bucket_cap_mb") or "default"), buffers))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; the backward pass of the result averages the gradients."""
         _forward_pass.reentrant = False
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer._reset_state()  # noqa: SLF001  a backward pass that raised left it waiting for gradients
+            self.reducer._reset_state()  # noqa: SLF001  a backward pass that raised leaves it waiting for gradients
             self._reduction_queued = False
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._reduces_at_the_end |= synced and _forward_pass.reentrant
-        if not (synced and self._reduces_at_the_end):
+        self._reduces_queue_averaging |= synced and _forward_pass.reentrant
+        if not (synced and self._reduces_queue_averaging):
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        with self.no_sync():  # the reducer does not wait for gradients
+        with self.no_sync():  # so that the reducer does not wait for gradients
             output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
             if tensor.requires_grad:
@@ -168,13 +177,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return output
 
     def _queue_reduction(self, _gradient: torch.Tensor) -> None:
-        """Runs at the beginning of the backward pass, outside of all checkpoints."""
+        """At the beginning of the backward pass, outside of all checkpoints."""
         if not self._reduction_queued:
             self._reduction_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)  # noqa: SLF001
 
     def _reduce_all(self) -> None:
-        self._reduces_at_the_end = self._reduction_queued = False
+        self._reduces_queue_averaging = self._reduction_queued = False
         self.reducer.prepare_for_backward([])
         self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
 
@@ -186,24 +195,25 @@ def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Futur
     return work.get_future()
 
 
-# torch looks at the hook's annotations, and does not read them as strings
+# torch checks the hook's annotations, and does not evaluate strings
 _average_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient on its own at the end of the backward pass, and waits for all of them. Simple,
-    and slow for many parameters.
+    """Averages the gradient of each parameter separately, at the end of the backward pass. Slow for many parameters.
 
-    All parameters are reduced in the module's order, those without a gradient as zeros: so groups whose passes took
-    different ways never average one parameter with another.
+    All parameters are reduced in the module's order, those without a gradient as zeros, so that groups whose passes
+    used different parameters never average one parameter with another.
 
     Args:
         manager: of this replica group.
-        module: whose gradients are averaged.
-        sync_buffers, average_buffers, ignore_buffers: as in ``DistributedDataParallel``.
+        module: its gradients are averaged over the groups.
+        sync_buffers: as in ``DistributedDataParallel``.
+        average_buffers: as in ``DistributedDataParallel``.
+        ignore_buffers: as in ``DistributedDataParallel``.
 
     Raises:
-        ValueError: a buffer that cannot be synchronized; a name that fits no buffer.
+        ValueError: a buffer cannot be synchronized, or a name matches no buffer.
     """
 
     def __init__(
@@ -222,14 +232,15 @@ class PureDistributedDataParallel(nn.Module):
         self._averaging = False
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._at_the_end)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
         manager.add_layout(_layout(module, "one bucket a parameter", self._synced))
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        self._averaging = False  # a backward pass that raised has no end
+        """Run the module; the backward pass of the result averages the gradients."""
+        self._averaging = False  # a backward pass that raised did not reset it
         return self.module(*args, **kwargs)
 
-    def _at_the_end(self, _parameter: torch.Tensor) -> None:
+    def _queue_averaging(self, _parameter: torch.Tensor) -> None:
         if not self._averaging:
             self._averaging = True
             torch.autograd.Variable._execution_engine.queue_callback(self._average)  # noqa: SLF001  torch's own DDP does
@@ -248,7 +259,7 @@ class PureDistributedDataParallel(nn.Module):
 
 
 def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers) -> list[str]:
-    """What must be the same in all groups for their buckets to mean the same, one line each."""
+    """Return the layout of the buckets, which must be equal in all groups: one line for each parameter and buffer."""
     lines = [f"bucket_cap_mb {bucket_cap_mb}"]
     lines += [
         f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in module.named_parameters() if p.requires_grad

@@ -1,8 +1,7 @@
 """Deadlines for torch futures, code blocks and CUDA streams.
 
-One thread watches all deadlines while there are any and ends when there are none. Should that thread itself be stuck (a
-callback that never returns, a GIL that is never given up), the watchdog ends the process: a trainer that can no longer
-keep its deadlines would hang its whole job.
+One thread watches all deadlines, and ends after the last one. If a callback blocks that thread, the watchdog ends the
+process: a trainer that cannot keep its deadlines would block its whole job.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Deadline:
 
 
 class _Deadlines:
-    """A heap of deadlines and the thread that keeps them."""
+    """A heap of deadlines, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -56,7 +55,7 @@ class _Deadlines:
         tell_children(self)
 
     def forked(self) -> None:
-        """In a forked child, which has neither the thread nor, perhaps, who holds the lock."""
+        """Start again in a forked child, which does not have the thread, nor perhaps the holder of the lock."""
         self._changed, self._heap, self._thread = threading.Condition(), [], None
 
     def after(self, timeout: timedelta, callback: Callable[[], None]) -> _Deadline:
@@ -93,13 +92,13 @@ class _Deadlines:
                 try:
                     with _watchdog():
                         callback()
-                except Exception:  # the other deadlines are still to be kept
+                except Exception:  # the thread must watch the other deadlines
                     log.exception("a deadline's callback failed")
 
 
 @contextlib.contextmanager
 def _watchdog() -> Generator[None, None, None]:
-    """Ends the process when the block takes longer than the watchdog's timeout."""
+    """End the process when the block takes longer than the watchdog's timeout."""
     timeout = WATCHDOG_TIMEOUT.total_seconds()
     done = threading.Event()
 
@@ -120,7 +119,15 @@ _DEADLINES = _Deadlines()
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
-    """A future that completes as ``fut`` does, or with TimeoutError after ``timeout``, whichever is first."""
+    """Limit the time of a future.
+
+    Args:
+        fut: any future of torch.
+        timeout: from now.
+
+    Returns:
+        A future that completes as ``fut`` does, or with TimeoutError after ``timeout``, whichever comes first.
+    """
     timed: Future[T] = Future()
     lock = threading.Lock()
     settled = False
@@ -147,7 +154,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
             _DEADLINES.cancel(deadline)
             try:
                 timed.set_result(source.value())
-            except Exception as error:  # noqa: BLE001  whatever the future holds is handed on
+            except Exception as error:  # noqa: BLE001  any error of the future is passed on
                 fail_future(timed, error)
 
         settle(finish)
@@ -157,7 +164,19 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:
-    """The value of ``fut``. TimeoutError when it is not there within ``timeout``; else what the future raised."""
+    """Wait for a future.
+
+    Args:
+        fut: any future of torch.
+        timeout: from now.
+
+    Returns:
+        The value of ``fut``.
+
+    Raises:
+        TimeoutError: ``fut`` did not complete within ``timeout``.
+        Exception: the error of ``fut``.
+    """
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())
     if not done.wait(timeout.total_seconds()):
@@ -167,7 +186,12 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 
 @contextlib.contextmanager
 def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Generator[None, None, None]:
-    """Calls ``callback`` from another thread when the block takes longer than ``timeout``."""
+    """Limit the time of a ``with`` block.
+
+    Args:
+        callback: called in another thread if the block takes longer than ``timeout``. The block itself goes on.
+        timeout: from the start of the block.
+    """
     deadline = _DEADLINES.after(timeout, callback)
     try:
         yield
@@ -176,7 +200,12 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Generat
 
 
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
-    """Calls ``callback`` unless what is queued on the current CUDA stream now is done within ``timeout``."""
+    """Limit the time of the work that is queued on the current CUDA stream now.
+
+    Args:
+        callback: called in another thread if the work is not done within ``timeout``.
+        timeout: from now.
+    """
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
 

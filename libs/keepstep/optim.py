@@ -1,4 +1,4 @@
-"""An optimizer whose step counts only if the quorum commits it."""
+"""An optimizer that steps only if the quorum commits the step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 log = get_logger("keepstep.optim")
 
-# it will not pass itself for ever; the day that it does not, `step` says so
+# later versions of torch will not pass it; `step` raises then
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
 class OptimizerWrapper(Optimizer):
-    """Begins the step in ``zero_grad`` and commits it in ``step``.
+    """Begins a step of the Manager in ``zero_grad`` and commits it in ``step``.
+
+    With a ``GradScaler``, register its state with the Manager, so that it heals too. The averaged gradients are
+    unscaled after the commit, by the scale that the group has after a heal: every group finds the same infinities and
+    skips the same updates. A step that does not commit leaves the scale unchanged.
 
     Args:
-        manager: whose steps these are.
+        manager: of this replica group.
         optim: the optimizer that changes the parameters.
-
-    With a ``GradScaler``, whose state must heal too (register it with the Manager): the averaged gradients are unscaled
-    after the commit, by the scale that a heal has brought, so that every group finds the same infinities and skips the
-    same updates. A step that does not commit leaves the scale as it is.
     """
 
     _step_supports_amp_scaling = True
-    """To ``GradScaler``: ``step`` takes it, and unscales by itself, whatever the inner optimizer can do."""
+    """Tells ``GradScaler`` to pass itself to ``step``, which unscales the gradients."""
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
         self.manager = manager
@@ -65,22 +65,30 @@ class OptimizerWrapper(Optimizer):
         return self.optim.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins a step (``Manager.start_quorum``) and clears the gradients."""
+        """Begin a step (``Manager.start_quorum``), and clear the gradients.
+
+        Args:
+            set_to_none: as in ``torch.optim.Optimizer.zero_grad``.
+        """
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scaler: GradScaler | None = None
     ) -> bool:
-        """Steps the optimizer if the step commits.
+        """Step the optimizer if the step commits.
 
         Args:
-            closure: None; an optimizer that runs the model again would leave the step: ValueError.
-            grad_scaler: for ``GradScaler.step``, which passes itself.
+            closure: not supported: it would run the model outside of the step.
+            grad_scaler: given by ``GradScaler.step``, which passes itself.
 
         Returns:
-            Whether it stepped. Gate schedulers and counters with it. A step whose gradients overflowed commits in all
-            groups, and changes no weight in any: False.
+            Whether the optimizer stepped. Step schedulers and counters only then. False also after a step whose
+            gradients overflowed: it commits in all groups, and changes no weight.
+
+        Raises:
+            ValueError: a closure was given.
+            Exception: as ``Manager.should_commit``, and as the optimizer.
         """
         if closure is not None:
             raise ValueError("a closure would run the model outside of the step; use an optimizer that needs none")
@@ -98,16 +106,16 @@ class OptimizerWrapper(Optimizer):
         return True
 
     def _step_scaled(self, scaler: GradScaler) -> bool:
-        seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  a step that takes the scaler reads what it keeps
+        seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
         committed = self.manager.should_commit()
         if committed and unscaled_by not in (None, scaler.get_scale()):
-            # clipping and the like came between: it cannot be done again by the right scale
-            log.info("healed after unscale_ with another scale: heals again", scale=unscaled_by)
+            # the script used the unscaled gradients already, to clip them for example
+            log.info("scale changed by a heal after unscale_; the group heals again", scale=unscaled_by)
             self.manager.mark_torn()
             committed = False
         if not committed:
-            _let_update_change_nothing(scaler)
+            _skip_next_update(scaler)
             return False
         with self._changing_weights():
             if unscaled_by is None:
@@ -123,7 +131,7 @@ class OptimizerWrapper(Optimizer):
         try:
             yield
         except BaseException:
-            self.manager.mark_torn()  # committed, but not made: these weights are nobody else's
+            self.manager.mark_torn()  # the step is committed and incomplete: no other group has these weights
             raise
         finally:
             self.manager.allow_state_dict_read()
@@ -132,8 +140,8 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
 
-def _let_update_change_nothing(scaler: GradScaler) -> None:
-    """What a discarded step found is in no other group's scale: its ``update`` only makes ready for the next step."""
+def _skip_next_update(scaler: GradScaler) -> None:
+    """Let the next ``update`` of ``scaler`` keep the scale: no other group counts the overflow of a discarded step."""
 
     def update(new_scale: object = None) -> None:  # noqa: ARG001
         del scaler.update

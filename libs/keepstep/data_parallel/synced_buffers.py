@@ -1,11 +1,12 @@
-"""A module's buffers, made equal over the groups once a step.
+"""Make a module's buffers equal over the groups, once a step.
 
-* Running statistics of BatchNorm's kind are averaged while their module trains; so are buffers that the user names.
-* Every other buffer is taken from the first group that takes part, bit for bit: its bytes travel as integers to which
-  the other groups add zeros. So infinities, NaNs and dtypes that no backend reduces arrive as they were.
+* Running statistics of BatchNorm and its kind are averaged while their module trains, and so are buffers that the user
+  names.
+* Every other buffer is copied from the first group that takes part, bit for bit: it is sent as integers, to which the
+  other groups add zeros. So infinities, NaNs and dtypes that no backend reduces arrive unchanged.
 
-What is done with a buffer is decided, and tried, once, when the model is wrapped. It is part of the layout that groups
-compare, as the size of every reduction must be the same in all of them.
+The treatment of a buffer is decided, and tried, when the model is wrapped. It is part of the layout that groups
+compare, because every reduction must have the same size in all groups.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from keepstep.manager import Manager
 
 AVERAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""What Gloo and NCCL add up."""
+"""Dtypes that Gloo and NCCL can sum."""
 ALIGNMENT = 16
-"""Bytes: a buffer's piece of the carrier must begin at a multiple of the size of its elements."""
+"""In bytes. A buffer's part of the carrier must begin at a multiple of the size of its elements."""
 
 
 class Treatment(Enum):
+    """How a buffer is made equal over the groups."""
+
     AVERAGED = "averaged"
     COPIED = "copied"
     IGNORED = "ignored"
@@ -51,33 +54,33 @@ class _Buffer:
 
     @property
     def line(self) -> str:
-        """For the layout."""
+        """Line of the layout."""
         return f"buffer {self.name} {self.shape} {self.dtype} {self.treatment.value}"
 
     def current(self) -> torch.Tensor:
-        """Return the tensor that the module has now. RuntimeError when it does not fit the one of before."""
+        """Return the module's tensor. RuntimeError if its shape or dtype has changed since the model was wrapped."""
         tensor = self.owner._buffers.get(self.attribute)  # noqa: SLF001  as torch's own DDP
         if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             now = "gone" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
             raise RuntimeError(
-                f"buffer {self.name!r} was {self.shape} {self.dtype} when the model was wrapped and is {now} now; the "
-                f"groups could not add it up. Keep its shape and dtype, or name it in ignore_buffers"
+                f"buffer {self.name!r} was {self.shape} {self.dtype} when the model was wrapped and is {now} now. It "
+                f"cannot be reduced over the groups: keep its shape and dtype, or name it in ignore_buffers"
             )
         return _distinct(tensor)
 
 
 class SyncedBuffers:
-    """Starts the reductions of a module's buffers; they are written back in ``should_commit``.
+    """Starts the reductions of a module's buffers. ``should_commit`` writes the results back.
 
     Args:
         manager: of this replica group.
-        module: whose buffers these are, those that it has now.
-        sync: False: all are ignored.
+        module: with the buffers; those that are added later are not synchronized.
+        sync: False: all buffers are ignored.
         average: names, or shell patterns of names, of further buffers to average.
-        ignore: the same, of buffers that each group keeps to itself.
+        ignore: names, or shell patterns of names, of buffers that are not synchronized.
 
     Raises:
-        ValueError: a name fits no buffer, or a buffer cannot be treated so.
+        ValueError: a name matches no buffer, or a buffer cannot be synchronized.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class SyncedBuffers:
             _try(buffer)
         copied = [buffer for buffer in self._buffers if buffer.treatment is Treatment.COPIED and 0 not in buffer.shape]
         self._copied: list[tuple[_Buffer, int, int]] = []
-        """With the piece of the carrier that is theirs: first byte, and the one after the last."""
+        """Each buffer with its part of the carrier: first byte, and the byte after the last."""
         self._carrier_bytes = 0
         for buffer in copied:
             size = buffer.current().numel() * buffer.dtype.itemsize
@@ -100,20 +103,20 @@ class SyncedBuffers:
             if buffer.treatment is Treatment.AVERAGED and 0 not in buffer.shape:
                 self._averaged.setdefault(buffer.dtype, []).append(buffer)
         self._device = next((one.device for one in module.parameters() if one.requires_grad), torch.device("cpu"))
-        """Where the gradients are, and so what the process group can reduce."""
+        """Device of the gradients, and so of tensors that the process group can reduce."""
 
     @property
     def lines(self) -> list[str]:
-        """For the layout, one a buffer."""
+        """Lines of the layout, one for each buffer."""
         return [buffer.line for buffer in self._buffers]
 
     def start(self) -> None:
-        """Once a step, after the forward pass. RuntimeError when a buffer is not the one that was wrapped."""
+        """Start the reductions. Once a step, after the forward pass. RuntimeError if a buffer has changed its shape."""
         if not self._copied and not self._averaged:
             return
         try:
             rank, world = self._manager.participating_rank(), self._manager.num_participants()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  no quorum: the all-reduce will say why
+        except (Exception, SystemExit) as error:  # noqa: BLE001  no quorum: the all-reduce reports the reason
             self._manager.report_error(RuntimeError(f"no quorum: {error}"))
             return
         try:
@@ -127,8 +130,10 @@ class SyncedBuffers:
             raise
 
     def _average(self, buffers: list[_Buffer], world: int, *, first: bool) -> None:
-        """Divided before they are added. Statistics that do not train are the first group's: an average of equal
-        values would move them by a rounding error in every step.
+        """Average the buffers: divide, then sum.
+
+        The statistics of a module that does not train are copied from the first group, because an average of equal
+        values would change them by a rounding error in every step.
         """
         tensors = [buffer.current() for buffer in buffers]
         parts = []
@@ -147,7 +152,7 @@ class SyncedBuffers:
             if first:
                 piece.copy_(_bytes_of(tensor))
             targets.append((tensor, piece.view(buffer.dtype)))
-        self._reduce(carrier.view(torch.int64), targets)  # eight bytes at once, and a sum of zeros has no carry
+        self._reduce(carrier.view(torch.int64), targets)  # eight bytes at once; a sum with zeros has no carry
 
     def _reduce(self, carrier: torch.Tensor, targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._manager.allreduce(carrier, reduce_op=ReduceOp.SUM, write_back=partial(_write_back, targets))
@@ -160,7 +165,7 @@ def _write_back(targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _buffers(module: nn.Module, *, sync: bool, average: list[str], ignore: list[str]) -> list[_Buffer]:
-    """Each of the module's buffers once, with what is to be done with it."""
+    """Return each buffer of the module once, with its treatment. ValueError for names that match no buffer."""
     found: list[_Buffer] = []
     seen: set[int] = set()
     for path, owner in module.named_modules():
@@ -169,9 +174,11 @@ def _buffers(module: nn.Module, *, sync: bool, average: list[str], ignore: list[
                 continue
             seen.add(id(tensor))
             name = f"{path}.{attribute}" if path else attribute
-            averaged, ignored = _fits(name, average), _fits(name, ignore)
+            averaged, ignored = _matches(name, average), _matches(name, ignore)
             if averaged and ignored:
-                raise ValueError(f"buffer {name!r} is named by both average_buffers and ignore_buffers")
+                raise ValueError(
+                    f"buffer {name!r} is named in both average_buffers and ignore_buffers; name it in one of them"
+                )
             if not sync or ignored:
                 treatment = Treatment.IGNORED
             elif averaged or _is_running_statistic(owner, attribute):
@@ -183,7 +190,7 @@ def _buffers(module: nn.Module, *, sync: bool, average: list[str], ignore: list[
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(buffer.name, pattern) for buffer in found):
                 names = ", ".join(buffer.name for buffer in found) or "none"
-                raise ValueError(f"{argument}: no buffer is named {pattern!r}; the model's buffers: {names}")
+                raise ValueError(f"{argument}: {pattern!r} matches no buffer; the model's buffers: {names}")
     return found
 
 
@@ -195,12 +202,12 @@ def _patterns(names: Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _fits(name: str, patterns: list[str]) -> bool:
+def _matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _try(buffer: _Buffer) -> None:
-    """Do once what every step does. ValueError for a buffer with which it does not work."""
+    """Try the operations of a step on ``buffer``. ValueError if one of them fails."""
     if buffer.treatment is Treatment.IGNORED:
         return
     if buffer.treatment is Treatment.AVERAGED and buffer.dtype not in AVERAGED_DTYPES:
@@ -222,13 +229,13 @@ def _try(buffer: _Buffer) -> None:
             problem = str(error).partition("\n")[0]
     if problem:
         raise ValueError(
-            f"buffer {buffer.name!r} ({buffer.shape} {buffer.dtype}) cannot be made equal over the groups: {problem}; "
-            f"name it in ignore_buffers if the groups need not have it in common"
+            f"buffer {buffer.name!r} ({buffer.shape} {buffer.dtype}) cannot be synchronized: {problem}; "
+            f"name it in ignore_buffers if it may differ between the groups"
         )
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the dimensions that only repeat it (``expand``), into which nothing can be written."""
+    """Return ``tensor`` without repeated dimensions (``expand``), which cannot be written."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -236,5 +243,5 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order, as a flat tensor of uint8."""
+    """Return the elements in order, as a flat tensor of uint8."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

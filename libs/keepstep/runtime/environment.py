@@ -1,9 +1,9 @@
-"""What the Manager takes from its environment.
+"""Read the environment variables of a Manager.
 
-A variable that is set overrides the argument, everywhere the value is used (``seconds``, ``integer``), but for what
-says who and where: that is looked for here when no argument says it (``variable``, ``from_launcher``).
+A time limit or number that is set in the environment overrides its argument (``seconds``, ``integer``). The identity
+and the addresses of a process are read from the environment only without an argument (``variable``, ``from_launcher``).
 
-Every variable is read under ``KEEPSTEP_`` first, then under ``TORCHFT_``, so that launchers written for torchft serve.
+Every variable is read under ``KEEPSTEP_`` first, then under ``TORCHFT_``, so that launchers for torchft work.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from keepstep_mesh.config.settings import from_environment
 
 
 def variable(name: str) -> str | None:
-    """The value of ``KEEPSTEP_<name>``, else ``TORCHFT_<name>``; None when neither is set or both are empty."""
+    """Return ``KEEPSTEP_<name>``, else ``TORCHFT_<name>``; None if neither is set or both are empty."""
     found = from_environment(name)
     return found[1] if found is not None else None
 
 
 def seconds(name: str, argument: timedelta) -> timedelta:
-    """A duration in seconds from the environment, else ``argument``. ValueError that names the one that is none."""
+    """Return a duration from the environment, in seconds there, else ``argument``.
+
+    Raises:
+        ValueError: the value is not a positive number.
+    """
     found = from_environment(name)
     if found is None:
         if argument <= timedelta(0):
-            raise ValueError(f"{name.removesuffix('_SEC').lower()}={argument} must be positive")
+            raise ValueError(
+                f"{name.removesuffix('_SEC').lower()}={argument} must be positive, such as timedelta(seconds=60)"
+            )
         return argument
     source, value = found
     try:
@@ -38,7 +44,7 @@ def seconds(name: str, argument: timedelta) -> timedelta:
 
 
 def rate(name: str) -> float | None:
-    """A number of something a second from the environment; None when it is not set."""
+    """Return a number per second from the environment; None if it is not set. ValueError if it is not positive."""
     value = variable(name)
     if value is None:
         return None
@@ -52,7 +58,7 @@ def rate(name: str) -> float | None:
 
 
 def integer(name: str, argument: int) -> int:
-    """A whole number from the environment, else ``argument``; at least 0. ValueError that names it."""
+    """Return an integer from the environment, else ``argument``. ValueError if it is negative or not a number."""
     found = from_environment(name)
     number = argument if found is None else _whole(*found)
     if number < 0:
@@ -61,7 +67,7 @@ def integer(name: str, argument: int) -> int:
 
 
 def from_launcher(name: str, argument: int | None, default: int) -> int:
-    """RANK, WORLD_SIZE or MASTER_PORT: the argument, else torchrun's variable, else ``default``."""
+    """Return the argument, else torchrun's variable ``name`` (RANK, WORLD_SIZE, MASTER_PORT), else ``default``."""
     if argument is not None:
         return argument
     value = os.environ.get(name)
@@ -76,6 +82,6 @@ def _whole(name: str, value: str, advice: str = "") -> int:
 
 
 def restart_count() -> int:
-    """How often the launcher has restarted this group (torchrun's TORCHELASTIC_RESTART_COUNT)."""
+    """Return the number of times that the launcher has restarted this group (TORCHELASTIC_RESTART_COUNT)."""
     value = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(value) if value.isdigit() else 0

@@ -1,4 +1,4 @@
-"""How a trainer ends for reasons of its group. The exit codes are part of the contract with launchers."""
+"""Exits of a trainer process for reasons of its group. Launchers rely on the exit codes."""
 
 from __future__ import annotations
 
@@ -14,64 +14,72 @@ from types import FrameType
 from keepstep_mesh.errors import ExitWithReason
 
 EXIT_GROUP_FAILED = 75
-"""A rank of the group died, so all of its ranks end; restart the group (EX_TEMPFAIL)."""
+"""A rank of the group died, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
-"""An operator evicted the group, or it is banned (EX_NOPERM); start it again when the ban is over."""
+"""The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
 EXIT_OUTPUT_SECONDS = 0.5
-"""What a process that ends gives its standard output and error."""
+"""Limit for the last output of a process that ends."""
 
 
 class EvictedExit(ExitWithReason):
-    """The lighthouse evicted this group, or does not let it in. Exit code ``EXIT_EVICTED``."""
+    """The lighthouse evicted this group, or refuses it. Exit code ``EXIT_EVICTED``."""
 
     exit_code = EXIT_EVICTED
 
     def __init__(self, reason: str) -> None:
-        """Says so on standard error: a ``SystemExit`` ends its process without a word."""
+        """Print the reason to standard error, because Python prints nothing for a ``SystemExit``."""
         super().__init__(reason)
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            _say(f"this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})")
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
+            _print(f"this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})")
 
 
 class GroupFailedExit(ExitWithReason):
-    """This rank cannot learn its group's decision and must not guess. Exit code ``EXIT_GROUP_FAILED``."""
+    """The decision of this rank's group is unknown, so the rank must end. Exit code ``EXIT_GROUP_FAILED``."""
 
     exit_code = EXIT_GROUP_FAILED
 
 
 def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = False) -> None:
-    """Ends this process now, from any thread: its training thread may be stuck in a collective or in C++.
+    """End this process now. From any thread, because the training thread may be stuck in a collective.
 
-    Who should read its last words may be dead, or not read. ``stacks``: those of all threads are among them.
+    The process ends even if its standard output and error are closed or not read.
+
+    Args:
+        reason: printed to standard error.
+        code: exit code.
+        stacks: print the stacks of all threads too.
     """
 
-    def say_last_words() -> None:
-        _say(f"{reason}; ending this rank (exit {code})")
+    def print_reason() -> None:
+        _print(f"{reason}; ending this rank (exit {code})")
         if stacks:
             faulthandler.dump_traceback(all_threads=True)
         sys.stdout.flush()
 
     try:
-        words = threading.Thread(target=say_last_words, name="keepstep-last-words", daemon=True)
-        words.start()
-        words.join(EXIT_OUTPUT_SECONDS)
+        printing = threading.Thread(target=print_reason, name="keepstep-last-output", daemon=True)
+        printing.start()
+        printing.join(EXIT_OUTPUT_SECONDS)
     finally:
         os._exit(code)
 
 
-def _say(what: str) -> None:
-    print(f"keepstep: {what}", file=sys.stderr, flush=True)  # noqa: T201
+def _print(text: str) -> None:
+    print(f"keepstep: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class TerminationFlag:
-    """SIGTERM as a wish to leave at the next step boundary. A second SIGTERM ends the process as it would have before.
+    """Handles SIGTERM as a request to leave at the next step boundary.
 
-    The handler that was there before is called too; in a forked child, only that. Only the main thread can install it;
-    elsewhere nothing happens.
+    The previous handler is called too; in a forked child it alone is called. A second SIGTERM does what it did before
+    the handler was installed. Only the main thread can install a handler; in other threads this does nothing.
+
+    Args:
+        on_sigterm: called with the reason, ``SIGTERM``.
     """
 
-    def __init__(self, wish: Callable[[str], None]) -> None:
-        self._wish = wish
+    def __init__(self, on_sigterm: Callable[[str], None]) -> None:
+        self._on_sigterm = on_sigterm
         self._pid = os.getpid()
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._installed = threading.current_thread() is threading.main_thread()
@@ -81,19 +89,19 @@ class TerminationFlag:
             signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        forked = os.getpid() != self._pid  # a handler that was installed after ours may call it in a child
+        forked = os.getpid() != self._pid  # a later handler may call this one in a child
         if (self._seen or forked) and self._before in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         if not forked:
             self._seen = True
-            self._wish("SIGTERM")
+            self._on_sigterm("SIGTERM")
         if callable(self._before):
             self._before(number, frame)
 
     def restore(self) -> None:
-        """Puts the handler back that was there before, if ours still is the one."""
+        """Restore the previous handler, if this one is still installed."""
         if (
             self._installed
             and threading.current_thread() is threading.main_thread()

@@ -1,6 +1,6 @@
-"""The one daemon thread of a trainer that runs an asyncio loop: session, group server, transfers.
+"""A daemon thread that runs an asyncio loop: lighthouse session, group server, transfers.
 
-The training thread stays synchronous. It hands coroutines over and waits, with a deadline, only where it must.
+The training thread stays synchronous. It starts coroutines on the loop, and waits for them with a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LoopThread:
     """An event loop in a thread of its own.
 
     Args:
-        name: name of the thread, for people who look at stacks.
+        name: of the thread, as it appears in stacks.
     """
 
     def __init__(self, name: str = "keepstep-mesh") -> None:
@@ -113,7 +113,7 @@ class LoopThread:
             raise RuntimeError(f"the event loop thread {self._thread.name!r} has ended: its owner was shut down")
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Ends the loop, cancels what still runs, joins the thread. Twice is fine."""
+        """Cancel all tasks, end the loop and join the thread. May be called more than once."""
         if self._thread.is_alive():
             try:
                 self.loop.call_soon_threadsafe(self.loop.stop)

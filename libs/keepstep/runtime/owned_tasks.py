@@ -1,4 +1,4 @@
-"""Tasks that belong to one object: they end with it, and what breaks one of them is told."""
+"""Tasks that belong to one object: they end with it, and their errors are reported."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 
 
 class OwnedTasks:
-    """Used on one loop.
+    """A set of tasks on one loop.
 
     Args:
-        on_error: gets what a task raised.
+        on_error: called with the exception of a task.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
@@ -18,6 +18,7 @@ class OwnedTasks:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self, coroutine: Coroutine[object, object, None]) -> None:
+        """Run ``coroutine`` as a task."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._running.add(task)
         task.add_done_callback(self._ended)
@@ -28,7 +29,7 @@ class OwnedTasks:
             self._on_error(error)
 
     async def close(self) -> None:
-        """Cancels what still runs and waits for its end."""
+        """Cancel all tasks, and wait for their end."""
         running = tuple(self._running)
         for task in running:
             task.cancel()

@@ -176,11 +176,11 @@ def test_what_cannot_be_synchronised_is_refused_when_the_model_is_wrapped(lighth
     with manager(lighthouse, "a") as m:
         with pytest.raises(ValueError, match=r"buffer 'adjacency' .*sparse.*ignore_buffers"):
             wrapper(m, sparse)
-        with pytest.raises(ValueError, match=r"ignore_buffers: no buffer is named 'adjacancy'.*adjacency"):
+        with pytest.raises(ValueError, match=r"ignore_buffers: 'adjacancy' matches no buffer.*adjacency"):
             wrapper(m, sparse, ignore_buffers=["adjacancy"])
         with pytest.raises(ValueError, match=r"buffer 'ids' cannot be averaged.*int64"):
             wrapper(m, WithBuffers(ids=torch.arange(3)), average_buffers=["ids"])
-        with pytest.raises(ValueError, match=r"buffer 'ema' is named by both"):
+        with pytest.raises(ValueError, match=r"buffer 'ema' is named in both"):
             wrapper(m, WithBuffers(ema=torch.ones(3)), average_buffers=["ema"], ignore_buffers=["e*"])
         wrapper(m, sparse, ignore_buffers=["adjacency"])
         wrapper(m, sparse, sync_buffers=False)
