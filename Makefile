@@ -7,7 +7,7 @@ SEEDS ?= 1000
 TESTS ?= tests
 PROCESSES ?= 2
 
-.PHONY: help setup demo test lint reference bench simulate mutants faults clean
+.PHONY: help setup demo test coverage lint reference bench simulate mutants faults clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -29,6 +29,12 @@ demo: $(STAMP) ## a real training job survives kills, with a live view
 
 test: $(STAMP) ## all tests, in two processes: make test TESTS=tests/unit PROCESSES=1
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage TESTS="tests/unit tests/services/cli"
+	@rm -rf .coverage && mkdir .coverage
+	-@$(BIN)/coverage run -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 lint: $(STAMP) ## style, types and imports between rooms
 	@$(BIN)/ruff check .
@@ -52,4 +58,4 @@ bench: $(STAMP) ## side by side with torchft, table and JSON
 	@$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean: ## removes .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .coverage
