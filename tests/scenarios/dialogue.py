@@ -1,6 +1,6 @@
-"""Scenario files: prose, then events and what the lighthouse decides.
+"""Scenario files: prose, events, and the decisions of the lighthouse.
 
-    # Prose says what the scenario shows.
+    # Prose explains the scenario.
 
     > policy min_replicas=2
     > r0, r1 open
@@ -8,9 +8,9 @@
     writes quorum 1 of r0, r1
     answers r0, r1: quorum 1, step 0, lineage '', list 1
 
-A line that starts with ``> `` is an event (``EVENTS`` has all forms; ``r0, r1`` does it for one after the other); the
-lines below it are the decisions in their order. While somebody asks and nobody is answered, the reason follows as
-``waits: ...``. Options stand in brackets. Times are virtual; unless it is said otherwise everybody sends heartbeats.
+A line that starts with ``> `` is an event; ``EVENTS`` lists all forms, and ``r0, r1`` repeats an event for each group.
+The lines below it are the decisions in order. While a request is open and no quorum is formed, the reason follows as
+``waits: ...``. Options are in brackets. Times are virtual. All groups send heartbeats unless an event says otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
 
 class Dialogue:
-    """Plays the events of one scenario and says what follows in words."""
+    """Play the events of one scenario, and describe the decisions in words."""
 
     def __init__(self) -> None:
         self.driver = Driver(min_replicas=1)
@@ -50,7 +50,7 @@ class Dialogue:
                     reason = core.reason(self.driver.now)
                     said.append(f"waits: {reason.sentence} ({reason.code})")
                 return said
-        raise ValueError(f"no such event: {line}")
+        raise ValueError(f"unknown event {line!r}; EVENTS lists all forms")
 
     def _say(self, decision: Decision) -> list[str]:
         match decision:
@@ -107,7 +107,7 @@ class Dialogue:
         raise TypeError(f"unknown message {message}")
 
     def _names(self, sessions: object) -> list[str]:
-        """replica_ids; a session that is not the group's last one is called old."""
+        """replica_ids of ``sessions``, marked ``(old)`` where the group has a newer session."""
         names = []
         replica_of = self.driver.replica_of
         for session in sessions:  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ class Dialogue:
 
 
 def _simple(name: str) -> Action:
-    """An event whose Driver method takes nothing but the replica_id."""
+    """An event whose ``Driver`` method has no parameter but the replica_id."""
     return lambda dialogue, match: dialogue._each(match, getattr(dialogue.driver, name))
 
 
@@ -211,7 +211,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
 
 
 def _options(match: re.Match[str]) -> dict[str, str]:
-    """``[lineage 3, shrink only]`` as {"lineage": "3", "shrink only": ""}; the names are the ones that are used."""
+    """``[lineage 3, shrink only]`` as ``{"lineage": "3", "shrink only": ""}``."""
     options = {}
     for option in (match["options"] or "").split(", "):
         for name in OPTIONS:
@@ -220,7 +220,7 @@ def _options(match: re.Match[str]) -> dict[str, str]:
                 break
         else:
             if option:
-                raise ValueError(f"no such option: {option}")
+                raise ValueError(f"unknown option {option!r}; known options: {', '.join(OPTIONS)}")
     return options
 
 
@@ -229,7 +229,7 @@ def _lineage(text: str) -> Lineage:
 
 
 def _root(text: str) -> StateRoot:
-    """``aa at step 2 of 1``: that digest of the state at step 2, lineage 1."""
+    """``aa at step 2 of 1`` is digest aa of the state at step 2, lineage 1."""
     digest, step, lineage = re.fullmatch(r"(\w+) at step (\d+) of (\S*)", text).groups()  # type: ignore[union-attr]
     return StateRoot(int(step), _lineage(lineage), digest)
 
@@ -260,7 +260,7 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
 
 
 def replay(text: str) -> str:
-    """The scenario with the decisions that the core takes now."""
+    """The scenario ``text`` with the present decisions of the core."""
     dialogue = Dialogue()
     lines: list[str] = []
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""Each scenario file is a dialogue that the core must hold word by word.
+"""The core decides, word by word, as each scenario file says.
 
-``KEEPSTEP_REWRITE_SCENARIOS=1`` writes what the core says now into the files: read the difference like prose before you
-keep it.
+``KEEPSTEP_REWRITE_SCENARIOS=1`` writes the present decisions into the files. Review the changes
+before you commit them.
 """
 
 from __future__ import annotations

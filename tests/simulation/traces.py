@@ -1,7 +1,7 @@
-"""Faults by hand, in the order that broke a draft of the rules of failing over. Each must pass.
+"""Scripts of faults that broke a draft of the failover rules. The rules must withstand each.
 
-A trace yields seconds to wait, or what to wait for. ``A`` is the leader when it begins, ``B`` the one that stands by.
-``make mutants`` shows of most of them which mistake they catch.
+A script yields seconds to wait, or a condition to wait for. ``a`` is the leader when it begins, ``b`` the standby.
+``make mutants`` shows for most of them which bug they catch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulation.simulation import Script, Simulation
 
 LEASE = 3.0
 LONG = 60.0
-"""Until long after the end of what is looked at."""
+"""Seconds; beyond the end of every trace."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Trace:
     settings: dict[str, Any]
 
     def play(self, seed: int = 0, *, tracing: bool = False) -> Simulation:
-        """Raises ``Violation``."""
+        """Run the trace. Raises ``Violation`` when a rule is broken."""
         sim = self.prepare(seed)
         sim.tracing = tracing
         sim.play(self.script)
@@ -41,7 +41,7 @@ TRACES: dict[str, Trace] = {}
 
 
 def trace(**settings: Any) -> Callable[[Callable[..., Script]], Callable[..., Script]]:
-    """Of two groups with two lighthouses unless ``settings`` of ``Simulation`` say otherwise."""
+    """Register a trace with two groups and two lighthouses. ``settings`` of ``Simulation`` take precedence."""
 
     def keep(script: Callable[..., Script]) -> Callable[..., Script]:
         common = {"groups": 2, "policy": ONE_IS_ENOUGH, "lighthouses": 2, "lease": LEASE, "careful": True}
@@ -56,7 +56,7 @@ ALL_TWO = Policy(min_replicas=2, join_timeout=4.0, heal_timeout=3.0, takeover_gr
 
 
 def training(sim: Simulation, rounds: int = 4) -> Script:
-    """All groups have been in one quorum for a while, and those that stand by are linked to the leader."""
+    """Wait until all groups have trained in one quorum for ``rounds``, and all standbys are linked to the leader."""
     yield lambda: sim.leader is not None and len(sim.stored.members) == len(sim.names)
     so_far = sim.quorums.rounds
     yield lambda: sim.quorums.rounds >= so_far + rounds and len(leader(sim).lighthouse.followers) == len(sim.nodes) - 1
@@ -76,7 +76,7 @@ def group(sim: Simulation, number: int) -> Worker:
 
 
 def comes_to(sim: Simulation, worker: Any, node: Node) -> Script:
-    """``worker`` finds ``node`` without trying all others first."""
+    """Connect ``worker`` to ``node`` without trying all other lighthouses first."""
     session = worker.session
     while session.connection not in sim.mesh.between(worker.name, node.address):
         session.addresses.lost(session.address, LONG)
@@ -85,7 +85,7 @@ def comes_to(sim: Simulation, worker: Any, node: Node) -> Script:
         yield 0.1
 
 
-# ---- what broke the first draft
+# ---- traces that broke the first draft
 
 
 @trace(policy=ALL_TWO)
@@ -100,7 +100,7 @@ def a_quorum_id_raised_for_a_failed_commit_outlives_the_leader(sim: Simulation) 
 
 @trace()
 def a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends(sim: Simulation) -> Script:
-    """Its lease object is still there: the revocation was lost."""
+    """Its lease still exists: the revocation was lost."""
     yield from training(sim)
     a = leader(sim)
     b = other(sim, a)
@@ -113,7 +113,7 @@ def a_deposed_leader_that_hears_of_nothing_stops_before_its_lease_ends(sim: Simu
 
 def _unknown(fate: str) -> Callable[..., Script]:
     def script(sim: Simulation) -> Script:
-        """The leader does not know what became of the write of a quorum; then it is cut off, and another one leads."""
+        """The leader does not learn the outcome of the write of a quorum, and is partitioned. Another one leads."""
         yield from training(sim)
         a, before = leader(sim), sim.stored.quorum_id
         term = a.lighthouse.term
@@ -122,7 +122,7 @@ def _unknown(fate: str) -> Callable[..., Script]:
         yield lambda: "transact" not in a.store.fates
         yield 1.0
         if a.lighthouse.term is not term or sim.quorums.highest.quorum_id == before:
-            sim.violated("it did not read back, and try again, in the time that its lease left")
+            sim.violated("the leader did not read back its write and retry within its lease")
         sim.cut_from_the_store(a, 2 * LEASE)
         sim.mesh.partition(a.address, other(sim, a).address, 2 * LEASE, silently=False)
         yield lambda: sim.quorums.highest.quorum_id > before
@@ -160,7 +160,7 @@ def an_eviction_whose_write_is_lost_is_told_when_it_is_written(sim: Simulation) 
 
 @trace()
 def an_eviction_outlives_the_leader(sim: Simulation) -> Script:
-    """The evicted group does not hear of it, and comes to the next leader with its session's history."""
+    """The evicted group is not told, and comes to the next leader with the state of its session."""
     yield from training(sim)
     a = leader(sim)
     sim.mesh.partition("r0", a.address, LONG)
@@ -171,7 +171,7 @@ def an_eviction_outlives_the_leader(sim: Simulation) -> Script:
 
 @trace(policy=ALL_TWO)
 def a_round_that_only_some_members_heard_of(sim: Simulation) -> Script:
-    """The leader dies when r0 has its answer and r1 has not."""
+    """The leader dies when r0 has its answer and r1 has none."""
     yield from training(sim)
     a, r0, r1 = leader(sim), group(sim, 0), group(sim, 1)
     asked_first = False
@@ -188,7 +188,7 @@ def a_round_that_only_some_members_heard_of(sim: Simulation) -> Script:
 
 @trace(quiet_at=40.0)
 def a_leader_that_is_cut_off_closes_its_sessions(sim: Simulation) -> Script:
-    """The groups reach it all the time, and would stay."""
+    """The groups still reach it, and would stay."""
     yield from training(sim)
     a = leader(sim)
     sim.cut_from_the_store(a, LONG)
@@ -209,7 +209,7 @@ def two_groups_at_an_equal_step_with_different_weights(sim: Simulation) -> Scrip
         yield lambda: r0.contributed and r1.contributed
         so_far, behind = r0.commits, r1.commits
         r1.fail_commit()
-        yield lambda: r0.plan is None  # it committed, or was told in time that r1 did not
+        yield lambda: r0.plan is None  # it committed, or was told in time that r1 failed
     for address in sim.nodes:
         sim.mesh.refuse(r0.name, address)
     if r0.session.connection is not None:
@@ -236,12 +236,12 @@ def a_group_that_met_the_next_leader_comes_back_to_the_one_before(sim: Simulatio
     yield 3.0
 
 
-# ---- what was found later
+# ---- traces that were found later
 
 
 @trace(lighthouses=3, lease=6.0)
 def the_deposer_releases_the_key_and_a_third_takes_it(sim: Simulation) -> Script:
-    """A deposed leader may confirm its quorum until its lease is over, though the key that the third finds is gone."""
+    """A deposed leader may confirm its quorum until its lease ends, although the third lighthouse finds no key."""
     yield lambda: sim.leader is not None
     a = leader(sim)
     b = other(sim, a)
@@ -270,7 +270,7 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Simulation) -> Script
 
 @trace()
 def a_leader_that_slept_past_its_lease_says_nothing(sim: Simulation) -> Script:
-    """A request has waited in its socket. It wakes, and reads that before any of its timers."""
+    """A request waits in its socket. After the pause it reads the request before any timer fires."""
     yield from training(sim)
     a = leader(sim)
     yield lambda: any(sim.latest[name].session.core.open is None for name in sim.names)
@@ -281,11 +281,11 @@ def a_leader_that_slept_past_its_lease_says_nothing(sim: Simulation) -> Script:
 
 @trace()
 def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Simulation) -> Script:
-    """The store does it and does not answer, so the key is known to be gone while the term is not yet closed."""
+    """The store revokes the lease and does not answer: the key is gone before the term is closed."""
     yield from training(sim)
     a = leader(sim)
     b = other(sim, a)
-    b.store.fates["transact"] = "lost"  # it tries twice
+    b.store.fates["transact"] = "lost"  # the lighthouse tries twice
     sim.kill_lighthouse(a, LONG)
     yield lambda: sim.leader is b
     b.store.fates["revoke"] = "hangs"
@@ -295,7 +295,7 @@ def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Simulation) -> S
 
 @trace()
 def a_renewal_counts_from_when_it_was_sent(sim: Simulation) -> Script:
-    """Its answer came late, and the store is away after that."""
+    """The answer comes late, and then the store is away."""
     yield from training(sim)
     a = leader(sim)
     b = other(sim, a)
@@ -329,7 +329,7 @@ def a_leader_that_no_group_reaches_gives_way(sim: Simulation) -> Script:
 
 
 def a_stranger_asks_the_next_leader(sim: Simulation) -> Script:
-    """A leads r0 and is cut off from B and the store, and does not hear of it; r1, a member of nothing, asks B."""
+    """The leader of r0 is cut off from B and the store, and is not notified. r1, which is no member, asks B."""
     yield lambda: sim.leader is not None and len(leader(sim).lighthouse.followers) == 1
     a = leader(sim)
     b = other(sim, a)
@@ -352,7 +352,7 @@ trace(lease=6.0)(a_stranger_asks_the_next_leader)
 
 @trace(lease=6.0)
 def the_next_leader_has_a_shorter_lease(sim: Simulation) -> Script:
-    """In the middle of a change of --lease."""
+    """The lighthouses are restarted one by one with another --lease."""
     yield lambda: sim.leader is not None
     b = other(sim, leader(sim))
     sim.restart_with_lease(b, 2.0)
@@ -362,7 +362,7 @@ def the_next_leader_has_a_shorter_lease(sim: Simulation) -> Script:
 
 def _bit_flips(lost: str) -> Callable[..., Script]:
     def script(sim: Simulation) -> Script:
-        """A bit of r1's state flips; the leader dies ``lost``. r1 is found by whoever leads then, and heals."""
+        """A bit of r1's state flips, and the leader dies ``lost``. The next leader finds it, and r1 heals."""
         yield from training(sim)
         a, worker = leader(sim), group(sim, 1)
         worker.flip_a_bit()
@@ -390,5 +390,5 @@ def the_store_is_away_for_longer_than_a_lease(sim: Simulation) -> Script:
     sim.store.away = True
     yield 2 * LEASE
     if sim.leader is not None:
-        sim.violated("somebody leads without a lease")
+        sim.violated("a lighthouse leads without a lease")
     sim.bring_the_store_back()
