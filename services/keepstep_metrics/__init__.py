@@ -1,1 +1,1 @@
-"""The metrics service: what workers and lighthouses tell becomes a picture of each job, and of what failures cost."""
+"""The metrics service: the state and history of each job, and the cost of its failures, with a dashboard."""

@@ -1,7 +1,7 @@
-"""The metrics service: its core, its store, and the server in front.
+"""The metrics service: its core, its store and its server.
 
-The duties of a life, in their order: open the store, take up what it holds, listen, register with a lighthouse. Of a
-batch: check it, apply it, write it down, answer.
+Start, in order: open the store, load the history, listen, register with a lighthouse. A batch, in order: check it,
+apply it, write it to disk, answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keepstep_metrics.storage.event_store import Store
 FILE = "metrics.sqlite"
 TIDY_SECONDS = 30.0
 MAX_JOURNAL_BYTES = 128 << 20
-"""Then a snapshot is made before its time."""
+"""A larger journal is replaced by a snapshot before the next one is due."""
 
 __all__ = ["Metrics", "MetricsSettings"]
 
@@ -37,7 +37,7 @@ log = get_logger("keepstep.metrics")
 
 
 class Metrics(MetricsNode, Embedded):
-    """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
+    """Use ``start`` and ``stop`` inside a running event loop, or ``service`` to run several services in one process."""
 
     def __init__(self, settings: MetricsSettings) -> None:
         MetricsNode.__init__(self, settings)
@@ -57,17 +57,17 @@ class Metrics(MetricsNode, Embedded):
     def routes(self) -> list[Route]:
         return routes.routes(self, self.routes)
 
-    # ---- its life
+    # ---- start and end
 
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         settings = self.settings
         identity = Identity(settings.shown_token, settings.peer_tls)
-        self.asker = LiveStatusPoller(self._lighthouse, identity, settings.peer_tls, self._lighthouse_news)
+        self.asker = LiveStatusPoller(self._lighthouse, identity, settings.peer_tls, self._on_live_change)
         path = settings.data_dir / FILE if settings.data_dir is not None else None
         self.store = await Store.open(path)
         try:
-            await self._take_up()
+            await self._load_history()
             works = {"writer": self.store.run(), "asker": self.asker.run(), "tidy": self._tidy()}
             works["drainer"] = Drainer(self.core.jobs, self._lighthouse, identity).run()
             works["registration"] = self._register()
@@ -77,7 +77,7 @@ class Metrics(MetricsNode, Embedded):
                 yield
             finally:
                 self.serving = False
-                self.news.ring_all()
+                self.notifier.notify_all()
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
@@ -86,7 +86,7 @@ class Metrics(MetricsNode, Embedded):
         finally:
             await self.store.close()
 
-    async def _take_up(self) -> None:
+    async def _load_history(self) -> None:
         plain, batches = await self.store.load()
         if plain is not None:
             self.core.load(plain)
@@ -94,13 +94,13 @@ class Metrics(MetricsNode, Embedded):
             try:
                 self.core.apply(read_batch(body), t)
             except BadBatchError as error:
-                log.warning("a batch of the journal is of another build, and left out", reason=str(error))
+                log.warning("skipped a batch of the journal: written by another release", reason=str(error))
         self.core.last_event = max(self.core.last_event, self.store.last_event)
         for job in self.core.jobs.values():
-            job.events.clear()  # those of the journal are in the store too
+            job.events.clear()  # the store has the events of the journal too
             job.events.extend(await self.store.newest_events(job.name, job.events.maxlen or 0))
         if plain is not None or batches:
-            log.info("history taken up", jobs=len(self.core.jobs), batches=len(batches))
+            log.info("history loaded", jobs=len(self.core.jobs), batches=len(batches))
 
     async def _tidy(self) -> None:
         snapshot_at = time.monotonic()
@@ -132,9 +132,9 @@ class Metrics(MetricsNode, Embedded):
     def _lighthouse(self) -> str | None:
         return self.registrar.lighthouse if self.registrar is not None else None
 
-    def _lighthouse_news(self, job: str) -> None:
+    def _on_live_change(self, job: str) -> None:
         self.live_change_counts[job] += 1
-        self.news.ring(job)
+        self.notifier.notify(job)
 
 
 def hosted_metrics(settings: MetricsSettings, started: Callable[[Endpoint], None]) -> Hosted:

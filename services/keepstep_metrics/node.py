@@ -1,4 +1,4 @@
-"""What the request handlers of one metrics service share: its core, its store, and who waits for news."""
+"""State that the request handlers of one metrics service share: its core, its store and its open streams."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 from keepstep_mesh.discovery.registration import Registrar
 from keepstep_mesh.protocol.telemetry_records import Batch
+from keepstep_mesh.serving.notifier import Notifier
+from keepstep_mesh.serving.server_sent_events import EventStreams
 from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.lighthouse.live_status import Live, LiveStatusPoller
-from keepstep_metrics.notifier import ChangeNotifier
 from keepstep_metrics.settings import MetricsSettings
 from keepstep_metrics.storage.event_store import Store
+
+MAX_STREAMS = 200
 
 
 @dataclass(slots=True)
@@ -20,19 +23,21 @@ class Traffic:
     batches: int = 0
     records: int = 0
     refused: int = 0
-    """Batches, because the disk took nothing."""
+    """Batches refused because the disk failed."""
 
 
 class MetricsNode:
-    """One metrics service without the server in front."""
+    """One metrics service without its server."""
 
     def __init__(self, settings: MetricsSettings) -> None:
         self.settings = settings
         self.core = MetricsCore()
         self.traffic = Traffic()
-        self.news = ChangeNotifier()
+        self.notifier = Notifier()
+        """Keys: names of jobs that changed."""
+        self.streams = EventStreams(MAX_STREAMS)
         self.serving = False
-        """False once it stops: streams end."""
+        """False at the end of the service: streams end."""
         self.store: Store
         self.asker: LiveStatusPoller
         self.registrar: Registrar | None = None
@@ -44,7 +49,7 @@ class MetricsNode:
         return self.registrar is not None and self.registrar.lighthouse is not None
 
     def take(self, batch: Batch, body: bytes) -> int:
-        """How many of its records were new. To be written, before it is answered."""
+        """Apply a batch and return the number of its new records. Wait for ``store.written`` before answering."""
         now = time.time()
         taken, events = self.core.apply(batch, now)
         if taken:
@@ -53,12 +58,12 @@ class MetricsNode:
             self.journal_bytes += len(body)
             self.store.add(now, body, events)
             for job in {batch.head.job, *(job for job, _ in events)}:
-                self.news.ring(job)
+                self.notifier.notify(job)
         return taken
 
     def live(self, job: str) -> Live:
         return self.asker.live(job)
 
     def live_changes(self, job: str) -> int:
-        """Grows when what the lighthouse says of it does."""
+        """Return a number that grows when the lighthouse's live status of the job changes."""
         return self.live_change_counts[job]

@@ -1,4 +1,4 @@
-"""What the metrics service can be told, and where it is read from: flags beat the environment beats a file."""
+"""Settings of the metrics service. A flag overrides the environment, which overrides the file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSettings(RegisteredSettings):
-    """``data_dir``: of the SQLite file; None: nothing survives a restart. In seconds, ``keep_events``: how long events
-    are kept; ``snapshot_every``: between snapshots of the history, which take the place of the journal.
+    """Settings of one metrics service.
+
+    Attributes:
+        data_dir: Folder of the SQLite file; None: a restart loses the history.
+        keep_events: Age at which events are deleted, in seconds.
+        snapshot_every: Seconds between snapshots of the history, which replace the journal.
     """
 
     service = "metrics"
@@ -31,10 +35,16 @@ class MetricsSettings(RegisteredSettings):
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> MetricsSettings:
-    """``flags``: those of ``read_listen_settings``, fields of ``MetricsSettings``, ``lighthouse``.
+    """Return the settings of a metrics service.
 
-    In the environment they are ``KEEPSTEP_METRICS_<NAME>``, but ``KEEPSTEP_LIGHTHOUSE``; in the file
-    ``metrics_<name>``. Raises ``ValueError`` that names the source of what is wrong, ``AuthError`` for tokens.
+    Args:
+        flags: The flags of ``read_listen_settings``, fields of ``MetricsSettings``, ``lighthouse``.
+        environ: Variables ``KEEPSTEP_METRICS_<NAME>`` and ``KEEPSTEP_LIGHTHOUSE``.
+        file: Keys ``metrics_<name>``.
+
+    Raises:
+        ValueError: A value is invalid; the message names its source.
+        AuthError: The tokens are invalid.
     """
     settings = settings_of_service(MetricsSettings.service, flags, environ, file)
     default = MetricsSettings()
@@ -44,7 +54,7 @@ def read_settings(
     }
     for name, seconds in times.items():
         if seconds <= 0:
-            raise ValueError(f"{name} must be more than 0")
+            raise ValueError(f"invalid {name} {seconds:g}: expected more than 0")
     return MetricsSettings(
         **read_registered_settings(settings, MetricsSettings.service, default.bind),
         **times,

@@ -1,7 +1,7 @@
-"""One relay: its core, its tiers, and the server in front.
+"""One relay: its core, its tiers and its server.
 
-The duties of a life, in their order: open the tiers, find again what they hold, listen, register with a lighthouse. Of
-a request: check what it says, tell the core, carry out what it decides, write down what must last, answer.
+Start, in order: open the tiers, restore what they hold, listen, register with a lighthouse. A request, in order: check
+it, step the core, carry out the decisions, write to disk, answer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, prometheus
 from keepstep_relay.core.events import Cause, RefusedError, UploadEnded
 from keepstep_relay.node import RETRY_AFTER_SECONDS, RelayNode
+from keepstep_relay.recovery import recover
 from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.allocator import keep_freed_memory
 from keepstep_relay.tiers.chunks import GoneError
@@ -35,9 +36,9 @@ from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from keepstep_relay.tiers.memory_tier import MemoryFullError
 
 READ_AHEAD_BYTES = 1 << 20
-"""Of a body, beyond what was taken of it."""
+"""Bytes of a body that may be buffered before a handler reads them."""
 FLUSH_RECORDS_SECONDS = 2.0
-"""At the end, for what the metrics service was not told yet."""
+"""At the end, for records that the metrics service does not have yet."""
 STATUS = {
     Cause.UNKNOWN: HTTPStatus.NOT_FOUND,
     Cause.CONFLICT: HTTPStatus.CONFLICT,
@@ -51,11 +52,13 @@ log = get_logger("keepstep.relay")
 
 
 class Relay(RelayNode, Embedded):
-    """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
+    """Use ``start`` and ``stop`` inside a running event loop, or ``service`` to run several services in one process."""
 
     def __init__(self, settings: RelaySettings) -> None:
-        RelayNode.__init__(self, settings)
+        RelayNode.__init__(self, settings, on_upload=self._report_upload)
         Embedded.__init__(self, "relay", settings)
+        self._telemetry: Sender | None = None
+        """None: not registered with a lighthouse yet."""
 
     def service(self) -> Service:
         return Service(
@@ -75,7 +78,7 @@ class Relay(RelayNode, Embedded):
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         if self.settings.lighthouses:
-            watched_client_context(self.settings.peer_tls)  # files that cannot be used are an error now, not in a task
+            watched_client_context(self.settings.peer_tls)  # unusable files fail the start
         async with contextlib.AsyncExitStack() as stack:
             if self.settings.data_dir is not None:
                 self.chunks.disk = await asyncio.to_thread(DiskTier, self.settings.data_dir)
@@ -83,6 +86,7 @@ class Relay(RelayNode, Embedded):
             if self.settings.durable is not None:
                 self.chunks.durable = await asyncio.to_thread(DurableTier, self.settings.durable)
             await stack.enter_async_context(self.chunks.running())
+            await recover(self.checkpoints)
             await stack.enter_async_context(self.checkpoints.running())
             registering = asyncio.create_task(self._register(), name="keepstep relay registration")
             try:
@@ -109,38 +113,38 @@ class Relay(RelayNode, Embedded):
         async with registered(
             settings.lighthouses, mine, token=settings.shown_token, tls=settings.peer_tls, looks_for="metrics"
         ) as self.registrar:
-            await self._tell(mine.name, self.registrar)
+            await self._send_telemetry(mine.name, self.registrar)
 
-    async def _tell(self, name: str, registrar: Registrar) -> None:
-        """Tells the metrics service, once there is one, of uploads that ended."""
+    async def _send_telemetry(self, name: str, registrar: Registrar) -> None:
+        """Report ended uploads to the metrics service that the lighthouse knows, until cancelled."""
         identity = Identity(self.settings.shown_token, self.settings.peer_tls)
-        sender = Sender("relay", name, lambda: registrar.found, identity)
-
-        def tell(one: UploadEnded, begun: float) -> None:
-            sender.record(
-                UploadRecord(
-                    t=time.time() - (time.monotonic() - one.came_at),
-                    began=begun,
-                    job=one.key.job,
-                    checkpoint=one.key.id,
-                    step=one.facts.step,
-                    bytes=one.bytes_total,
-                    bytes_done=one.bytes_done,
-                    bytes_per_second=one.bytes_per_second,
-                    state="committed" if one.committed else "aborted" if one.error else "ended",
-                    error=one.error,
-                )
-            )
-
-        self.checkpoints.on_upload = tell
+        self._telemetry = Sender("relay", name, lambda: registrar.found, identity)
         try:
-            await sender.run()
+            await self._telemetry.run()
         finally:
-            await sender.flush(FLUSH_RECORDS_SECONDS)
+            await self._telemetry.flush(FLUSH_RECORDS_SECONDS)
+
+    def _report_upload(self, one: UploadEnded, began: float) -> None:
+        if self._telemetry is None:
+            return
+        self._telemetry.record(
+            UploadRecord(
+                t=time.time() - (time.monotonic() - one.came_at),
+                began=began,
+                job=one.key.job,
+                checkpoint=one.key.id,
+                step=one.facts.step,
+                bytes=one.bytes_total,
+                bytes_done=one.bytes_done,
+                bytes_per_second=one.bytes_per_second,
+                state="committed" if one.committed else "aborted" if one.error else "ended",
+                error=one.error,
+            )
+        )
 
 
 def _explained(handler: Handler) -> Handler:
-    """Whatever a request ends with has its status and says what to do."""
+    """Map the errors of a handler to problems with a status."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
@@ -154,14 +158,14 @@ def _explained(handler: Handler) -> Handler:
         except DamagedError as error:
             raise Problem(HTTPStatus.CONFLICT, str(error)) from error
         except DiskError as error:
-            log.error("the disk tier failed a request", path=request.path, reason=str(error))
+            log.error("request failed: disk tier", path=request.path, reason=str(error))
             status = HTTPStatus.INSUFFICIENT_STORAGE if error.full else HTTPStatus.SERVICE_UNAVAILABLE
             raise Problem(status, str(error), retry_after=None if error.full else RETRY_AFTER_SECONDS) from error
         except DurableError as error:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=RETRY_AFTER_SECONDS) from error
         except TimeoutError as error:
             raise Problem(
-                HTTPStatus.SERVICE_UNAVAILABLE, "it did not come in time; ask again", retry_after=RETRY_AFTER_SECONDS
+                HTTPStatus.SERVICE_UNAVAILABLE, "timed out; retry", retry_after=RETRY_AFTER_SECONDS
             ) from error
 
     return handle

@@ -1,25 +1,23 @@
-"""The checkpoints of a relay: what is written down of them, their manifests, how one is committed and found again.
+"""The checkpoints of a relay: their records and manifests, and how each begins, is committed and ends.
 
-The order of a commit: every chunk on disk, verified and synced; manifests synced; the record that says so, synced; only
-then the core is told, and whoever asked. The durable tier follows behind, in the background, its record last.
+The order of a commit: every chunk on disk, verified and synced; manifests synced; the record of the commit, synced;
+then the core commits and the request is answered. The durable tier (``DurableCopies``) follows in the background.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import KeepstepError, ManifestError
 from keepstep_mesh.protocol.manifest import read_envelope
 from keepstep_relay.core.events import (
     Aborted,
     Begun,
     Cause,
-    ChunkCame,
     CommitAsked,
     Copied,
     Event,
@@ -38,50 +36,43 @@ from keepstep_relay.core.events import (
     Table,
     TableCame,
     Tick,
-    Tier,
     UploadEnded,
 )
-from keepstep_relay.core.inventory import Checkpoint
-from keepstep_relay.tiers.chunks import ROOM_SECONDS, ChunkStore, GoneError
+from keepstep_relay.core.machine import RelayCore
+from keepstep_relay.tiers.chunks import ROOM_SECONDS, ChunkStore
 from keepstep_relay.tiers.disk_tier import DamagedError, Record
-from keepstep_relay.tiers.durable_tier import DurableError
+from keepstep_relay.tiers.durable_copies import DurableCopies
 
-DURABLE_AGAIN_SECONDS = 30.0
-"""After the durable tier failed."""
 COMMIT_SECONDS = 600.0
-"""Who asks for a commit that another asked for waits at most so long."""
+"""A request for a commit that is already under way waits for it this long."""
+TICK_FAULT_PAUSE_SECONDS = 1.0
+"""Between two ticks after a fault."""
+RECORD = -1
+"""Stands for the record where other entries have a rank."""
 
 log = get_logger("keepstep.relay.checkpoints")
 
 
 class CheckpointStore:
-    def __init__(self, chunks: ChunkStore) -> None:
-        self.chunks = chunks
-        self.core = chunks.core
+    """``on_upload`` is called with each upload that ended, and when it began (Unix time)."""
+
+    def __init__(self, core: RelayCore, memory_bytes: int, on_upload: Callable[[UploadEnded, float], None]) -> None:
+        self.core = core
+        self.chunks = ChunkStore(core, memory_bytes, make_room=self._make_room, forget=self._forget)
+        self.copies = DurableCopies(self.chunks, on_copied=lambda key: self.step(Copied(key)))
         self.records: dict[Key, Record] = {}
         self.manifests: dict[tuple[Key, int], bytes] = {}
-        self.durable: set[Key] = set()
-        """That are complete in the durable tier."""
-        self.trouble: str | None = None
-        """Why the durable tier does not follow."""
+        """By checkpoint and rank."""
+        self._on_upload = on_upload
         self._written: set[tuple[Key, int]] = set()
-        """Manifests, and records as rank -1, that are on disk."""
-        self._copied: set[Key] = set()
-        """Of which there is something in the durable tier, be it all or a part."""
-        self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
-        """Of which the durable tier may have less, or more, than it should."""
-        self.on_upload: Callable[[UploadEnded, float], None] = lambda _ended, _begun: None
-        """Is told of each upload that ended, and when it began, in Unix seconds."""
-        chunks.forget = self._forget
-        chunks.make_room = lambda size: self._step(RoomWanted(size))
+        """Manifests and records (``RECORD``) that are on disk."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Finds again what there is, then keeps times."""
-        await self._recover()
-        tasks = [asyncio.create_task(self._keep_times(), name="keepstep relay times")]
+        tasks = [asyncio.create_task(self._run_ticks(), name="keepstep relay ticks")]
         if self.chunks.durable is not None:
-            tasks.append(asyncio.create_task(self._follow(), name="keepstep relay durable tier"))
+            copying = self.copies.run(self._copy_of)
+            tasks.append(asyncio.create_task(copying, name="keepstep relay durable tier"))
         try:
             yield
         finally:
@@ -92,121 +83,145 @@ class CheckpointStore:
     # ---- an upload
 
     async def begin(self, key: Key, facts: Facts) -> bool:
-        """False: it was there already. Raises ``RefusedError``, ``DiskError``."""
+        """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``."""
         if facts.kind is Kind.DURABLE and self.chunks.disk is None and self.chunks.durable is None:
             raise RefusedError(
-                Cause.CONFLICT, "this relay keeps nothing over a restart; give it --data-dir or --durable"
+                Cause.CONFLICT,
+                f"{key} is durable, but this relay only has memory; start it with --data-dir or --durable",
             )
-        async with self.chunks.turns(key):
-            new = Keep(key) in self._step(Begun(key, facts))
+        async with self.chunks.locks(key):
+            new = Keep(key) in self.step(Begun(key, facts))
             if new:
                 self.records[key] = Record(facts, time.time())
                 log.info("upload began", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
-            await self._write(key, -1)
+            await self._write(key, RECORD)
             return new
 
     async def put_manifest(self, key: Key, rank: int, manifest: bytes) -> None:
         """Raises ``ManifestError``, ``RefusedError``, ``MemoryFullError``, ``DiskError``."""
         await self.chunks.memory.reserve(len(manifest), ROOM_SECONDS)
         try:
-            table = await self._table(manifest)
-            async with self.chunks.turns(key):
-                self._step(TableCame(key, rank, table))
+            table = await self.read_table(manifest)
+            async with self.chunks.locks(key):
+                self.step(TableCame(key, rank, table))
                 if (key, rank) not in self.manifests:
                     self.manifests[key, rank] = manifest
                     manifest = b""
-                await self._write(key, -1)
+                await self._write(key, RECORD)
                 await self._write(key, rank)
         finally:
             if manifest:
                 self.chunks.memory.release(len(manifest))
 
-    async def _table(self, manifest: bytes) -> Table:
-        async with self.chunks.turns("manifest"):  # each may take several times its length while it is read
+    async def read_table(self, manifest: bytes) -> Table:
+        """Return the chunk table of a manifest. Raises ``ManifestError``."""
+        async with self.chunks.locks("manifest"):  # reading one may take several times its size of memory
             envelope = await self.chunks.in_thread(read_envelope, manifest)
         return Table(envelope.root, envelope.pack_bytes, envelope.chunk_digests)
 
-    async def report(self, said: RankReported) -> None:
-        """Commits if it was the last rank. Raises ``RefusedError``, ``DiskError``, ``DamagedError``."""
-        await self._seal(said.key, said)
+    async def report(self, report: RankReported) -> None:
+        """Apply a rank's report; the last one commits. Raises ``RefusedError``, ``DiskError``, ``DamagedError``."""
+        await self._seal(report.key, report)
 
     async def commit(self, key: Key) -> None:
-        """Returns when it is committed. Raises as ``report`` does, and ``TimeoutError``."""
+        """Return when the checkpoint is committed. Raises as ``report`` does, and ``TimeoutError``."""
         await self._seal(key, CommitAsked(key))
         deadline = asyncio.get_running_loop().time() + COMMIT_SECONDS
         while (one := self.core.checkpoint(key)).committed_at is None:
             if not one.sealing:
-                raise RefusedError(Cause.CONFLICT, f"{key} could not be committed; ask again")
-            await self.chunks.bells.wait(key, deadline)
+                raise RefusedError(Cause.CONFLICT, f"the commit of {key} failed; retry")
+            await self.chunks.notifier.wait(key, deadline)
 
     async def _seal(self, key: Key, event: Event) -> None:
-        for decision in self._step(event):
+        for decision in self.step(event):
             if isinstance(decision, Seal):
                 try:
-                    await self._make_last(key, decision.digests)
+                    await self._persist(key, decision.digests)
                 except BaseException:
-                    self._step(SealFailed(key))
+                    self.step(SealFailed(key))
                     raise
-                self._step(Sealed(key))
-                self.chunks.times_changed.set()
+                self.step(Sealed(key))
                 facts = self.core.checkpoints[key].facts
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
-                if facts.kind is Kind.DURABLE and self.chunks.durable is not None and key not in self.durable:
-                    self._to_follow.put_nowait(key)
+                if facts.kind is Kind.DURABLE:
+                    self.copies.follow(key)
 
-    async def _make_last(self, key: Key, digests: tuple[bytes, ...]) -> None:
+    async def _persist(self, key: Key, digests: tuple[bytes, ...]) -> None:
         one = self.core.checkpoints[key]
-        await self.chunks.make_last(digests)
-        async with self.chunks.turns(key):
-            for rank in range(-1, one.facts.ranks):
+        await self.chunks.persist(digests)
+        async with self.chunks.locks(key):
+            for rank in range(RECORD, one.facts.ranks):
                 await self._write(key, rank)
             if not one.complete:
-                raise DamagedError(f"chunks of {key} were lost while it was committed; upload them again")
+                raise DamagedError(f"damaged chunks in {key}; upload them again")
             record = replace(self.records[key], committed=time.time())
             if self.chunks.disk is not None:
                 await self.chunks.in_thread(self.chunks.disk.commit, key, record)
         if self.chunks.disk is None and one.facts.kind is Kind.DURABLE:
-            await self._copy_one(key, record)  # nothing else would make it last
+            await self.copies.copy(one, record, self._manifests_of(key))
         self.records[key] = record
 
     async def _write(self, key: Key, rank: int) -> None:
         disk, one = self.chunks.disk, self.core.checkpoints.get(key)
         if disk is None or (key, rank) in self._written or one is None:
             return
-        if rank < 0:
+        if rank == RECORD:
             await self.chunks.in_thread(disk.begin, key, self.records[key])
         else:
             await self.chunks.in_thread(disk.put_manifest, key, rank, self.manifests[key, rank])
-        if self.core.checkpoints.get(key) is one:  # else what was written is about to be deleted
+        if self.core.checkpoints.get(key) is one:  # otherwise the files are about to be deleted
             self._written.add((key, rank))
+
+    def _manifests_of(self, key: Key) -> dict[int, bytes]:
+        return {rank: self.manifests[key, rank] for rank in range(self.core.checkpoints[key].facts.ranks)}
+
+    def _copy_of(self, key: Key) -> tuple[Record, dict[int, bytes]]:
+        return self.records[key], self._manifests_of(key)
+
+    def restore(
+        self, key: Key, record: Record, tables: dict[int, Table], manifests: dict[int, bytes], *, on_disk: bool
+    ) -> None:
+        """Add a checkpoint that a tier kept from an earlier process."""
+        committed = None if record.committed is None else time.monotonic() - time.time() + record.committed
+        self.core.restore(key, record.facts, tables, committed, time.monotonic())
+        self.records[key] = record
+        for rank, manifest in manifests.items():
+            self.manifests[key, rank] = manifest
+            self.chunks.memory.hold(len(manifest))
+        if on_disk:
+            self._written.update((key, rank) for rank in (RECORD, *manifests))
 
     # ---- ends
 
     async def abort(self, key: Key, reason: str) -> None:
-        self._step(Aborted(key, reason))
+        self.step(Aborted(key, reason))
         await self.chunks.settled()
 
     async def remove(self, key: Key, reason: str) -> None:
-        """Returns when it is gone from every tier."""
-        self._step(Removed(key, reason))
+        """Return when every tier has deleted the checkpoint."""
+        self.step(Removed(key, reason))
         await self.chunks.settled()
 
-    def _step(self, event: Event) -> list[object]:
+    def step(self, event: Event) -> list[object]:
+        """Apply an event, and carry out the decisions about chunks and ends. Return the other decisions."""
         rest: list[object] = []
         for decision in self.chunks.step(event):
             match decision:
                 case UploadEnded():
-                    self.on_upload(decision, self.records[decision.key].begun)
+                    self._on_upload(decision, self.records[decision.key].begun)
                 case Forget():
-                    self._forgotten(decision)
+                    self._on_forget(decision)
                 case _:
                     rest.append(decision)
-        self.chunks.times_changed.set()
+        self.chunks.deadline_changed.set()
         return rest
 
-    def _forgotten(self, decision: Forget) -> None:
+    def _make_room(self, size: int) -> None:
+        self.step(RoomWanted(size))
+
+    def _on_forget(self, decision: Forget) -> None:
         key = decision.key
-        self.durable.discard(key)
+        self.copies.on_forget(key)
         log.info("checkpoint dropped", job=key.job, checkpoint=key.id, reason=decision.reason)
         record = self.records.pop(key)
         for rank in range(record.facts.ranks):
@@ -215,134 +230,24 @@ class CheckpointStore:
         self._written = {one for one in self._written if one[0] != key}
 
     async def _forget(self, key: Key) -> None:
-        async with self.chunks.turns(key):
+        """Delete a dropped checkpoint from disk and from the durable tier. Raises ``DiskError``, ``DurableError``."""
+        async with self.chunks.locks(key):
             if key in self.core.checkpoints:
-                return  # it began anew, over what was there
+                return  # a new upload of that name began
             if self.chunks.disk is not None:
                 await self.chunks.in_thread(self.chunks.disk.forget, key)
-        try:
-            await self._forget_copy(key)
-        except DurableError:
-            self._to_follow.put_nowait(key)
-            raise
+        await self.copies.forget(key)
 
-    async def _keep_times(self) -> None:
+    async def _run_ticks(self) -> None:
         while True:
-            self.chunks.times_changed.clear()
+            self.chunks.deadline_changed.clear()
             left = self.core.deadline() - time.monotonic()
             try:
                 async with asyncio.timeout(None if left == float("inf") else max(left, 0.01)):
-                    await self.chunks.times_changed.wait()
+                    await self.chunks.deadline_changed.wait()
             except TimeoutError:
                 try:
-                    self._step(Tick())
+                    self.step(Tick())
                 except Exception:
-                    log.exception("fault while keeping times")
-                    await asyncio.sleep(1.0)
-
-    # ---- what was there before
-
-    async def _recover(self) -> None:
-        disk, durable = self.chunks.disk, self.chunks.durable
-        if disk is not None:
-            await self._restore(await self.chunks.in_thread(lambda: list(disk.load())), on_disk=True)
-            found = await self.chunks.in_thread(lambda: list(disk.found()))
-            orphans = []
-            for digest, length in found:
-                if self.core.wanted(digest) == length:
-                    self._step(ChunkCame(digest, Tier.DISK))
-                else:
-                    orphans.append(digest)
-            if orphans and not disk.unreadable:
-                await self.chunks.in_thread(disk.delete, orphans)
-        if durable is not None:
-            await self._restore(await self.chunks.in_thread(lambda: list(durable.load())), on_disk=False)
-            for key, one in self.core.checkpoints.items():
-                if one.committed_at is not None and one.facts.kind is Kind.DURABLE and key not in self.durable:
-                    self._to_follow.put_nowait(key)
-        for one in self.core.checkpoints.values():
-            lacking = sum(one.lacking.values())
-            log.info("found again", job=one.key.job, checkpoint=one.key.id, state=one.state.value, lacking=lacking)
-
-    async def _restore(self, found: Iterable[tuple[Key, Record, dict[int, bytes]]], *, on_disk: bool) -> None:
-        for key, record, manifests in found:
-            try:
-                tables = {rank: await self._table(manifest) for rank, manifest in manifests.items()}
-            except ManifestError as error:
-                log.error("a manifest that was kept is damaged", job=key.job, checkpoint=key.id, reason=str(error))
-                if on_disk and self.chunks.disk is not None:
-                    self.chunks.disk.unreadable += 1
-                continue
-            if record.committed is not None and len(tables) < record.facts.ranks:
-                log.error("a manifest of a committed checkpoint is missing", job=key.job, checkpoint=key.id)
-                if on_disk and self.chunks.disk is not None:
-                    self.chunks.disk.unreadable += 1
-                continue
-            if key not in self.core.checkpoints:
-                committed = None if record.committed is None else time.monotonic() - time.time() + record.committed
-                self.core.restore(key, record.facts, tables, committed, time.monotonic())
-                self.records[key] = record
-                for rank, manifest in manifests.items():
-                    self.manifests[key, rank] = manifest
-                    self.chunks.memory.hold(len(manifest))
-                if on_disk:
-                    self._written.update((key, rank) for rank in (-1, *manifests))
-            if not on_disk:
-                self._is_durable(self.core.checkpoints[key])
-
-    # ---- the durable tier
-
-    def _is_durable(self, one: Checkpoint) -> None:
-        self._copied.add(one.key)
-        self.durable.add(one.key)
-        self._step(Copied(one.key))
-
-    async def _follow(self) -> None:
-        """Copies what was committed and deletes what was dropped, one after the other; tries for ever, and says why."""
-        while True:
-            key = await self._to_follow.get()
-            while True:
-                one = self.core.checkpoints.get(key)
-                try:
-                    if one is None and key in self._copied:
-                        await self._forget_copy(key)
-                    elif one is not None and one.committed_at is not None and key not in self.durable:
-                        await self._copy_one(key, self.records[key])
-                    else:
-                        break
-                    self.trouble = None
-                except (KeepstepError, GoneError, TimeoutError) as error:
-                    if self.core.checkpoints.get(key) is one:
-                        self.trouble = f"the durable tier has not followed {key}: {error}"
-                        log.error("durable tier is behind", job=key.job, checkpoint=key.id, reason=str(error))
-                        await asyncio.sleep(DURABLE_AGAIN_SECONDS)
-
-    async def _copy_one(self, key: Key, record: Record) -> None:
-        """Raises ``GoneError`` when the checkpoint is dropped meanwhile, ``KeepstepError`` of the tiers."""
-        durable, one = self.chunks.durable, self.core.checkpoints[key]
-        if durable is None:
-            return
-        manifests = {rank: self.manifests[key, rank] for rank in range(one.facts.ranks)}
-        async with self.chunks.turns((key, "durable")):
-            for digest in dict.fromkeys(digest for digest, _ in one.chunks()):
-                self._check_is(one)
-                self._copied.add(key)
-                async with self.chunks.reading(digest, 0.0) as data:
-                    await self.chunks.in_thread(durable.write_chunk, key, digest, data)
-            self._check_is(one)
-            self._copied.add(key)
-            await self.chunks.in_thread(durable.commit, key, record, manifests)
-            self._check_is(one)
-            self._is_durable(one)
-        log.info("in the durable tier", job=key.job, checkpoint=key.id, url=durable.url)
-
-    def _check_is(self, one: Checkpoint) -> None:
-        if self.core.checkpoints.get(one.key) is not one:
-            raise GoneError(f"{one.key} was dropped while it was copied")
-
-    async def _forget_copy(self, key: Key) -> None:
-        """Deletes what the durable tier has of a checkpoint that is no more. Raises ``DurableError``."""
-        async with self.chunks.turns((key, "durable")):
-            if self.chunks.durable is not None and key in self._copied and key not in self.core.checkpoints:
-                await self.chunks.in_thread(self.chunks.durable.forget, key)
-                self._copied.discard(key)
+                    log.exception("fault in a tick")
+                    await asyncio.sleep(TICK_FAULT_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""What a relay can be told, and where it is read from: flags beat the environment beats a file."""
+"""Settings of a relay. A flag overrides the environment, which overrides the file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from keepstep_relay.core.events import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings(RegisteredSettings):
-    """``memory``: bytes of the memory tier. ``data_dir``: of the disk tier, ``durable``: URL of the durable one, None:
-    there is none. In seconds, ``max_wait``: longest that a reader waits for what is still to come; ``body_timeout``:
-    longest that a chunk or manifest may take on its way in or out.
+    """Settings of one relay.
+
+    Attributes:
+        memory: Bytes of the memory tier.
+        data_dir: Folder of the disk tier; None: no disk tier.
+        durable: URL of the durable tier; None: no durable tier.
+        max_wait: Longest wait of a reader for a missing chunk or manifest, in seconds.
+        body_timeout: Longest transfer of one chunk or manifest, in seconds.
     """
 
     service = "relay"
@@ -41,7 +46,7 @@ LIMITS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_checkpoints": ("checkpoints", whole),
     "max_chunks": ("chunks", whole),
 }
-"""Flag: field of ``Limits``, how its text is read."""
+"""Flag -> field of ``Limits``, parser of its text."""
 NOT_ZERO = ("upload_timeout", "body_timeout", "max_checkpoints", "max_chunks")
 MIN_MEMORY = 64 << 20
 
@@ -49,33 +54,39 @@ MIN_MEMORY = 64 << 20
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> RelaySettings:
-    """``flags``: those of ``read_listen_settings``, fields of ``RelaySettings``, ``lighthouse``, keys of ``LIMITS``.
+    """Return the settings of a relay.
 
-    In the environment they are ``KEEPSTEP_RELAY_<NAME>``, but ``KEEPSTEP_LIGHTHOUSE``; in the file ``relay_<name>``.
-    Raises ``ValueError`` that names the source of what is wrong, ``AuthError`` for tokens.
+    Args:
+        flags: The flags of ``read_listen_settings``, fields of ``RelaySettings``, ``lighthouse``, keys of ``LIMITS``.
+        environ: Variables ``KEEPSTEP_RELAY_<NAME>`` and ``KEEPSTEP_LIGHTHOUSE``.
+        file: Keys ``relay_<name>``.
+
+    Raises:
+        ValueError: A value is invalid; the message names its source.
+        AuthError: The tokens are invalid.
     """
     settings = settings_of_service(RelaySettings.service, flags, environ, file)
     default = RelaySettings()
 
-    told = {
+    given = {
         name: settings.get(f"relay_{name}", read, getattr(default.limits, into))
         for name, (into, read) in LIMITS.items()
     }
     body_timeout = settings.get("relay_body_timeout", duration, default.body_timeout)
-    for name, value in (*told.items(), ("body_timeout", body_timeout)):
+    for name, value in (*given.items(), ("body_timeout", body_timeout)):
         if value < 0:
-            raise ValueError(f"{name} must be 0 or more, not {value:g}")
+            raise ValueError(f"invalid {name} {value:g}: expected 0 or more")
         if value == 0 and name in NOT_ZERO:
-            raise ValueError(f"{name} must be more than 0")
+            raise ValueError(f"invalid {name} 0: expected more than 0")
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:
-        raise ValueError(f"the memory tier needs at least {MIN_MEMORY >> 20} MiB, not {memory} bytes")
+        raise ValueError(f"invalid memory {memory} bytes: expected at least {MIN_MEMORY >> 20} MiB")
     return RelaySettings(
         **read_registered_settings(settings, RelaySettings.service, default.bind),
         memory=memory,
         data_dir=settings.path("relay_data_dir"),
         durable=settings.get("relay_durable", str, None),
-        limits=Limits(**{into: told[name] for name, (into, _) in LIMITS.items()}),
+        limits=Limits(**{into: given[name] for name, (into, _) in LIMITS.items()}),
         max_wait=settings.get("relay_max_wait", duration, default.max_wait),
         body_timeout=body_timeout,
     )

@@ -164,7 +164,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRecord:
-    """What a replica group does from ``t`` on (Unix time), until its next record."""
+    """State of a replica group from ``t`` on (Unix time), until its next record."""
 
     kind: ClassVar[str] = "state"
     t: float
@@ -238,7 +238,7 @@ class Batch:
 
 
 def pack_record(record: Record) -> bytes:
-    """Return the packed map of a record. Whatever msgpack does not know becomes its ``repr``.
+    """Return the packed map of a record. A value that msgpack cannot pack becomes its ``repr``.
 
     Raises:
         ValueError, TypeError, OverflowError, RecursionError: It cannot be packed.

@@ -106,9 +106,9 @@ class Sender:
     """Sends records while ``run`` runs.
 
     Args:
-        source: What kind of process this is.
+        source: Kind of the sending process.
         name: replica_id of a worker, name of a service.
-        address: Returns the current address of the metrics service; None while there is no metrics service.
+        address: Returns the current address of the metrics service; None while none is registered.
         identity: Token and TLS settings for requests to the metrics service.
         job: Job of a worker; empty for a service.
         interval: Seconds between batches.

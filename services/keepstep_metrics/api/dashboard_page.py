@@ -1,4 +1,4 @@
-"""The page for people: static files that anybody may load; what they show comes from the JSON API and needs a token."""
+"""The dashboard: static files without access control. Their data come from the JSON API, which needs a token."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 FILES = {
     str(path.relative_to(STATIC)): TYPES.get(path.suffix, "text/plain") for path in STATIC.rglob("*") if path.is_file()
 }
-"""All that can be loaded: name below ``/static/`` and content type. What is not in it does not exist."""
+"""Every file that is served: name below ``/static/`` -> content type."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    hdrs.CACHE_CONTROL: "no-cache",  # asked for each time, sent only when it changed
+    hdrs.CACHE_CONTROL: "no-cache",  # the browser revalidates each time
 }
 
 
 @dataclass(frozen=True, slots=True)
 class WhoAmI:
-    """Whose token this is."""
+    """The role of the client's token."""
 
     role: str
-    """worker, service or admin; the page offers orders to an admin only."""
+    """``worker``, ``service`` or ``admin``. The dashboard offers orders to an admin only."""
 
 
 SHAPES = {
@@ -47,9 +47,9 @@ SHAPES = {
 def routes() -> list[Route]:
     return [
         Route("GET", "/", page, Access.OPEN, "the dashboard"),
-        Route("GET", "/static/{file}", static, Access.OPEN, "what the dashboard is made of"),
+        Route("GET", "/static/{file}", static, Access.OPEN, "files of the dashboard"),
         Route("GET", "/static/vendor/{file}", static, Access.OPEN, "libraries of the dashboard"),
-        Route("GET", "/v1/whoami", whoami, Access.READ, "the role of the token that asks"),
+        Route("GET", "/v1/whoami", whoami, Access.READ, "the role of the client's token"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Answers about a job as it is now, as JSON. Times are Unix seconds."""
+"""The current state of a job, as JSON. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class JobSummary:
     first_seen: float
     last_seen: float
     groups: int
-    """Alive now."""
+    """Running groups."""
     step: int
     goodput: float | None
-    """Of the last hour; None: there was no group."""
+    """Over the last hour; None: the job had no groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class JobsView:
 class HealNow:
     bytes_done: int
     bytes_total: int
-    """0: not known yet."""
+    """0: unknown."""
     bytes_per_second: float
     seconds_left: float | None
     via: str
@@ -47,28 +47,28 @@ class GroupNow:
     since: float
     step: int
     step_seconds_p50: float | None
-    """Of its last steps that waited for nobody."""
+    """Median of its last steps without a wait or a heal."""
     straggler: bool
     heal: HealNow | None
     loss: float | None
     values: dict[str, float]
-    """All that its script recorded last; ``loss`` is one of them."""
+    """Last recorded values, ``loss`` included."""
 
 
 @dataclass(frozen=True, slots=True)
 class NowView:
     job: str
     t: float
-    """This service's clock when it answers."""
+    """Time of the answer, by this service's clock."""
     step: int
     quorum_id: int
     epoch: int
     participants: tuple[str, ...]
     joining: tuple[str, ...]
     waiting_for: str | None
-    """What the next quorum waits for, as a sentence; None: nobody waits, or the lighthouse does not say."""
+    """Why the next quorum waits, as a sentence; None: it does not wait, or the lighthouse did not answer."""
     groups: tuple[GroupNow, ...]
-    """Sorted by name; those that left on purpose are not among them."""
+    """Sorted by name, without groups that left gracefully."""
 
 
 def summary(job: Job, now: float) -> JobSummary:

@@ -1,4 +1,4 @@
-"""Answers about single transfers, failures and events of a job, as JSON. Times are Unix seconds."""
+"""Transfers, failures and events of a job, as JSON. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TransferView:
 class TransfersView:
     job: str
     transfers: tuple[TransferView, ...]
-    """Uploads under way, then the newest first."""
+    """Open uploads, then the other transfers, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class FailureView:
     name: str
     cause: str
     recovered_at: float | None
-    """When the group itself committed a step again."""
+    """When the failed group committed a step again."""
     seconds_to_commit: float | None
-    """Until any group committed a step without it."""
+    """Until the next commit of any group."""
     seconds_to_return: float | None
 
 
@@ -50,7 +50,7 @@ class FailureView:
 class FailuresView:
     job: str
     failures: tuple[FailureView, ...]
-    """The newest first."""
+    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True)

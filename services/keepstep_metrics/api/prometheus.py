@@ -1,4 +1,4 @@
-"""What Prometheus sees of the metrics service, and of the jobs that it knows."""
+"""Prometheus metrics of the metrics service and of its jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepstep_metrics.node import MetricsNode
 
 WINDOW_SECONDS = 300.0
 MAX_ENDED_SHOWN = 20
-"""Jobs without a group that have lines of their own, the last heard of."""
+"""Ended jobs with their own series; the most recent ones."""
 
 
 class _Metrics(Collector):
@@ -26,24 +26,28 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         one = self._metrics
-        yield CounterMetricFamily("keepstep_metrics_batches", "batches taken", one.traffic.batches)
-        yield CounterMetricFamily("keepstep_metrics_records", "records taken", one.traffic.records)
-        yield CounterMetricFamily("keepstep_metrics_refused_batches", "not taken, for the disk", one.traffic.refused)
+        yield CounterMetricFamily("keepstep_metrics_batches", "accepted batches", one.traffic.batches)
+        yield CounterMetricFamily("keepstep_metrics_records", "accepted records", one.traffic.records)
         yield CounterMetricFamily(
-            "keepstep_metrics_sender_dropped_records", "dropped by senders", one.core.dropped_total
+            "keepstep_metrics_refused_batches", "batches refused for the disk", one.traffic.refused
         )
         yield CounterMetricFamily(
-            "keepstep_metrics_left_out_records", "of one job or group too many, or of the future", one.core.left_out
+            "keepstep_metrics_sender_dropped_records", "records that senders dropped", one.core.dropped_total
         )
-        yield GaugeMetricFamily("keepstep_metrics_streams", "open streams of events", one.news.streams)
+        yield CounterMetricFamily(
+            "keepstep_metrics_left_out_records",
+            "records beyond a limit, or from the future",
+            one.core.left_out,
+        )
+        yield GaugeMetricFamily("keepstep_metrics_streams", "open streams of events", one.streams.count)
         yield GaugeMetricFamily(
-            "keepstep_metrics_unwritten_bytes", "batches that wait for the disk", one.store.pending_bytes
+            "keepstep_metrics_unwritten_bytes", "bytes of batches that wait for the disk", one.store.pending_bytes
         )
         yield GaugeMetricFamily(
-            "keepstep_metrics_store_trouble", "1 while nothing can be written", float(one.store.trouble is not None)
+            "keepstep_metrics_store_trouble", "1 while writes to disk fail", float(one.store.trouble is not None)
         )
         yield GaugeMetricFamily(
-            "keepstep_metrics_registered", "1 while a lighthouse has the registration", float(one.is_registered)
+            "keepstep_metrics_registered", "1 while registered with a lighthouse", float(one.is_registered)
         )
         yield from self._jobs()
 
@@ -51,10 +55,10 @@ class _Metrics(Collector):
         now = time.time()
         step = GaugeMetricFamily("keepstep_job_step", "committed steps", labels=["job"])
         training = GaugeMetricFamily(
-            "keepstep_job_goodput_ratio", "share of group-seconds that led to commits, over 5 minutes", labels=["job"]
+            "keepstep_job_goodput_ratio", "share of group-seconds in committed steps, over 5 minutes", labels=["job"]
         )
         groups = GaugeMetricFamily("keepstep_job_groups", "groups by state", labels=["job", "state"])
-        seconds = GaugeMetricFamily("keepstep_group_step_seconds", "median of its last steps", labels=["job", "group"])
+        seconds = GaugeMetricFamily("keepstep_group_step_seconds", "median of the last steps", labels=["job", "group"])
         slow = GaugeMetricFamily("keepstep_group_straggler", "1 for a straggler", labels=["job", "group"])
         for job in shown(self._metrics.core.jobs.values()):
             name = job.name
@@ -74,7 +78,7 @@ class _Metrics(Collector):
 
 
 def shown(jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that have lines: those at work, and ``MAX_ENDED_SHOWN`` others."""
+    """Return the jobs with their own series: the running ones, and ``MAX_ENDED_SHOWN`` ended ones."""
     last_heard = sorted(jobs, key=lambda job: job.last_seen, reverse=True)
     ended = [job for job in last_heard if not job.has_groups]
     return [job for job in last_heard if job.has_groups] + ended[:MAX_ENDED_SHOWN]

@@ -1,4 +1,4 @@
-"""The metrics service over HTTP: batches in, answers as JSON, and a stream of what changes."""
+"""The metrics service over HTTP: batches in, JSON out, and a stream of changes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ WRITE_RETRY_AFTER_SECONDS = 2.0
 @dataclass(frozen=True, slots=True)
 class Taken:
     accepted: int
-    """Records that were new."""
+    """Number of new records."""
     last: int
-    """Number of the last one that is kept now, over a restart too."""
+    """Number of the last stored record of the sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class OrderBody:
 
 
 SPAN = {
-    "since": "Unix seconds; an hour ago unless said",
-    "until": "Unix seconds; now unless said",
+    "since": "Unix seconds; default: an hour before until",
+    "until": "Unix seconds; default: now",
 }
-PIXELS = {"points": f"how many points a picture has, up to {MAX_POINTS}; {POINTS} unless said"}
+PIXELS = {"points": f"resolution, up to {MAX_POINTS}; default: {POINTS}"}
 JOB, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
 SHAPES = {
     "POST /v1/ingest": Shape(Taken, takes_bytes=True),
@@ -85,13 +85,12 @@ SHAPES = {
     f"GET {JOB}/goodput": Shape(span_views.GoodputView, query=SPAN),
     f"GET {JOB}/stragglers": Shape(straggler_view.StragglersView),
     f"GET {JOB}/transfers": Shape(log_views.TransfersView),
-    f"GET {JOB}/failures": Shape(log_views.FailuresView, query={"limit": f"how many at most; {LIMIT} unless said"}),
+    f"GET {JOB}/failures": Shape(log_views.FailuresView, query={"limit": f"maximum number; default: {LIMIT}"}),
     f"GET {JOB}/events": Shape(
         log_views.EventsView,
         query={
-            "since_id": "number of the last event that is known; the first newer ones are answered. Not given: the "
-            "newest",
-            "limit": f"how many at most, up to {MAX_LIMIT}; {LIMIT} unless said",
+            "since_id": "number of the last event that the client has; default: answer the newest",
+            "limit": f"maximum number of events, up to {MAX_LIMIT}; default: {LIMIT}",
         },
     ),
     "GET /v1/cluster": Shape(ClusterView),
@@ -102,25 +101,25 @@ SHAPES = {
 
 
 def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
-    """``all_routes``: what ``/openapi.json`` describes."""
+    """``all_routes`` returns the routes that ``/openapi.json`` describes."""
     here = _Api(metrics, all_routes)
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
-        Route("POST", "/v1/ingest", here.ingest, Access.READ, "a batch of records, as msgpack"),
-        Route("GET", "/v1/jobs", here.jobs, Access.READ, "all jobs of the last day"),
-        Route("GET", f"{JOB}/now", here.now, Access.READ, "the quorum, and what each group does"),
-        Route("GET", f"{JOB}/timeline", here.timeline, Access.READ, "what each group did when"),
-        Route("GET", f"{JOB}/steps", here.steps, Access.READ, "steps, their times, and what scripts record"),
+        Route("POST", "/v1/ingest", here.ingest, Access.READ, "accept a batch of records, as msgpack"),
+        Route("GET", "/v1/jobs", here.jobs, Access.READ, "jobs of the last day"),
+        Route("GET", f"{JOB}/now", here.now, Access.READ, "the quorum, and the state of each group"),
+        Route("GET", f"{JOB}/timeline", here.timeline, Access.READ, "the state of each group over time"),
+        Route("GET", f"{JOB}/steps", here.steps, Access.READ, "steps, step times and recorded values over time"),
         Route(
-            "GET", f"{JOB}/goodput", here.goodput, Access.READ, "the share of time that led to commits, and the rest"
+            "GET", f"{JOB}/goodput", here.goodput, Access.READ, "share of time in committed steps, and in other states"
         ),
-        Route("GET", f"{JOB}/stragglers", here.stragglers, Access.READ, "how far each group is from the median"),
-        Route("GET", f"{JOB}/transfers", here.transfers, Access.READ, "heals and uploads, the newest first"),
-        Route("GET", f"{JOB}/failures", here.failures, Access.READ, "what was lost, why, and when it was made good"),
-        Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, as sentences"),
-        Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "passed on to the lighthouse: end a group"),
-        Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "passed on to the lighthouse: ask a group to leave"),
-        Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services, store"),
+        Route("GET", f"{JOB}/stragglers", here.stragglers, Access.READ, "distance of each group from the median"),
+        Route("GET", f"{JOB}/transfers", here.transfers, Access.READ, "heals and uploads, newest first"),
+        Route("GET", f"{JOB}/failures", here.failures, Access.READ, "failures, their causes and recoveries"),
+        Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, with sentences"),
+        Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "evict a group (forwarded to the lighthouse)"),
+        Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "drain a group (forwarded to the lighthouse)"),
+        Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services and store"),
         Route("GET", "/v1/stream", here.stream, Access.READ, "server-sent events: now, event, ping"),
         *dashboard_page.routes(),
     ]
@@ -140,7 +139,7 @@ class _Api:
         metrics = self._metrics
         if metrics.store.is_full:
             metrics.traffic.refused += 1
-            reason = metrics.store.trouble or "the disk is too slow for what comes"
+            reason = metrics.store.trouble or "too many batches wait for the disk; retry"
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=WRITE_RETRY_AFTER_SECONDS)
         body = await read_whole(request)
         try:
@@ -191,7 +190,7 @@ class _Api:
         else:
             found = await self._metrics.store.newest_events(job, limit)
         if not found:
-            self._job(request)  # events are kept for longer than the rest of a job
+            self._job(request)  # events outlive the rest of a job
         return json_answer(log_views.EventsView(job, tuple(map(log_views.event_view, found))))
 
     async def cluster(self, _request: web.Request) -> web.Response:
@@ -220,18 +219,18 @@ class _Api:
     def _job(self, request: web.Request) -> Job:
         name, jobs = request.match_info["job"], self._metrics.core.jobs
         if (job := jobs.get(name)) is None:
-            detail = f"nothing was told of a job {name[:80]!r} in the last day; {those(sorted(jobs))}"
+            detail = f"job {name[:80]!r} not found; {those(sorted(jobs))}"
             raise Problem(HTTPStatus.NOT_FOUND, detail)
         return job
 
 
 def _span(request: web.Request) -> tuple[float, float]:
-    """Of what is asked for, what is not in the future: of that nothing is known."""
+    """Return the requested span, cut at now."""
     now = time.time()
     until = _real(request, "until", now)
     since = _real(request, "since", until - HOUR)
     if not 0 <= since < until:
-        raise bad("since must be before until")
+        raise bad("invalid span: since must be before until")
     return since, max(since, min(until, now))
 
 
@@ -248,5 +247,5 @@ def _real(request: web.Request, name: str, default: float) -> float:
     except ValueError:
         value = float("nan")
     if not 0 <= value < 1e11:
-        raise bad(f"{name} must be Unix seconds, not {text[:40]!r}")
+        raise bad(f"invalid {name} {text[:40]!r}: expected Unix seconds")
     return value

@@ -1,4 +1,4 @@
-"""Answers about a span of time of a job, as JSON. Times are Unix seconds."""
+"""A job over a span of time, as JSON. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupTimeline:
     spans: tuple[tuple[Any, ...], ...]
     """``[from, to, state]``, in order."""
     shares: dict[str, float]
-    """Of its life in this time, by state; they sum to one."""
+    """Share of its time by state; the shares sum to one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class TimelineView:
 
 @dataclass(frozen=True, slots=True)
 class StepsView:
-    """Columns, one entry a point: what a chart takes."""
+    """Columns for charts, one entry per point."""
 
     job: str
     t: tuple[float, ...]
-    """Where each point begins."""
+    """Begin of each point."""
     step: tuple[int | None, ...]
     committed_per_second: tuple[float, ...]
-    """By the job: commits of the group that committed most."""
+    """Commits of the group with the most commits."""
     seconds: dict[str, tuple[float | None, ...]]
-    """Mean seconds of the committed steps of each group."""
+    """Mean seconds of committed steps, by group."""
     quantiles: dict[str, tuple[float | None, ...]]
-    """Over the steps of all groups, to a tenth."""
+    """Seconds of all groups' steps, within 10 %, by quantile."""
     values: dict[str, tuple[float | None, ...]]
-    """Mean over groups of what scripts recorded."""
+    """Mean over groups, by recorded value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class GoodputView:
     since: float
     until: float
     goodput: float | None
-    """Share of group-seconds in steps that committed; None: there was no group."""
+    """Share of group-seconds in committed steps; None: the job had no groups."""
     shares: dict[str, float]
     seconds: dict[str, float]
     """Group-seconds by state."""
     steps_committed: int
-    """By groups: a step that three groups committed counts three times."""
+    """Counted per group: a step of three groups counts three times."""
     steps_discarded: int
     failures: int
     mean_time_to_recover: float | None
-    """Seconds from a loss to the next commit of the job."""
+    """Mean seconds from a failure to the next commit of any group."""
     mean_time_to_return: float | None
-    """Seconds from a loss to the next commit of the group itself."""
+    """Mean seconds from a failure to the next commit of the failed group."""
 
 
 def timeline(job: Job, since: float, until: float, points: int) -> TimelineView:

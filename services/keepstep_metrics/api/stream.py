@@ -1,86 +1,84 @@
-"""Server-sent events of one job: ``now`` when it changes, each ``event``, and a ``ping`` when nothing else comes."""
+"""Server-sent events of one job: ``now`` when it changes, each ``event``, and a ``ping`` when nothing else is sent."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from keepstep_mesh.net.http import Problem
 from keepstep_mesh.serving.openapi import plain
-from keepstep_mesh.serving.rest import MAX_DIGITS
+from keepstep_mesh.serving.server_sent_events import last_event_id, message
 from keepstep_metrics.api import job_views
+from keepstep_metrics.history.events import Event
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.node import MetricsNode
 
-MAX_STREAMS = 200
 NOW_SECONDS = 0.25
-"""Between two pictures."""
+"""Least time between two ``now`` events."""
 PING_SECONDS = 10.0
-SLOW_STREAM_SECONDS = 30.0
-"""Who takes nothing for so long is cut off."""
-BATCH = 100
+MAX_BATCH = 100
+"""Events of one write."""
 
 
 async def stream(metrics: MetricsNode, request: web.Request, name: str | None) -> web.StreamResponse:
-    """``name``: of a job, whether it is there yet or not; without one only pings come."""
-    news = metrics.news
-    if news.streams >= MAX_STREAMS:
-        raise Problem(503, f"{MAX_STREAMS} follow already", retry_after=PING_SECONDS)
-    known = request.headers.get("Last-Event-ID", "")
-    last = metrics.core.last_event
-    after = int(known) if known.isdecimal() and len(known) <= MAX_DIGITS else last
-    if after > last:
-        after = 0  # it knows the events of a service whose data are gone
-    answer = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-store"})
-    loop = asyncio.get_running_loop()
-    news.streams += 1
-    try:
-        await answer.prepare(request)
-        spoken, changes = loop.time(), -1
+    """Stream the job ``name``, which need not exist yet; without a name, pings only."""
+    async with metrics.streams.open(request) as opened:
+        source, loop = _JobMessages(metrics, name or "", last_event_id(request)), asyncio.get_running_loop()
+        sent_at = loop.time()
         while metrics.serving:
-            text = ""
-            job = metrics.core.jobs.get(name) if name else None
-            if job is None and (deleted := metrics.core.deleted.get(name or "")) is not None and deleted.id > after:
-                after = deleted.id
-                text += _message("event", deleted, after)
-            if job is not None:
-                for one in _events(job, after):
-                    after = one.id
-                    text += _message("event", one, one.id)
-                if (count := job.changes + metrics.live_changes(job.name)) != changes:
-                    changes = count
-                    text += _message("now", job_views.now_view(job, metrics.live(job.name), time.time()))
-            if not text and loop.time() - spoken >= PING_SECONDS:
-                text = _message("ping", {})
+            text = source.news()
+            if not text and loop.time() - sent_at >= PING_SECONDS:
+                text = message("ping", "{}")
             if text:
-                async with asyncio.timeout(SLOW_STREAM_SECONDS):
-                    await answer.write(text.encode())
-                spoken = loop.time()
+                await opened.send(text)
+                sent_at = loop.time()
                 await asyncio.sleep(NOW_SECONDS)
             else:
-                await news.wait(name or "", min(PING_SECONDS, max(0.01, spoken + PING_SECONDS - loop.time())))
-    except (ConnectionError, TimeoutError):
-        if request.transport is not None:  # it went, or takes nothing: its connection is of no use any more
-            request.transport.abort()
-    finally:
-        news.streams -= 1
-    return answer
+                with contextlib.suppress(TimeoutError):
+                    await metrics.notifier.wait(name or "", max(sent_at + PING_SECONDS, loop.time() + 0.01))
+    return opened.response
 
 
-def _events(job: Job, after: int) -> list[Any]:
-    """Those in memory that are newer."""
-    found = []
+class _JobMessages:
+    """The messages that one stream has not sent yet."""
+
+    def __init__(self, metrics: MetricsNode, name: str, last_id: int | None) -> None:
+        self._metrics = metrics
+        self._name = name
+        newest = metrics.core.last_event
+        self._after = newest if last_id is None else last_id
+        """Number of the last event that the client has."""
+        if self._after > newest:
+            self._after = 0  # the client knows a service whose data are lost
+        self._changes = -1
+
+    def news(self) -> str:
+        """Return the messages since the last call, the oldest first."""
+        core, text = self._metrics.core, ""
+        job, deleted = core.jobs.get(self._name), core.deleted.get(self._name)
+        if job is None:
+            return self._events([deleted]) if deleted is not None and deleted.id > self._after else ""
+        text += self._events(_newer(job, self._after))
+        if (changes := job.changes + self._metrics.live_changes(job.name)) != self._changes:
+            self._changes = changes
+            now = job_views.now_view(job, self._metrics.live(job.name), time.time())
+            text += message("now", json.dumps(plain(now)))
+        return text
+
+    def _events(self, events: list[Event]) -> str:
+        if events:
+            self._after = events[-1].id
+        return "".join(message("event", json.dumps(plain(one)), one.id) for one in events)
+
+
+def _newer(job: Job, after: int) -> list[Event]:
+    """Return the oldest events in memory with a higher number than ``after``."""
+    found: list[Event] = []
     for one in reversed(job.events):
         if one.id <= after:
             break
         found.append(one)
-    return found[::-1][:BATCH]
-
-
-def _message(event: str, what: object, number: int | None = None) -> str:
-    head = "" if number is None else f"id: {number}\n"
-    return f"{head}event: {event}\ndata: {json.dumps(plain(what))}\n\n"
+    return found[::-1][:MAX_BATCH]

@@ -1,4 +1,4 @@
-"""A histogram of step times whose bins grow with the time. Pure."""
+"""A histogram of step times with logarithmic bins. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import log2
 BINS_PER_DOUBLING = 4
 LOWEST_BIN_SECONDS = 0.001
 BINS = 84
-"""From 1 ms to 17 minutes, each a fifth wider than the one before."""
+"""From 1 ms to 17 minutes; each bin is about a fifth wider than the one before."""
 
 
 def bin_of(seconds: float) -> int:
@@ -19,7 +19,7 @@ def bin_of(seconds: float) -> int:
 
 
 def quantile(histogram: Sequence[int], share: float) -> float | None:
-    """Seconds below which this share of the counted lie, to a tenth; None where nothing was counted."""
+    """Return the quantile ``share`` in seconds, within 10 %; None: the histogram is empty."""
     total = sum(histogram)
     if not total:
         return None

@@ -1,4 +1,4 @@
-"""What happened, as a sentence for people. Pure."""
+"""Describe an event in a sentence. Pure."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from keepstep_mesh.text import listed
 
 MIB = 1 << 20
 MAX_NAMED = 20
-"""Of the members of a quorum."""
+"""Members of a quorum in a sentence."""
 
 
 def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
-    """``name``: the stable name of a group, empty for the job itself."""
+    """Return a sentence. ``name``: stable name of a group; empty: the event is about the job."""
     reason = str(detail.get("reason", ""))
     source = name_of(str(detail.get("source", "")))
     match event:
         case "joined":
-            return f"{name} has come"
+            return f"{name} joined"
         case "suspect":
-            return f"the connection of {name} ended; it may come back"
+            return f"{name} lost its connection and may reconnect"
         case "lost":
-            return f"{name} is lost: {reason}"
+            return f"{name} was lost: {reason}"
         case "left":
-            return f"{name} has left: {reason}"
+            return f"{name} left: {reason}"
         case "failed":
-            return f"{name} has failed: {reason}"
+            return f"{name} failed: {reason}"
         case "quorum":
             members = (name_of(str(one)) for one in _list(detail.get("members")))
             return f"quorum {detail.get('quorum_id')}: {listed(members, MAX_NAMED)}"
         case "heal_began":
-            return f"{name} heals at step {detail.get('step')}" + (f" from {source}" if source else "")
+            return f"{name} is healing at step {detail.get('step')}" + (f" from {source}" if source else "")
         case "healed":
             size = _number(detail.get("bytes")) / MIB
             via = f", {detail['via']}" if detail.get("via") else ""
-            return f"{name} has healed: {size:.1f} MiB in {_number(detail.get('seconds')):.2f} s{via}"
+            return f"{name} healed: {size:.1f} MiB in {_number(detail.get('seconds')):.2f} s{via}"
         case "heal_failed":
-            return f"{name} could not heal: {reason}"
+            return f"{name} failed to heal: {reason}"
         case "drain":
-            return f"{name} is asked to leave by {detail.get('by')}: {reason}"
+            return f"{detail.get('by')} drained {name}: {reason}"
         case "evicted":
-            return f"{name} is evicted by {detail.get('by')}: {reason}"
+            return f"{detail.get('by')} evicted {name}: {reason}"
         case "readmitted":
-            return f"{name} may come back, says {detail.get('by')}"
+            return f"{detail.get('by')} readmitted {name}"
         case "replica_diverged":
-            return f"the weights of {name} are not those of the others at step {detail.get('step')}"
+            return f"{name} diverged: its weights differ from the others at step {detail.get('step')}"
         case "job_deleted" if detail.get("by") == "job_ttl":
-            return f"the job expired: it was not used for {_number(detail.get('idle_seconds')):.0f} s"
+            return f"the job expired, unused for {_number(detail.get('idle_seconds')):.0f} s"
         case "job_deleted":
-            return f"the job was deleted by {detail.get('by')}"
+            return f"{detail.get('by')} deleted the job"
         case "straggler":
             own, usual = _number(detail.get("seconds")), _number(detail.get("median"))
-            return f"{name} is slow: {own:.3f} s a step, {usual:.3f} s is usual"
+            return f"{name} is slow: {own:.3f} s per step, the median is {usual:.3f} s"
     return ": ".join(part for part in (name, event.replace("_", " "), reason) if part)
 
 

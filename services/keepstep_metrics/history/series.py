@@ -1,6 +1,6 @@
-"""Sums over time at three resolutions, in arrays: a second, a quarter of a minute, two minutes. Pure.
+"""Sums over time at three resolutions: 1 s, 15 s and 2 min. Pure.
 
-A row is a bucket of time; what is added late goes into the row of its time, wherever that is.
+A row is a bucket of time. A late value is added to the row of its own time.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 LEVELS = ((1, 900), (15, 960), (120, 720))
-"""Seconds of a row, rows kept: a quarter of an hour, four hours, a day."""
+"""(Seconds per row, number of rows): 15 minutes, 4 hours, 1 day."""
 
 
 class Ring:
-    """Rows of ``columns`` sums, one each ``width`` seconds in which something was added, the newest ``limit``."""
+    """The newest ``limit`` rows of ``columns`` sums, one row per ``width`` seconds with a value."""
 
     def __init__(self, width: int, limit: int, columns: int, code: str) -> None:
         self.width = width
         self._limit = limit
         self._columns = columns
         self.times = array("I")
-        """Unix seconds over ``width``."""
+        """Unix seconds divided by ``width``."""
         self._cells: array[Any] = array(code)
         self._empty = array(code, [0] * columns)
 
     def at(self, t: float) -> int | None:
-        """Where the cells of the row of ``t`` begin; None for a time that is forgotten already."""
+        """Return the index of the first cell of the row of ``t``; None: the row was forgotten."""
         number = int(t // self.width)
         times = self.times
         if number < 0:
@@ -60,16 +60,16 @@ class Ring:
             self._cells[at + column] += 1
 
     def highest(self, t: float, value: float) -> None:
-        """Column 0 becomes ``value`` if that is more."""
+        """Raise column 0 to ``value``."""
         if (at := self.at(t)) is not None and value > self._cells[at]:
             self._cells[at] = value
 
     def rows(self, since: float, until: float) -> Iterator[tuple[float, Any]]:
-        """(Unix seconds at which the row begins, its cells)."""
+        """Iterate over (Unix time of the row's begin, its cells)."""
         columns, width = self._columns, self.width
         first, last = bisect_left(self.times, int(max(since, 0) // width)), bisect_left(self.times, until / width)
         cells = self._cells[first * columns : last * columns]
-        rows = zip(*(cells[column::columns] for column in range(columns)), strict=True)  # a picture takes 10^5 of them
+        rows = zip(*(cells[column::columns] for column in range(columns)), strict=True)  # a chart reads 10^5 rows
         return ((number * width, row) for number, row in zip(self.times[first:last], rows, strict=True))
 
     def dump(self) -> tuple[bytes, bytes]:
@@ -81,7 +81,7 @@ class Ring:
 
 
 class Series:
-    """The same sums at each of ``LEVELS``."""
+    """Sums at each of ``LEVELS``."""
 
     def __init__(self, columns: int, code: str = "f") -> None:
         self.rings = tuple(Ring(width, limit, columns, code) for width, limit in LEVELS)
@@ -106,7 +106,7 @@ class Series:
         now: float,
         together: Callable[[Any, Any], Any] = operator.add,
     ) -> dict[int, Any]:
-        """Cells by number of the point of ``width`` seconds after ``since``; those of one are put ``together``."""
+        """Return cells by the number of the point: ``width`` seconds each, from ``since``, combined by ``together``."""
         found: dict[int, Any] = {}
         for t, cells in self.ring(since, width, now).rows(since, until):
             point = max(0, int((t - since) // width))
@@ -115,7 +115,7 @@ class Series:
         return found
 
     def ring(self, since: float, width: float, now: float) -> Ring:
-        """The coarsest that is no coarser than ``width``, else the finest, that reaches back to ``since``."""
+        """Return the coarsest ring within ``width``, or the finest one, that reaches back to ``since``."""
         reach = [ring for ring, (step, limit) in zip(self.rings, LEVELS, strict=True) if now - since <= step * limit]
         reach = reach or [self.rings[-1]]
         fine = [ring for ring in reach if ring.width <= width]

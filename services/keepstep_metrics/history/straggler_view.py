@@ -1,4 +1,4 @@
-"""Say which groups of a job are slower than the others. Pure."""
+"""Stragglers of a job, as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from keepstep_metrics.history.job import Job
 class StragglerView:
     name: str
     seconds: float
-    """What it needs itself for a step: median of its last ones."""
+    """Median of its own time per step."""
     score: float
-    """MADs above the median over groups."""
+    """Distance from the median over groups, in MADs."""
     straggler: bool
     since: float | None
     steps: int
-    """Committed since then."""
+    """Committed steps since then."""
 
 
 @dataclass(frozen=True, slots=True)
 class StragglersView:
     job: str
     median_seconds: float | None
-    """Over groups; None: fewer than three are compared."""
+    """Over groups; None: fewer than three groups are compared."""
     mad_seconds: float | None
     groups: tuple[StragglerView, ...]
-    """The slowest first."""
+    """Slowest first."""
 
 
 def stragglers_view(job: Job) -> StragglersView:

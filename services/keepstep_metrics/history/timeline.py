@@ -1,7 +1,7 @@
-"""What a group did at each moment of its life. Pure, and small: two arrays, of when a state began and which it is.
+"""The state of a group over time: two arrays, of the start of each state and of the states. Pure.
 
-Every moment between the first mark and now is in exactly one state. What is told later of an earlier time replaces
-what was thought of that time, and nothing after it.
+Every moment between the first mark and now has exactly one state. A later report about an earlier time replaces the
+state of that time only.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 class State(Enum):
     TRAINING = "training"
-    """In a step that committed, or in the one under way."""
+    """In a committed step, or in the current one."""
     WAITING_QUORUM = "waiting_quorum"
     HEALING = "healing"
     RETRYING = "retrying"
-    """In a step that did not commit."""
+    """In a discarded step."""
     LOST = "lost"
-    """Dead or evicted, and not back yet."""
+    """Dead or evicted."""
     DRAINING = "draining"
-    """Asked to leave, and about to."""
+    """Asked to leave."""
     GONE = "gone"
-    """Left on purpose: no part of its life, until it comes back."""
+    """Left gracefully. This time does not count."""
 
 
 STATES = tuple(State)
 LIVING = STATES[:-1]
-"""What the seconds of a life are shared out among."""
+"""States whose time counts."""
 NUMBER = {state: number for number, state in enumerate(STATES)}
 MAX_MARKS = 4000
-"""Of one group; the oldest go first, and with them that part of its life."""
+"""Per group; the oldest are forgotten first."""
 
 
 class Timeline:
@@ -53,16 +53,13 @@ class Timeline:
         return self.starts[-1] if self.starts else 0.0
 
     def mark(self, t: float, state: State) -> None:
-        """From ``t`` on, until more is known. A mark before the last one says nothing."""
+        """Set the state from ``t`` on. A mark before the last one is ignored."""
         if self.starts and t < self.starts[-1]:
             return
         self._assign(t, t, state)
 
     def fill(self, begin: float, end: float, state: State) -> None:
-        """``state`` from ``begin`` to ``end``, and, if nothing of ``end`` or later is known, from then on.
-
-        Nothing is known of the time before the first mark but what is said here.
-        """
+        """Set the state from ``begin`` to ``end``; also after ``end``, if no later state is known."""
         if end > begin:
             self._assign(begin, end, state)
 
@@ -100,12 +97,12 @@ class Timeline:
             del self.starts[:-MAX_MARKS], self.states[:-MAX_MARKS]
 
     def forget_before(self, t: float) -> None:
-        """What ended before ``t`` goes."""
+        """Forget the states that ended before ``t``."""
         if (gone := bisect_right(self.starts, t) - 1) > 0:
             del self.starts[:gone], self.states[:gone]
 
     def spans(self, since: float, until: float) -> list[tuple[float, float, State]]:
-        """Its life between the two, without gaps while it lasts."""
+        """Return (begin, end, state) between the two times, without ``GONE``."""
         if not self.starts or until <= since:
             return []
         first = max(0, bisect_right(self.starts, since) - 1)
@@ -135,10 +132,10 @@ class Timeline:
 
 
 def merged(spans: list[tuple[float, float, State]], shortest: float) -> list[tuple[float, float, State]]:
-    """The same for a picture: spans shorter than ``shortest`` seconds (a pixel) that follow each other become one.
+    """Merge adjacent spans that are shorter than ``shortest`` seconds (a pixel), for drawing.
 
-    That one has the state that most of it has, other than ``training`` if there is any: a retry of a second is to be
-    seen in a picture of a day. Neighbours of one state become one span; gaps stay.
+    A merged span gets its most frequent state, but ``training`` only if it has no other state: a retry of a second
+    must be visible in a picture of a day. Neighbours with the same state become one span; gaps stay.
     """
     result: list[tuple[float, float, State]] = []
     short: list[tuple[float, float, State]] = []

@@ -1,1 +1,1 @@
-"""Ask the lighthouse what only it knows, and order drains."""
+"""Read live status from the lighthouse and the relays, and drain stragglers."""

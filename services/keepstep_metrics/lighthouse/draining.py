@@ -1,7 +1,7 @@
-"""Has the lighthouse drain stragglers, where the policy of their job says so.
+"""Report stragglers to the lighthouse, for jobs whose policy drains them.
 
-Which group is a straggler, and since how many steps, the core knows; after how many it goes, the policy says. Whether
-it can be spared now the lighthouse decides: it is told, and may say no.
+The core knows the stragglers, and since how many steps; the policy has the limit (``drain_straggler_after``). The
+lighthouse decides whether the job can do without the group now, and may refuse.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from keepstep_metrics.history.job import Job
 STRAGGLER_CHECK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 DRAIN_RETRY_SECONDS = 30.0
-"""After a no, or no answer."""
+"""Pause after a refusal, or without an answer."""
 
 log = get_logger("keepstep.metrics.draining")
 
 
 class Drainer:
-    """``jobs``: those of the core. ``address``: of a lighthouse, as it is known now."""
+    """``jobs``: the jobs of the core. ``address`` returns the address of the lighthouse; None: not registered."""
 
     def __init__(self, jobs: Mapping[str, Job], address: Callable[[], str | None], identity: Identity) -> None:
         self._jobs = jobs
@@ -38,7 +38,7 @@ class Drainer:
         self._again_at: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look for stragglers, until cancelled."""
         while True:
             await asyncio.sleep(STRAGGLER_CHECK_SECONDS)
             now = time.monotonic()
@@ -51,7 +51,7 @@ class Drainer:
                     await self._look(f"{address}/v1/jobs/{job.name}", job)
                 except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, ValueError) as error:
                     self._again_at[job.name] = now + DRAIN_RETRY_SECONDS
-                    log.warning("a straggler is not drained", job=job.name, reason=explained(error, address))
+                    log.warning("could not drain a straggler; retrying", job=job.name, reason=explained(error, address))
 
     async def _look(self, url: str, job: Job) -> None:
         async with self._identity.session(timeout=ANSWER_SECONDS) as http:

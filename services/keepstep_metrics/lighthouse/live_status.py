@@ -1,8 +1,7 @@
-"""What only the lighthouse and the relays know at this moment: what the next quorum waits for, how far heals and
-uploads are, the cluster.
+"""Poll the lighthouse and the relays for live status: the next quorum's reason to wait, progress of heals and uploads.
 
-They are asked while somebody looks: a sentence that changes a hundred times a second is of no use in a history. Orders
-of people are passed on to the lighthouse with their own token.
+They are polled only while a client reads the job; none of this goes into the history, as it changes many times a
+second. Operators' orders are forwarded to the lighthouse with the operator's token.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
 
 STATUS_POLL_SECONDS = 0.5
-"""Between two questions."""
+"""Between two polls."""
 ANSWER_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
-"""A job that nobody has asked about for so long is not asked about."""
+"""Stop polling a job that no client has read for this time."""
 RELAY_STATUS_SECONDS = 1.0
 UNDER_WAY = ("begun", "planned", "uploading")
 """States of a checkpoint at a relay."""
@@ -57,14 +56,14 @@ class LiveHeal:
 @dataclass(frozen=True, slots=True)
 class LiveUpload:
     name: str
-    """Of the checkpoint."""
+    """Id of the checkpoint."""
     step: int
     began: float
     bytes_done: int
     bytes_total: int
     bytes_per_second: float
     relay: str
-    """Name."""
+    """Name of the relay."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -74,7 +73,7 @@ class LiveUpload:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Of one job, by the last answers."""
+    """Live status of one job, from the last poll."""
 
     waiting_for: str | None = None
     joining: tuple[str, ...] = ()
@@ -84,30 +83,30 @@ class Live:
 
 
 class LiveStatusPoller:
-    """``address``: of a lighthouse, as it is known now. ``on_news`` is told the name of a job."""
+    """``address`` returns the address of the lighthouse; None: not registered. ``on_change`` gets the name of a job."""
 
     def __init__(
         self,
         address: Callable[[], str | None],
         identity: Identity,
         tls: TlsFiles,
-        on_news: Callable[[str], None],
+        on_change: Callable[[str], None],
     ) -> None:
         self._address = address
         self._identity = identity
         self._for_others = Identity(None, tls)
-        self._on_news = on_news
+        self._on_change = on_change
         self._live: dict[str, Live] = {}
         self._looked: dict[str, float] = {}
         self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
 
     def live(self, job: str) -> Live:
-        """What is known; from now on it is asked for."""
+        """Return the last status, and poll the job from now on."""
         self._looked[job] = time.monotonic()
         return self._live.get(job, NOTHING)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll, until cancelled."""
         while True:
             await asyncio.sleep(STATUS_POLL_SECONDS)
             now = time.monotonic()
@@ -127,7 +126,7 @@ class LiveStatusPoller:
             except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError, AttributeError) as error:
                 self._live.clear()
                 if self._failures_logged.allows(now):
-                    log.warning("the lighthouse does not say what it does", reason=explained(error, address))
+                    log.warning("could not poll the lighthouse; retrying", reason=explained(error, address))
 
     async def _ask(self, http: aiohttp.ClientSession, address: str, job: str, relays: Mapping[str, str]) -> None:
         asked = await asyncio.gather(
@@ -161,19 +160,19 @@ class LiveStatusPoller:
             )
         if live != self._live.get(job, NOTHING):
             self._live[job] = live
-            self._on_news(job)
+            self._on_change(job)
 
     async def cluster(self) -> dict[str, Any]:
-        """Its ``GET /v1/cluster``. ``Problem`` when there is none that answers."""
+        """Return the lighthouse's answer to ``GET /v1/cluster``. ``Problem`` if the lighthouse is unreachable."""
         address = self._known()
         try:
             async with self._identity.session(timeout=ANSWER_SECONDS) as http:
                 return await _get(http, f"{address}/v1/cluster")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
+            raise Problem(502, f"lighthouse unreachable: {explained(error, address)}") from error
 
     async def pass_on(self, request: web.Request) -> web.Response:
-        """An order, to whoever leads, in the name of who asks; its answer as it is."""
+        """Forward an order to the leader with the client's token, and return the leader's answer."""
         body, address = await read_whole(request), self._known()
         headers = {name: request.headers[name] for name in (hdrs.AUTHORIZATION,) if name in request.headers}
         headers[hdrs.CONTENT_TYPE] = "application/json"
@@ -193,12 +192,12 @@ class LiveStatusPoller:
                         text = await read_answer(answer)
                         return web.Response(body=text, status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Problem(502, f"the lighthouse does not answer: {explained(error, address)}") from error
-        raise Problem(503, "the lighthouses do not agree yet who leads; try again", retry_after=1.0)
+            raise Problem(502, f"lighthouse unreachable: {explained(error, address)}") from error
+        raise Problem(503, "no lighthouse leads yet; retry", retry_after=1.0)
 
     def _known(self) -> str:
         if (address := self._address()) is None:
-            raise Problem(503, "this service knows no lighthouse; start it with --lighthouse", retry_after=5.0)
+            raise Problem(503, "not registered with a lighthouse: start with --lighthouse", retry_after=5.0)
         return address
 
 
@@ -208,7 +207,7 @@ NOTHING = Live()
 async def _uploads(
     http: aiohttp.ClientSession, relay: str, url: str, job: str, headers: Mapping[str, str]
 ) -> list[LiveUpload]:
-    """Those under way at one relay; none of one that does not answer, or with nonsense."""
+    """Return the open uploads at one relay; none if it does not answer or sends nonsense."""
     try:
         async with asyncio.timeout(RELAY_STATUS_SECONDS):
             found = (await _get(http, f"{url}/v1/jobs/{job}/checkpoints", headers))["checkpoints"]
@@ -226,7 +225,7 @@ async def _uploads(
             if one["state"] in UNDER_WAY
         ]
     except (aiohttp.ClientError, KeepstepError, OSError, LookupError, TypeError) as error:
-        log.debug("a relay does not say what it does", relay=relay, reason=explained(error, url))
+        log.debug("could not poll a relay", relay=relay, reason=explained(error, url))
         return []
 
 

@@ -1,1 +1,1 @@
-"""Write what outlives the process."""
+"""Store batches, snapshots and events in SQLite."""

@@ -1,10 +1,10 @@
-"""What outlives the process: one SQLite file. What was acknowledged survives SIGKILL.
+"""The history in one SQLite file. An acknowledged batch survives SIGKILL.
 
-Batches are written down as they came, in a journal, before they are answered, many in one transaction; from time to
-time a snapshot of the core takes the place of the journal before it. A start loads the snapshot and applies the rest.
-Events stand in a table of their own, for longer than the memory holds them. SQLite runs in a thread of its own.
+Each batch is written to a journal before its request is answered, many batches in one transaction. A periodic snapshot
+of the core replaces the journal before it. A start loads the snapshot and applies the journal. Events have their own
+table, where they stay longer than in memory. SQLite runs in its own thread.
 
-The file is synced at each snapshot, not at each batch: a power cut may cost what came since (SQLite's WAL in mode
+The file is synced at each snapshot, not at each batch: a power cut may lose the batches since (SQLite's WAL in mode
 NORMAL: https://sqlite.org/pragma.html#pragma_synchronous).
 """
 
@@ -37,22 +37,22 @@ CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
 """
 FORM = 1
-"""Of a snapshot; one of another form is of another build, and only the events are kept."""
+"""Format of a snapshot. A snapshot of another format is dropped; its events stay."""
 MAX_PENDING_BYTES = 64 << 20
-"""Of batches that wait for the disk."""
+"""Batches in memory that wait for the disk."""
 WRITE_RETRY_SECONDS = 1.0
-"""After a write that failed."""
+"""Pause after a failed write."""
 JOURNAL_LOCK_SECONDS = 2.0
 
 log = get_logger("keepstep.metrics.store")
 
 
 class StoreError(KeepstepError):
-    """The file cannot be used, or does not take what it is given."""
+    """The file cannot be used, or a write failed."""
 
 
 class Store:
-    """Made by ``open``; ``path`` None: in memory, and gone with the process."""
+    """Created by ``open``. ``path`` None: in memory only."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -68,13 +68,13 @@ class Store:
         self._forget_before: float | None = None
         self._wake = asyncio.Event()
         self.trouble: str | None = None
-        """Why nothing can be written now."""
+        """Why the last write failed; None: it did not."""
         self.last_event = 0
-        """Number of the last event that was there at the start."""
+        """Number of the last stored event at the start."""
 
     @classmethod
     async def open(cls, path: Path | None) -> Store:
-        """Raises ``StoreError``."""
+        """Open or create the file. Raises ``StoreError``."""
         store = cls(path)
         try:
             await store._in_thread(store._connect)
@@ -84,7 +84,7 @@ class Store:
         return store
 
     def _unusable(self, error: Exception) -> StoreError:
-        return StoreError(f"the data of metrics in {self._path} cannot be used: {error}; give another --data-dir")
+        return StoreError(f"cannot use the metrics data {self._path}: {error}; use another --data-dir")
 
     async def close(self) -> None:
         await self._in_thread(self._connection.close)
@@ -93,13 +93,13 @@ class Store:
     # ---- at the start
 
     async def load(self) -> tuple[dict[str, Any] | None, list[tuple[float, bytes]]]:
-        """The snapshot, and the batches since with the times at which they came. Raises ``StoreError``."""
+        """Return the snapshot, and the later batches with their arrival times. Raises ``StoreError``."""
         try:
             return await self._in_thread(self._load)
         except (sqlite3.Error, OSError, ValueError, msgpack.UnpackException) as error:
             raise self._unusable(error) from error
 
-    # ---- what comes
+    # ---- writing
 
     @property
     def is_full(self) -> bool:
@@ -110,7 +110,7 @@ class Store:
         return self._pending_bytes
 
     def add(self, t: float, body: bytes, events: list[tuple[str, Event]]) -> None:
-        """To be written soon; see ``written``."""
+        """Queue a batch and its events for writing; see ``written``."""
         self._last += 1
         self._pending.append((self._last, t, body))
         self._pending_bytes += len(body)
@@ -118,28 +118,30 @@ class Store:
         self._wake.set()
 
     async def written(self, seconds: float) -> None:
-        """Returns when everything that was added until now is written. Raises ``StoreError`` if it is not within
-        ``seconds``, or the disk does not take it; it is kept, and tried again, all the same.
+        """Return when everything added until now is on disk.
+
+        Raises:
+            StoreError: The write failed, or took longer than ``seconds``. The store keeps the batch and retries.
         """
         upto = self._last
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._written:
                 await self._written.wait_for(lambda: self._written_upto >= upto or self.trouble is not None)
         if self._written_upto < upto:
-            raise StoreError(self.trouble or f"the disk takes nothing for {seconds:g} s")
+            raise StoreError(self.trouble or f"no write to disk succeeded within {seconds:g} s")
 
     def snapshot(self, plain: dict[str, Any]) -> None:
-        """A picture of the core after everything that was added until now."""
+        """Queue a snapshot of the core, which includes everything added until now."""
         self._snapshot = self._last, msgpack.packb(plain)
         self._wake.set()
 
     def forget_events(self, before: float) -> None:
-        """Soon."""
+        """Queue the deletion of events before ``before`` (Unix time)."""
         self._forget_before = before
         self._wake.set()
 
     async def run(self) -> None:
-        """Writes, until cancelled; then ``flush`` writes the rest."""
+        """Write until cancelled; then call ``flush`` for the rest."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -157,14 +159,14 @@ class Store:
             if rows:
                 await self._in_thread(self._commit, rows, events)
         except BaseException as error:
-            # One that was cancelled may have been done all the same; it is done again, and rows replace themselves.
+            # A cancelled transaction may have been committed. It is repeated: its rows replace themselves.
             self._pending = rows + self._pending
             self._events = events + self._events
             if not isinstance(error, sqlite3.Error | OSError):
                 raise
             if self.trouble is None:
-                log.error("nothing is written; trying on", path=str(self._path), reason=str(error))
-            self.trouble = f"{self._path} takes nothing: {error}"
+                log.error("write failed; retrying", path=str(self._path), reason=str(error))
+            self.trouble = f"cannot write to {self._path}: {error}"
             async with self._written:
                 self._written.notify_all()
             return False
@@ -178,23 +180,23 @@ class Store:
         return True
 
     async def _tidy(self) -> None:
-        """A disk with no room for a snapshot may have some for batches: the journal goes on without."""
+        """Write the queued snapshot. If it fails, the journal continues: batches need less space on disk."""
         snapshot, self._snapshot = self._snapshot, None
         before, self._forget_before = self._forget_before, None
         try:
             if snapshot is not None or before is not None:
                 await self._in_thread(self._tidied, snapshot, before)
         except (sqlite3.Error, OSError) as error:
-            log.error("no snapshot is made; the journal goes on", path=str(self._path), reason=str(error))
+            log.error("snapshot failed; the journal continues", path=str(self._path), reason=str(error))
 
     # ---- events
 
     async def events(self, job: str, after: int, limit: int) -> list[Event]:
-        """The first ``limit`` of ``job`` with a higher number than ``after``."""
+        """Return the oldest events of ``job`` with a number above ``after``, at most ``limit``."""
         return await self._in_thread(self._events_after, job, after, limit)
 
     async def newest_events(self, job: str, limit: int) -> list[Event]:
-        """Oldest first."""
+        """Return the newest events of ``job``, the oldest first."""
         return await self._in_thread(self._newest_events, job, limit)
 
     # ---- in the thread
@@ -210,7 +212,7 @@ class Store:
         )
         try:
             if self._path is not None:
-                # Exclusive before WAL: a second service on the file is refused, rather than let to mix in.
+                # Exclusive before WAL: a second service fails to open the file.
                 connection.execute("PRAGMA locking_mode = EXCLUSIVE")
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
@@ -230,7 +232,7 @@ class Store:
             if found[0] == FORM:
                 plain = msgpack.unpackb(found[2], strict_map_key=False)
             else:
-                log.warning("the history is of another build and starts anew; events are kept", path=str(self._path))
+                log.warning("dropped the history of another release; events are kept", path=str(self._path))
         self.last_event = self._connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0]
         rows = self._connection.execute("SELECT n, t, body FROM journal WHERE n > ? ORDER BY n", (upto,)).fetchall()
         self._last = self._written_upto = rows[-1][0] if rows else upto
@@ -260,7 +262,7 @@ class Store:
                 connection.execute("DELETE FROM journal WHERE n <= ?", (upto,))
 
     def _transaction(self) -> sqlite3.Connection:
-        """As a context: committed at its end, rolled back for an error."""
+        """Begin a transaction. Used as a context: commit at its end, roll back on an error."""
         self._connection.execute("BEGIN IMMEDIATE")
         return self._connection
 

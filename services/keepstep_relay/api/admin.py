@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP: begun, planned, committed, listed, removed. Bodies are JSON, manifests are as they are."""
+"""Checkpoints over HTTP: begin, plan, commit, list, remove. Bodies are JSON, except for manifests."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class PlanBody:
 class ResultBody:
     rank: int = 0
     error: str | None = None
-    """None: all that this rank has to store is stored."""
+    """None: the rank's upload succeeded."""
     part: bool = False
-    """True: what is not here is at other relays. Only of live states."""
+    """True: the missing chunks are at other relays. For live states only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class HolderBody:
     rank: int = 0
 
 
-WAIT = {"wait": "seconds to wait for what is still to come; the relay has a limit"}
-RANK = {"rank": "0 unless said"}
+WAIT = {"wait": "seconds to wait for a missing chunk or manifest, up to --max-wait"}
+RANK = {"rank": "default: 0"}
 CHECKPOINTS = "/v1/jobs/{job}/checkpoints"
 ONE = f"{CHECKPOINTS}/{{id}}"
 SHAPES = {
-    f"GET {CHECKPOINTS}": Shape(CheckpointsView, query={"step": "only those of this step"}),
+    f"GET {CHECKPOINTS}": Shape(CheckpointsView, query={"step": "only checkpoints of this step"}),
     f"POST {CHECKPOINTS}": Shape(CheckpointView, status=201, body=BeginBody),
     f"GET {ONE}": Shape(CheckpointDetail),
     f"DELETE {ONE}": Shape(None, status=204),
@@ -99,7 +99,7 @@ SHAPES = {
 
 
 def routes(relay: RelayNode, all_routes: Callable[[], list[Route]]) -> list[Route]:
-    """``all_routes``: what ``/openapi.json`` describes."""
+    """``all_routes`` returns the routes that ``/openapi.json`` describes."""
     here = _Admin(relay, all_routes)
     return [
         Route("GET", "/openapi.json", here.openapi, Access.OPEN, "this description"),
@@ -107,16 +107,26 @@ def routes(relay: RelayNode, all_routes: Callable[[], list[Route]]) -> list[Rout
         Route("POST", CHECKPOINTS, here.begin, Access.WORKER, "begin an upload, or join one"),
         Route("GET", ONE, here.show, Access.READ, "one checkpoint, rank by rank"),
         Route("DELETE", ONE, here.remove, Access.ADMIN, "delete a checkpoint from every tier"),
-        Route("POST", f"{ONE}/plan", here.plan, Access.WORKER, "say the root digest of a rank; learn what is lacking"),
-        Route("POST", f"{ONE}/result", here.result, Access.WORKER, "a rank is done, or failed"),
-        Route("POST", f"{ONE}/commit", here.commit, Access.WORKER, "make a complete checkpoint last"),
-        Route("POST", f"{ONE}/abort", here.abort, Access.WORKER, "give an upload up"),
         Route(
-            "GET", f"{ONE}/manifest", here.get_manifest, Access.READ, "the manifest of a rank, as soon as it is here"
+            "POST",
+            f"{ONE}/plan",
+            here.plan,
+            Access.WORKER,
+            "report the root of a rank; get its missing chunks",
         ),
-        Route("PUT", f"{ONE}/manifest", here.put_manifest, Access.WORKER, "what the pack of a rank is made of"),
-        Route("GET", f"{ONE}/holders", here.holders, Access.READ, "who has which chunks of a rank"),
-        Route("PUT", f"{ONE}/holders/{{name}}", here.put_holder, Access.WORKER, "I serve these chunks; repeat it"),
+        Route("POST", f"{ONE}/result", here.result, Access.WORKER, "report the success or failure of a rank"),
+        Route("POST", f"{ONE}/commit", here.commit, Access.WORKER, "commit a complete checkpoint"),
+        Route("POST", f"{ONE}/abort", here.abort, Access.WORKER, "abort an upload"),
+        Route("GET", f"{ONE}/manifest", here.get_manifest, Access.READ, "the manifest of a rank"),
+        Route("PUT", f"{ONE}/manifest", here.put_manifest, Access.WORKER, "upload the manifest of a rank"),
+        Route("GET", f"{ONE}/holders", here.holders, Access.READ, "processes that serve chunks of a rank"),
+        Route(
+            "PUT",
+            f"{ONE}/holders/{{name}}",
+            here.put_holder,
+            Access.WORKER,
+            "announce served chunks; repeat it",
+        ),
     ]
 
 
@@ -135,9 +145,9 @@ class _Admin:
         job, body = requests.job(request), await read_body(request, BeginBody)
         key = Key(job, requests.name(body.id, "checkpoint"))
         if body.kind not in {kind.value for kind in Kind}:
-            raise bad(f"kind is live or durable, not {body.kind[:40]!r}")
+            raise bad(f"invalid kind {body.kind[:40]!r}: expected live or durable")
         if not 0 <= body.step < MAX_STEP or not 0 <= body.quorum_id < MAX_STEP or body.ranks < 1:
-            raise bad("step and quorum_id are whole numbers from 0 to 2^53, ranks is at least 1")
+            raise bad("invalid step, quorum_id or ranks: expected step and quorum_id in [0, 2^53), ranks from 1")
         new = await self._store.begin(key, Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id))
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
@@ -145,7 +155,7 @@ class _Admin:
         key, body = requests.key(request), await read_body(request, PlanBody)
         root = requests.from_hex(body.root, "root", ROOT_BYTES)
         if not 0 < len(body.producer) <= MAX_TEXT:
-            raise bad(f"producer must have 1 to {MAX_TEXT} characters")
+            raise bad(f"invalid producer: expected 1 to {MAX_TEXT} characters")
         self._relay.chunks.step(RootSaid(key, body.rank, body.producer, root))
         return json_answer(plan_view(self._store, self._relay.core.checkpoint(key), body.rank, root))
 
@@ -162,7 +172,7 @@ class _Admin:
             self._relay.give_manifest_slot()
         one = self._relay.core.checkpoint(key)
         table = one.tables[rank]
-        here = sum(table.length(n) for n, d in enumerate(table.digests) if self._relay.core.is_here(d))
+        here = sum(table.length(n) for n, d in enumerate(table.digests) if self._relay.core.inventory.is_here(d))
         self._relay.traffic.deduplicated_bytes += here
         return json_answer(plan_view(self._store, one, rank, table.root), HTTPStatus.CREATED)
 
@@ -171,7 +181,7 @@ class _Admin:
         error = None if body.error is None else body.error[:MAX_TEXT]
         await self._store.report(RankReported(key, body.rank, error, body.part))
         if error is not None:
-            raise Problem(HTTPStatus.GONE, f"{key} is aborted: rank {body.rank} failed: {error}")
+            raise Problem(HTTPStatus.GONE, f"{key} was aborted: rank {body.rank} failed: {error}")
         return self._view(key)
 
     async def commit(self, request: web.Request) -> web.Response:
@@ -212,7 +222,7 @@ class _Admin:
         await answers.send(request, response, manifest, self._relay.settings.body_timeout)
         return response
 
-    # ---- who has what
+    # ---- processes that serve chunks
 
     async def holders(self, request: web.Request) -> web.Response:
         one = self._relay.core.checkpoint(requests.key(request))
@@ -224,7 +234,7 @@ class _Admin:
         try:
             (address,) = split_addresses(body.address)
         except ValueError:
-            raise bad(f"address must be one http://host:port, not {body.address[:80]!r}") from None
+            raise bad(f"invalid address {body.address[:80]!r}: expected one http://host:port") from None
         has = requests.from_hex(body.has, "has")
         self._relay.chunks.step(HolderSaid(key, body.rank, name, address, has))
         return json_answer(holders_view(self._store, self._relay.core.checkpoint(key), body.rank))

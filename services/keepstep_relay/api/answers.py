@@ -1,4 +1,4 @@
-"""Answers that are bytes: sent from where they lie, and only to who takes them in time."""
+"""Send binary answers without a copy, with a deadline for the reader."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_relay.api.requests import RAW
 
 FIRST_BYTES = 16 << 10
-"""The header is copied together with the first bytes that are written; what comes after them is not."""
+"""The first write is copied together with the header; later writes are not copied."""
 
 log = get_logger("keepstep.relay.answers")
 
 
 class TooSlowError(ConnectionError):
-    """Its connection is cut."""
+    """A reader was too slow, and its connection was closed."""
 
 
 async def begin(request: web.Request, status: int, length: int, headers: Mapping[str, str]) -> web.StreamResponse:
@@ -28,19 +28,19 @@ async def begin(request: web.Request, status: int, length: int, headers: Mapping
 
 
 async def send(request: web.Request, response: web.StreamResponse, data: memoryview, seconds: float) -> None:
-    """Raises ``TooSlowError`` when it is not taken within ``seconds``."""
+    """Send ``data``. Raises ``TooSlowError`` if the reader does not accept it within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             await response.write(data[:FIRST_BYTES])
             await response.write(data[FIRST_BYTES:])
     except TimeoutError:
-        log.warning("cut off a reader that was too slow", peer=request.remote, seconds=seconds)
+        log.warning("closed the connection of a slow reader", peer=request.remote, seconds=seconds)
         cut(request)
-        raise TooSlowError("cut off") from None
+        raise TooSlowError("the reader was too slow") from None
 
 
 def cut(request: web.Request) -> ConnectionError:
-    """Ends the connection: what is to be raised then."""
+    """Close the connection. Return the error for the caller to raise."""
     if request.transport is not None:
         request.transport.abort()
-    return ConnectionResetError("cut off")
+    return ConnectionResetError("connection closed by the relay")

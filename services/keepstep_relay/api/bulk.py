@@ -1,4 +1,4 @@
-"""Chunks and packs over HTTP: the bulk path. A body goes once into the memory in which it stays."""
+"""Chunks and packs over HTTP. A body is received straight into the memory tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepstep_relay.tiers.chunks import ROOM_SECONDS
 from keepstep_relay.tiers.disk_tier import DamagedError
 
 MAX_TRANSFERS = 1024
-"""Chunks that are sent or received at the same time."""
+"""Concurrent uploads, and concurrent downloads."""
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 log = get_logger("keepstep.relay.bulk")
@@ -30,15 +30,15 @@ def routes(relay: RelayNode) -> list[Route]:
     here = _Bulk(relay)
     chunk = "/v1/chunks/{digest}"
     return [
-        Route("HEAD", chunk, here.has_chunk, Access.READ, "whether a chunk is here"),
-        Route("GET", chunk, here.get_chunk, Access.READ, "a chunk; ?wait= for one that is to come"),
-        Route("PUT", chunk, here.put_chunk, Access.WORKER, "upload a chunk that a checkpoint needs"),
+        Route("HEAD", chunk, here.has_chunk, Access.READ, "whether the relay has a chunk"),
+        Route("GET", chunk, here.get_chunk, Access.READ, "a chunk; with ?wait= also one that is being uploaded"),
+        Route("PUT", chunk, here.put_chunk, Access.WORKER, "upload a chunk of a checkpoint"),
         Route(
             "GET",
             "/v1/jobs/{job}/checkpoints/{id}/packs/{rank}",
             here.get_pack,
             Access.READ,
-            "the bytes of one rank, or a Range of them, as they come",
+            "the pack of a rank, or a Range of it, as its chunks arrive",
         ),
     ]
 
@@ -50,16 +50,16 @@ class _Bulk:
 
     async def has_chunk(self, request: web.Request) -> web.StreamResponse:
         digest = requests.digest(request)
-        length = self._relay.core.wanted(digest)
-        if length is None or not self._relay.core.is_here(digest):
-            raise Problem(HTTPStatus.NOT_FOUND, f"chunk {digest.hex()} is not here")
+        length = self._relay.core.inventory.wanted(digest)
+        if length is None or not self._relay.core.inventory.is_here(digest):
+            raise Problem(HTTPStatus.NOT_FOUND, f"chunk {digest.hex()} not found")
         return web.Response(headers={hdrs.CONTENT_LENGTH: str(length), hdrs.CONTENT_TYPE: requests.RAW})
 
     async def get_chunk(self, request: web.Request) -> web.StreamResponse:
         digest = requests.digest(request)
         wait = requests.wait(request, self._relay.settings.max_wait)
-        if self._relay.core.wanted(digest) is None:
-            raise Problem(HTTPStatus.NOT_FOUND, f"no checkpoint here has a chunk {digest.hex()}")
+        if self._relay.core.inventory.wanted(digest) is None:
+            raise Problem(HTTPStatus.NOT_FOUND, f"chunk {digest.hex()} not found: no checkpoint of this relay names it")
         async with self._sending(), self._relay.chunks.reading(digest, wait) as data:
             headers: dict[str, str] = {hdrs.ETAG: f'"{digest.hex()}"', hdrs.CACHE_CONTROL: "immutable"}
             response = await answers.begin(request, HTTPStatus.OK, data.nbytes, headers)
@@ -68,20 +68,22 @@ class _Bulk:
 
     async def put_chunk(self, request: web.Request) -> web.StreamResponse:
         digest = requests.digest(request)
-        length = self._relay.core.wanted(digest)
+        length = self._relay.core.inventory.wanted(digest)
         if length is None:
             raise Problem(
                 HTTPStatus.CONFLICT,
-                f"no checkpoint here needs chunk {digest.hex()}; send the manifest that has it first",
+                f"no checkpoint of this relay names chunk {digest.hex()}; send its manifest first",
             )
         requests.check_length(request, length, exactly=True)
         chunks = self._relay.chunks
-        if self._relay.core.is_here(digest):
+        if self._relay.core.inventory.is_here(digest):
             await chunks.save(digest)
             self._traffic.deduplicated_bytes += length
             return web.Response(status=HTTPStatus.OK)
         if self._traffic.uploads >= MAX_TRANSFERS:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_TRANSFERS} chunks are on their way", retry_after=1)
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"too many uploads (limit {MAX_TRANSFERS}); retry", retry_after=1
+            )
         self._traffic.uploads += 1
         try:
             await chunks.memory.reserve(length, ROOM_SECONDS)
@@ -94,13 +96,13 @@ class _Bulk:
             self._traffic.received_bytes += length
             await chunks.put(digest, data)
         except DamagedError as error:
-            raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}; it was not taken: send it again") from error
+            raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}; upload it again") from error
         finally:
             self._traffic.uploads -= 1
         return web.Response(status=HTTPStatus.CREATED)
 
     async def get_pack(self, request: web.Request) -> web.StreamResponse:
-        """What is to come is waited for, for each chunk anew."""
+        """Send the pack as its chunks arrive. ``?wait=`` counts for each chunk."""
         key, rank = requests.key(request), requests.rank_in_path(request)
         wait = requests.wait(request, self._relay.settings.max_wait)
         await self._relay.has_manifest(key, rank, wait)
@@ -140,8 +142,10 @@ class _Bulk:
                 except Exception as error:
                     if response is None:
                         raise
-                    # The status is long gone: that the body ends early is all that can be said.
-                    log.warning("pack broken off", checkpoint=key.id, chunk=chunk, reason=str(error) or repr(error))
+                    # The status has been sent: a short body is the only way left to report the error.
+                    log.warning(
+                        "aborted a download of a pack", checkpoint=key.id, chunk=chunk, reason=str(error) or repr(error)
+                    )
                     raise answers.cut(request) from error
         if response is None:
             raise RuntimeError("an empty range")
@@ -158,7 +162,9 @@ class _Bulk:
     @asynccontextmanager
     async def _sending(self) -> AsyncIterator[None]:
         if self._traffic.downloads >= MAX_TRANSFERS:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_TRANSFERS} transfers are open", retry_after=1)
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"too many downloads (limit {MAX_TRANSFERS}); retry", retry_after=1
+            )
         self._traffic.downloads += 1
         try:
             yield
@@ -167,7 +173,7 @@ class _Bulk:
 
 
 def _range(request: web.Request, size: int) -> tuple[int, int]:
-    """First and last byte that are asked for. ``Problem`` 416 for what is no range of ``size`` bytes."""
+    """Return the first and last byte of the requested range. ``Problem`` 416 for an invalid range."""
     text = request.headers.get(hdrs.RANGE)
     if text is None:
         return 0, size - 1
@@ -175,11 +181,11 @@ def _range(request: web.Request, size: int) -> tuple[int, int]:
     one, other = matched.groups() if matched else ("", "")
     if one:
         first, last = int(one), min(int(other), size - 1) if other else size - 1
-    else:  # the last bytes, so many
+    else:  # a suffix: the last N bytes
         first, last = max(0, size - int(other or 0)), size - 1
     if not 0 <= first <= last < size:
         raise Problem(
             HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
-            f"ask for one range bytes=<first>-<last> within the {size} bytes, not {text[:80]!r}",
+            f"invalid range {text[:80]!r}: expected one bytes=<first>-<last> within {size} bytes",
         )
     return first, last

@@ -1,4 +1,4 @@
-"""What stands in a request to a relay: names, numbers and bodies, none of them believed."""
+"""Parse and check names, numbers and bodies of requests to a relay."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ def job(request: web.Request) -> str:
 def digest(request: web.Request) -> bytes:
     text = request.match_info["digest"]
     if _DIGEST.fullmatch(text) is None:
-        raise bad(f"{text[:80]!r} is no digest: {2 * DIGEST_BYTES} hexadecimal digits, in lower case")
+        raise bad(f"invalid digest {text[:80]!r}: expected {2 * DIGEST_BYTES} lower-case hexadecimal digits")
     return bytes.fromhex(text)
 
 
 def from_hex(text: str, what: str, length: int | None = None) -> bytes:
     if _HEX.fullmatch(text) is None or (length is not None and len(text) != 2 * length):
-        raise bad(f"{what} must be {'' if length is None else f'{2 * length} '}hexadecimal digits, not {text[:40]!r}")
+        raise bad(
+            f"invalid {what} {text[:40]!r}: expected {'' if length is None else f'{2 * length} '}hexadecimal digits"
+        )
     return bytes.fromhex(text)
 
 
 def rank(request: web.Request) -> int:
-    """``?rank=``, 0 unless said."""
+    """Return ``?rank=``; default: 0."""
     return _rank(request.query.get("rank", "0"))
 
 
@@ -59,49 +61,49 @@ def rank_in_path(request: web.Request) -> int:
 
 def _rank(text: str) -> int:
     if _NUMBER.fullmatch(text) is None:
-        raise bad(f"{text[:40]!r} is no rank")
+        raise bad(f"invalid rank {text[:40]!r}: expected an integer from 0")
     return int(text)
 
 
 def wait(request: web.Request, most: float) -> float:
-    """``?wait=`` in seconds, 0 unless said, never more than ``most``."""
+    """Return ``?wait=`` in seconds, at most ``most``; default: 0."""
     text = request.query.get("wait", "0")
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not seconds >= 0:
-        raise bad(f"wait is a number of seconds, not {text[:40]!r}")
+        raise bad(f"invalid wait {text[:40]!r}: expected a number of seconds")
     return min(seconds, most)
 
 
 def check_length(request: web.Request, length: int, *, exactly: bool) -> int:
-    """The length of the body that is announced; ``Problem`` unless it is ``length`` bytes, or at most so many."""
+    """Return Content-Length. ``Problem`` unless it is ``length``, or at most ``length`` if not ``exactly``."""
     announced = request.content_length
     if announced is None:
-        raise Problem(HTTPStatus.LENGTH_REQUIRED, "say the length of the body in Content-Length")
+        raise Problem(HTTPStatus.LENGTH_REQUIRED, "missing Content-Length")
     if announced > length:
-        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{announced} bytes where at most {length} are taken")
+        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body too large: {announced} bytes (limit {length})")
     if exactly and announced < length:
-        raise bad(f"a body of {announced} bytes, but this chunk has {length}")
+        raise bad(f"body too short: {announced} bytes, this chunk has {length}")
     if hdrs.CONTENT_ENCODING in request.headers:
-        raise bad("a body is taken as it is, without Content-Encoding")
+        raise bad("unsupported Content-Encoding: send the body as it is")
     return announced
 
 
 async def body(request: web.Request, data: memoryview, seconds: float) -> None:
-    """Reads the body, which must fill ``data``. ``Problem`` 408 when it takes too long."""
+    """Read the body, which must fill ``data``. ``Problem`` 408 if it takes longer than ``seconds``."""
     done, length = 0, data.nbytes
     try:
         async with asyncio.timeout(seconds):
             async for part in request.content.iter_any():
                 if done + len(part) > length:
-                    raise bad(f"a body of more than {length} bytes")
+                    raise bad(f"body too large: more than {length} bytes")
                 data[done : done + len(part)] = part
                 done += len(part)
     except TimeoutError:
-        raise Problem(HTTPStatus.REQUEST_TIMEOUT, f"{done} of {length} bytes came in {seconds:g} s") from None
+        raise Problem(HTTPStatus.REQUEST_TIMEOUT, f"body too slow: {done} of {length} bytes in {seconds:g} s") from None
     except web.RequestPayloadError as error:
-        raise bad(f"the body broke off after {done} of {length} bytes: {error}") from error
+        raise bad(f"incomplete body: {done} of {length} bytes: {error}") from error
     if done < length:
-        raise bad(f"the body ended after {done} of {length} bytes")
+        raise bad(f"incomplete body: {done} of {length} bytes")

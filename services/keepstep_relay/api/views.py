@@ -1,4 +1,4 @@
-"""What a relay answers, as JSON."""
+"""Answers of a relay, as JSON."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import time
 from dataclasses import dataclass
 
 from keepstep_relay.checkpoint_store import CheckpointStore
+from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Kind, State, Tier
-from keepstep_relay.core.inventory import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class RankView:
     rank: int
     root: str | None
-    """The root digest that counts, in hex; None before the first."""
+    """Root digest that counts, in hex; None before the first."""
     roots: dict[str, str]
-    """Of every producer that said one. One that differs is of a replica that has diverged."""
+    """Root digest of each producer. A replica with another root has diverged."""
     has_manifest: bool
     bytes: int
     chunks: int
     lacking: int
-    """Different chunks that are not here."""
+    """Distinct chunks that are not here."""
     reported: bool
 
 
@@ -41,14 +41,14 @@ class CheckpointView:
     chunks: int
     lacking: int
     lacking_bytes: int
-    """Of the manifests that are here, as ``bytes``."""
+    """Counts the manifests that are here, as ``bytes`` does."""
     bytes_per_second: float
-    """Of what came over the last seconds."""
+    """Bytes that arrived per second, over the last seconds."""
     in_memory: int
-    """Of its different chunks, as the next."""
+    """Distinct chunks, as in ``on_disk``."""
     on_disk: int
     durable: bool
-    """Complete in the durable tier."""
+    """The durable tier has all of it."""
     holders: int
 
 
@@ -62,7 +62,7 @@ class CheckpointDetail:
 class CheckpointsView:
     job: str
     latest: CheckpointView | None
-    """The committed one of the highest step."""
+    """Committed checkpoint with the highest step."""
     checkpoints: tuple[CheckpointView, ...]
     """By step."""
 
@@ -71,15 +71,15 @@ class CheckpointsView:
 class PlanView:
     rank: int
     root: str
-    """The one that counts."""
+    """Root digest that counts."""
     agrees: bool
-    """Whether it is the one that was said: only then may chunks be uploaded."""
+    """Whether the request had this root. If not, upload no chunks."""
     has_manifest: bool
-    """Else it has to be sent before the first chunk."""
+    """False: send the manifest before the first chunk."""
     chunks: int
     lacking: int
     lacks: str
-    """Bitmap in hex: bit i of byte i // 8, the lowest first, is set when chunk i is not here."""
+    """Bitmap in hex: bit ``i % 8`` of byte ``i // 8``, lowest first, is set if chunk i is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class HolderView:
     name: str
     address: str
     has: str
-    """Bitmap in hex of the chunks that it has, as in ``PlanView.lacks``."""
+    """Bitmap in hex of the chunks that it serves; bits as in ``PlanView``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,13 @@ class HoldersView:
     rank: int
     chunks: int
     relay: str
-    """Bitmap of what is here."""
+    """Bitmap in hex of the chunks that this relay has."""
     holders: tuple[HolderView, ...]
 
 
 def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
     record = store.records[one.key]
-    tiers = [store.core.chunks[digest].tiers for digest in {digest for digest, _ in one.chunks()}]
+    tiers = [store.core.inventory.chunks[digest].tiers for digest in one.digests()]
     return CheckpointView(
         job=one.key.job,
         id=one.key.id,
@@ -114,12 +114,12 @@ def checkpoint_view(store: CheckpointStore, one: Checkpoint) -> CheckpointView:
         committed=record.committed,
         bytes=sum(table.pack_bytes for table in one.tables.values()),
         chunks=sum(len(table.digests) for table in one.tables.values()),
-        lacking=sum(one.lacking.values()),
-        lacking_bytes=store.core.lacking_bytes(one),
-        bytes_per_second=0.0 if one.committed_at is not None else one.pace.rate(time.monotonic()),
+        lacking=sum(one.missing.values()),
+        lacking_bytes=store.core.missing_bytes(one),
+        bytes_per_second=0.0 if one.committed_at is not None else one.throughput.rate(time.monotonic()),
         in_memory=sum(Tier.MEMORY in one for one in tiers),
         on_disk=sum(Tier.DISK in one for one in tiers),
-        durable=one.key in store.durable,
+        durable=one.key in store.copies.complete,
         holders=len(one.holders),
     )
 
@@ -138,14 +138,14 @@ def _rank_view(one: Checkpoint, rank: int) -> RankView:
         has_manifest=table is not None,
         bytes=table.pack_bytes if table else 0,
         chunks=len(table.digests) if table else 0,
-        lacking=one.lacking.get(rank, 0),
+        lacking=one.missing.get(rank, 0),
         reported=rank in one.reported,
     )
 
 
 def plan_view(store: CheckpointStore, one: Checkpoint, rank: int, said: bytes) -> PlanView:
     table, root = one.tables.get(rank), one.root(rank) or said
-    bitmap, lacking = store.core.lacking(table) if table else (b"", 0)
+    bitmap, lacking = store.core.inventory.missing(table) if table else (b"", 0)
     chunks = len(table.digests) if table else 0
     return PlanView(rank, root.hex(), root == said, table is not None, chunks, lacking, bitmap.hex())
 
@@ -153,7 +153,7 @@ def plan_view(store: CheckpointStore, one: Checkpoint, rank: int, said: bytes) -
 def holders_view(store: CheckpointStore, one: Checkpoint, rank: int) -> HoldersView:
     table = one.tables.get(rank)
     chunks = len(table.digests) if table else 0
-    lacks, _ = store.core.lacking(table) if table else (b"", 0)
+    lacks, _ = store.core.inventory.missing(table) if table else (b"", 0)
     here = bytearray(byte ^ 0xFF for byte in lacks)
     if chunks % 8:
         here[-1] &= (1 << chunks % 8) - 1

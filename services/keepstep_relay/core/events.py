@@ -1,4 +1,4 @@
-"""What the core of a relay is told, and what it decides. Plain data; digests are bytes."""
+"""Events and decisions of a relay's state machine. Plain data; digests are bytes. Times are seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepstep_mesh.protocol.manifest import chunk_count, chunk_length
 
 
 class Key(NamedTuple):
-    """Which checkpoint."""
+    """Names one checkpoint."""
 
     job: str
     id: str
@@ -21,19 +21,19 @@ class Key(NamedTuple):
 
 class Kind(enum.Enum):
     LIVE = "live"
-    """For healing: of use until the next one."""
+    """For healing; useful until the next one."""
     DURABLE = "durable"
-    """To go on from after everything was lost."""
+    """For a restart of the whole job."""
 
 
 class State(enum.Enum):
     BEGUN = "begun"
-    """The chunk table of some rank is not here yet."""
+    """The chunk table of a rank is missing."""
     PLANNED = "planned"
-    """All tables are here; no chunk came since."""
+    """All tables are here; no chunk arrived since."""
     UPLOADING = "uploading"
     PART = "part"
-    """All that comes to this relay is here; others have the rest, and nobody has committed it."""
+    """This relay's share is here; other relays have the rest. Not committed."""
     COMMITTED = "committed"
     ABORTED = "aborted"
 
@@ -45,7 +45,7 @@ class Tier(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """Why something is refused."""
+    """Kind of a refusal."""
 
     UNKNOWN = "unknown"
     CONFLICT = "conflict"
@@ -54,7 +54,7 @@ class Cause(enum.Enum):
 
 
 class RefusedError(Exception):
-    """The core says no; nothing has changed."""
+    """The core refuses an event; nothing has changed."""
 
     def __init__(self, cause: Cause, reason: str) -> None:
         super().__init__(reason)
@@ -66,7 +66,7 @@ class Table:
     """The chunks of one rank's pack."""
 
     root: bytes
-    """Root digest of the manifest that it is from."""
+    """Root digest of its manifest."""
     pack_bytes: int
     digests: tuple[bytes, ...]
 
@@ -75,47 +75,47 @@ class Table:
             raise ValueError(f"{len(self.digests)} digests do not fit a pack of {self.pack_bytes} bytes")
 
     def length(self, chunk: int) -> int:
-        """Bytes of chunk number ``chunk``."""
+        """Return the bytes of chunk number ``chunk``."""
         return chunk_length(self.pack_bytes, chunk)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is said of a checkpoint when it begins."""
+    """Properties of a checkpoint, fixed when it begins."""
 
     step: int
     kind: Kind
     ranks: int
-    """Processes that each store one pack."""
+    """Processes; each stores one pack."""
     quorum_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts are of the whole relay unless they say otherwise; times are seconds. Of what is kept, 0: no limit."""
+    """Limits of the whole relay, unless a field says otherwise. For ``keep_*`` and ages, 0 means no limit."""
 
     checkpoints: int = 1000
     chunks: int = 1_000_000
     ranks: int = 4096
-    """Of one checkpoint."""
+    """Per checkpoint."""
     producers: int = 1000
-    """That report the root of one rank."""
+    """Producers of one rank's root digest."""
     holders: int = 1000
-    """Of one checkpoint."""
+    """Per checkpoint."""
     upload_seconds: float = 60.0
-    """An upload of which a rank says nothing for so long is aborted."""
+    """Abort an upload whose rank is silent for this time."""
     reading_seconds: float = 60.0
-    """A checkpoint that was read from so recently is not dropped."""
+    """Do not drop a checkpoint that was read within this time."""
     holder_seconds: float = 30.0
-    """A holder that says nothing for so long is forgotten."""
+    """Forget a holder that is silent for this time."""
     keep_live: int = 2
-    """Committed live checkpoints of each job that are kept; 0: all."""
+    """Committed live checkpoints to keep per job."""
     keep_durable: int = 0
     live_seconds: float = 0.0
-    """Age at which a committed live checkpoint is dropped, unless it is the newest of its job."""
+    """Drop a committed live checkpoint at this age, unless it is the newest of its job."""
     durable_seconds: float = 0.0
     live_ttl_seconds: float = 86400.0
-    """The newest live checkpoint of a job is dropped too when nobody used it for so long: the job is over."""
+    """Drop the newest live checkpoint of a job too, if it was unused for this time: the job is over."""
 
 
 # ---- events
@@ -129,7 +129,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class RootSaid:
-    """``producer`` has this state for ``rank``. The first root of a rank is the one that counts."""
+    """``producer`` has a state with this root digest for ``rank``. The first root of a rank counts."""
 
     key: Key
     rank: int
@@ -146,7 +146,7 @@ class TableCame:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCame:
-    """A verified chunk is in ``tier``. Of the durable tier ``Copied`` says so."""
+    """A verified chunk is in ``tier``; not used for the durable tier, which has ``Copied``."""
 
     digest: bytes
     tier: Tier
@@ -154,7 +154,7 @@ class ChunkCame:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """It is not, or no longer, in ``tier``: evicted, damaged, deleted."""
+    """``tier`` does not have the chunk any more: evicted, damaged or deleted."""
 
     digest: bytes
     tier: Tier
@@ -162,14 +162,14 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The durable tier has all of this checkpoint, in a copy of its own that is deleted with it."""
+    """The durable tier has a full copy of the checkpoint, which is deleted with it."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class RankReported:
-    """``error`` None: all that this rank has to store is stored; ``part``: here, or at other relays."""
+    """A rank's upload ended. ``error`` None: it succeeded; ``part``: some of its chunks are at other relays."""
 
     key: Key
     rank: int
@@ -184,7 +184,7 @@ class CommitAsked:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What ``Seal`` asked for is done."""
+    """``Seal`` was carried out."""
 
     key: Key
 
@@ -208,14 +208,14 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class ReadFrom:
-    """Somebody takes over this checkpoint."""
+    """A client reads this checkpoint."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTaken:
-    """A reader of one chunk began. Each is followed by ``ChunkLetGo``."""
+    """A reader began to hold a chunk; ``ChunkLetGo`` follows."""
 
     digest: bytes
 
@@ -227,7 +227,7 @@ class ChunkLetGo:
 
 @dataclass(frozen=True, slots=True)
 class HolderSaid:
-    """``bitmap``: bit i of byte i // 8, the lowest first, is chunk i of the rank's pack."""
+    """A process serves chunks. ``bitmap``: bit ``i % 8`` of byte ``i // 8``, lowest first, is chunk i of the rank."""
 
     key: Key
     rank: int
@@ -238,7 +238,7 @@ class HolderSaid:
 
 @dataclass(frozen=True, slots=True)
 class RoomWanted:
-    """``size`` bytes of memory are to be freed, as far as that is possible."""
+    """Free ``size`` bytes of memory, as far as possible."""
 
     size: int
 
@@ -274,14 +274,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Write down that the checkpoint has begun, before anybody is answered."""
+    """Write the record of a new checkpoint to disk before the request is answered."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Make sure that these chunks, the manifests and the mark of the commit outlast a crash; then say ``Sealed``."""
+    """Sync these chunks, the manifests and the record of the commit to disk; then send ``Sealed``."""
 
     key: Key
     digests: tuple[bytes, ...]
@@ -289,7 +289,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete what was written down of the checkpoint."""
+    """Delete the record and the manifests of a checkpoint."""
 
     key: Key
     reason: str
@@ -297,39 +297,39 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class UploadEnded:
-    """Tell who wants to know. Comes before the ``Forget`` of an upload that did not end well."""
+    """Report the end of an upload. For an aborted one it precedes ``Forget``."""
 
     key: Key
     facts: Facts
     committed: bool
     error: str
-    """Empty for a part, and for a live state of which nobody said more: it was of use for its time."""
+    """Empty also for a part, and for a live state whose ranks became silent: it served its time."""
     bytes_total: int
     bytes_done: int
-    """That are here, whoever brought them."""
+    """Bytes that are here, from any process."""
     bytes_per_second: float
-    """Of those that came, from the beginning until the last did."""
+    """Average from the begin to the last chunk."""
     came_at: float
-    """When it did, or else the beginning."""
+    """When the last chunk arrived; without a chunk, when the upload began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Delete these chunks from every tier: nothing needs them."""
+    """Delete these unused chunks from every tier."""
 
     digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Give back the memory of these chunks; another tier has them."""
+    """Free the memory of these chunks; another tier has them."""
 
     digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Who waits for these has to look again."""
+    """Notify the requests that wait for these checkpoints and chunks."""
 
     what: tuple[Key | bytes, ...]
 

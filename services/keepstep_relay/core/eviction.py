@@ -1,26 +1,27 @@
-"""Which chunks leave the memory when room is wanted. Pure. The rules stand in ``core``."""
+"""Choose the chunks to evict from memory. Pure. ``machine`` has the rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Key, Tier
-from keepstep_relay.core.inventory import Checkpoint, Chunk
+from keepstep_relay.core.inventory import Chunk
 
 
 def evictions(
     memory: Iterable[bytes], chunks: Mapping[bytes, Chunk], checkpoints: Mapping[Key, Checkpoint], size: int, now: float
 ) -> list[bytes]:
-    """Of ``memory``, the longest unused first: what makes ``size`` bytes of room, or all that can go."""
+    """Return chunks to evict for ``size`` bytes, as far as possible. ``memory``: least recently used first."""
 
     def elsewhere(chunk: Chunk) -> bool:
-        """Whether all whose chunk it is have it without the memory."""
+        """Whether every checkpoint of the chunk has it in another tier."""
         if Tier.DURABLE in chunk.tiers and all(checkpoints[key].copied for key, _ in chunk.users):
             return True
         return Tier.DISK in chunk.tiers
 
     def is_needed(chunk: Chunk) -> bool:
-        """Whether an open upload or transfer needs it."""
+        """Whether an open upload or a recent reader needs the chunk."""
         users = (checkpoints[key] for key, _ in chunk.users)
         return any(one.committed_at is None or one.read_until > now for one in users)
 

@@ -1,127 +1,118 @@
-"""What a relay knows of a checkpoint, of a chunk, and of who else holds it. Only ``core`` changes it. Pure."""
+"""The chunks of a relay: which tiers have each, and which tables name it. Only ``machine`` changes it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep_mesh.telemetry.throughput import ThroughputMeter
-from keepstep_relay.core.events import Facts, Key, State, Table, Tier, UploadEnded
-
-NEVER = float("inf")
-MAX_ENDED = 1000
-"""Checkpoints that are gone and of which it is still known why."""
+from keepstep_relay.core.events import Cause, Key, RefusedError, Table, Tier
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Lives while a table names it, or somebody reads it."""
+    """Exists while a table names it or a reader holds it."""
 
     length: int
     users: set[tuple[Key, int]] = field(default_factory=set)
-    """(checkpoint, rank) whose table names it."""
+    """(checkpoint, rank) of each table that names it."""
     tiers: set[Tier] = field(default_factory=set)
     readers: int = 0
 
 
-@dataclass(slots=True)
-class Holder:
-    """A process that serves chunks which it has."""
+class Inventory:
+    def __init__(self) -> None:
+        self.chunks: dict[bytes, Chunk] = {}
+        self.memory: OrderedDict[bytes, None] = OrderedDict()
+        """Chunks in memory, the least recently used first."""
+        self.tier_bytes = dict.fromkeys(Tier, 0)
 
-    address: str
-    bitmap: bytes
-    until: float
+    # ---- questions
 
+    def is_here(self, digest: bytes) -> bool:
+        """Whether a tier has the chunk."""
+        chunk = self.chunks.get(digest)
+        return chunk is not None and bool(chunk.tiers)
 
-@dataclass(slots=True)
-class Checkpoint:
-    key: Key
-    facts: Facts
-    began: float
-    heard: dict[int, float] = field(default_factory=dict)
-    """When each rank last gave a sign of life, until it has reported; one that is not here gave none yet."""
-    roots: dict[int, dict[str, bytes]] = field(default_factory=dict)
-    """Of each rank, by producer; the first one counts unless a table is here."""
-    tables: dict[int, Table] = field(default_factory=dict)
-    lacking: dict[int, int] = field(default_factory=dict)
-    """Different chunks of each table that are not here."""
-    reported: set[int] = field(default_factory=set)
-    part: bool = False
-    """A rank that has reported has chunks at other relays."""
-    holders: dict[tuple[int, str], Holder] = field(default_factory=dict)
-    arrived: bool = False
-    sealing: bool = False
-    committed_at: float | None = None
-    copied: bool = False
-    """All of it is in the durable tier."""
-    read_until: float = -NEVER
-    came_bytes: int = 0
-    """Of chunks that its tables waited for."""
-    came_at: float = field(init=False)
-    """When the last of them did, or else the beginning."""
-    pace: ThroughputMeter = field(init=False)
-    """Of ``came_bytes``."""
+    def wanted(self, digest: bytes) -> int | None:
+        """Return the length of the chunk; None: no table names it."""
+        chunk = self.chunks.get(digest)
+        return chunk.length if chunk is not None and chunk.users else None
 
-    def __post_init__(self) -> None:
-        self.pace = ThroughputMeter(self.began)
-        self.came_at = self.began
+    def missing(self, table: Table) -> tuple[bytes, int]:
+        """Return the bitmap and the number of the table's chunks that are not here."""
+        bitmap, count = bytearray(-(-len(table.digests) // 8)), 0
+        for number, digest in enumerate(table.digests):
+            if not self.chunks[digest].tiers:
+                bitmap[number // 8] |= 1 << number % 8
+                count += 1
+        return bytes(bitmap), count
 
-    @property
-    def state(self) -> State:
-        if self.committed_at is not None:
-            return State.COMMITTED
-        if self.is_part:
-            return State.PART
-        if len(self.tables) < self.facts.ranks:
-            return State.BEGUN
-        return State.UPLOADING if self.arrived else State.PLANNED
+    def missing_bytes(self, tables: Iterable[Table]) -> int:
+        """Return the bytes of the tables' chunks that are not here. Each table counts its distinct chunks."""
+        chunks = (self.chunks[digest] for table in tables for digest in set(table.digests))
+        return sum(chunk.length for chunk in chunks if not chunk.tiers)
 
-    @property
-    def is_part(self) -> bool:
-        """Nothing more comes, and it cannot be committed here."""
-        return self.part and len(self.reported) == self.facts.ranks and self.committed_at is None and not self.sealing
+    def unknown(self, rank: int, table: Table) -> list[bytes]:
+        """Return the distinct chunks of a table that no table names yet.
 
-    @property
-    def complete(self) -> bool:
-        return len(self.tables) == self.facts.ranks and not any(self.lacking.values())
+        Raises:
+            RefusedError: A chunk has another length than a known chunk with the same digest.
+        """
+        new: dict[bytes, int] = {}
+        for number, digest in enumerate(table.digests):
+            length, known = table.length(number), self.chunks.get(digest)
+            expected = known.length if known is not None else new.setdefault(digest, length)
+            if expected != length:
+                raise RefusedError(
+                    Cause.CONFLICT,
+                    f"chunk {number} of rank {rank} has {length} bytes, a known chunk with its digest has {expected}",
+                )
+        return list(new)
 
-    @property
-    def longest_silent_since(self) -> float:
-        """Of the ranks that have not reported; ``NEVER`` when all have."""
-        unheard = len(self.heard) + len(self.reported) < self.facts.ranks
-        return min([*self.heard.values(), *([self.began] if unheard else [])], default=NEVER)
+    # ---- changes
 
-    def silent_since(self, then: float) -> Iterator[int]:
-        """The ranks that have not reported and gave no sign of life after ``then``."""
-        for rank in range(self.facts.ranks):
-            if rank not in self.reported and self.heard.get(rank, self.began) <= then:
-                yield rank
+    def add_user(self, key: Key, rank: int, table: Table) -> int:
+        """Note that a table names its chunks. Return the number of its distinct chunks that are not here."""
+        for number, digest in enumerate(table.digests):
+            chunk = self.chunks.setdefault(digest, Chunk(table.length(number)))
+            chunk.users.add((key, rank))
+        return sum(not self.chunks[digest].tiers for digest in set(table.digests))
 
-    def ended(self, lacking_bytes: int, error: str = "") -> UploadEnded:
-        """Of one that is about to be forgotten, or that is committed now. ``lacking_bytes``: that are not here."""
-        total = sum(table.pack_bytes for table in self.tables.values())
-        seconds = self.came_at - self.began
-        rate = self.came_bytes / seconds if seconds else 0.0
-        committed = self.committed_at is not None
-        return UploadEnded(self.key, self.facts, committed, error, total, total - lacking_bytes, rate, self.came_at)
+    def remove_user(self, key: Key, rank: int, table: Table) -> None:
+        for digest in set(table.digests):
+            self.chunks[digest].users.discard((key, rank))
 
-    def root(self, rank: int) -> bytes | None:
-        """The one that counts."""
-        if (table := self.tables.get(rank)) is not None:
-            return table.root
-        return next(iter(self.roots.get(rank, {}).values()), None)
+    def add(self, digest: bytes, tier: Tier) -> bool:
+        """Note that ``tier`` has a known chunk. Return whether it is the first tier."""
+        chunk = self.chunks[digest]
+        is_first = not chunk.tiers
+        if tier not in chunk.tiers:
+            chunk.tiers.add(tier)
+            self.tier_bytes[tier] += chunk.length
+            if tier is Tier.MEMORY:
+                self.memory[digest] = None
+        return is_first
 
-    def chunks(self) -> Iterator[tuple[bytes, int]]:
-        """(digest, length) of all tables."""
-        for table in self.tables.values():
-            for number, digest in enumerate(table.digests):
-                yield digest, table.length(number)
+    def remove(self, digest: bytes, tier: Tier) -> bool:
+        """Note that ``tier`` no longer has the chunk. Return whether it was the last tier."""
+        chunk = self.chunks.get(digest)
+        if chunk is None or tier not in chunk.tiers:
+            return False
+        chunk.tiers.discard(tier)
+        self.tier_bytes[tier] -= chunk.length
+        if tier is Tier.MEMORY:
+            del self.memory[digest]
+        return not chunk.tiers
 
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A checkpoint that is no more."""
-
-    reason: str
-    state: State | None
-    """``ABORTED``, or None for one that was committed and dropped."""
+    def drop_unused(self, digests: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Forget those of ``digests`` that no table names and no reader holds. Return them."""
+        dropped = []
+        for digest in digests:
+            chunk = self.chunks[digest]
+            if not chunk.users and not chunk.readers:
+                for tier in tuple(chunk.tiers):
+                    self.remove(digest, tier)
+                del self.chunks[digest]
+                dropped.append(digest)
+        return tuple(dropped)

@@ -1,12 +1,12 @@
-"""Which committed checkpoints may go, and when. Pure. The rules stand in ``core``."""
+"""Choose the committed checkpoints to drop, and when. Pure. ``machine`` has the rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Kind, Limits
-from keepstep_relay.core.inventory import Checkpoint
 
 
 class Due(NamedTuple):
@@ -14,11 +14,11 @@ class Due(NamedTuple):
     checkpoint: Checkpoint
     reason: str
     spare: bool
-    """A live state beyond the count: it goes sooner when room is wanted and nobody reads it."""
+    """A live state beyond the count: dropped earlier if memory runs short and no process reads it."""
 
 
 def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[Due]:
-    """Of each job and kind the newest stays, unless it is live and no longer used; a reader delays the others."""
+    """Iterate over the checkpoints to drop. The newest of a job and kind stays, unless it is live and unused."""
     groups: dict[tuple[str, Kind], list[tuple[int, float, Checkpoint]]] = {}
     for one in checkpoints:
         if one.committed_at is not None:
@@ -30,7 +30,7 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
         group.sort(key=lambda one: one[:2])
         if live and (ttl := limits.live_ttl_seconds):
             _, committed_at, newest = group[-1]
-            reason = f"it was the last live state of job {newest.key.job}, and nobody used it for {ttl:g} s"
+            reason = f"last live state of job {newest.key.job}, unused for {ttl:g} s (--live-ttl)"
             yield Due(max(committed_at, newest.read_until) + ttl, newest, reason, spare=False)
         for newer, (_, committed_at, one) in zip(range(len(group) - 1, 0, -1), group, strict=False):
             if count and newer >= count:
@@ -38,4 +38,4 @@ def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[D
                     one.read_until, one, f"only the newest {kind.value} checkpoints of a job are kept ({count})", live
                 )
             elif age:
-                yield Due(max(committed_at + age, one.read_until), one, f"it was older than {age:g} s", spare=False)
+                yield Due(max(committed_at + age, one.read_until), one, f"older than {age:g} s", spare=False)

@@ -1,10 +1,9 @@
-"""The chunks of a relay, in memory, on disk and in the durable tier: immutable, named by their digest.
+"""The chunks of a relay in memory, on disk and in the durable tier. A chunk is immutable and named by its digest.
 
-The order for a chunk that comes: room, bytes, digest, visible to readers, answered. It is written to disk behind that:
-no reader waits for a disk, and a commit waits for all of it. While the disk does not take what it is given, each chunk
-is tried before it is answered. The order for one that is asked for: wait until it is here, hold it, read and check it,
-send it, let go. What the core says may go is deleted behind all that; a chunk that is wanted again in the meantime has
-its turn after that.
+An upload of a chunk: reserve memory, receive, check the digest, show it to readers, answer. The disk is written in the
+background, so that readers never wait for it; a commit waits for all of its chunks. While the disk fails, each chunk is
+written before its request is answered. A read: wait for the chunk, hold it, load and check it, send it, release it.
+Chunks that the core drops are deleted in the background; an upload of the same chunk waits for the deletion.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
+from keepstep_mesh.serving.notifier import Notifier
 from keepstep_relay.core.events import (
     ChunkCame,
     ChunkLetGo,
@@ -32,7 +32,6 @@ from keepstep_relay.core.events import (
     Forget,
     HolderSaid,
     Key,
-    RoomWanted,
     Tier,
     Wake,
 )
@@ -40,51 +39,61 @@ from keepstep_relay.core.inventory import Chunk
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
-from keepstep_relay.tiers.locks import KeyedLock, Notifier
+from keepstep_relay.tiers.locks import KeyedLock
 from keepstep_relay.tiers.memory_tier import MemoryTier
 
 T = TypeVar("T")
 
 THREADS = 4
-"""That read, write and hash."""
+"""For reading, writing and hashing."""
 WRITERS = 2
 FLUSH_SECONDS = 5.0
-"""At the end, for what was taken and is not written yet."""
+"""At the end, for accepted chunks that are not on disk yet."""
 ROOM_SECONDS = 5.0
-"""A request waits so long for memory."""
+"""A request waits this long for memory."""
 
 log = get_logger("keepstep.relay.chunks")
 
 
 class GoneError(Exception):
-    """A chunk that will not come."""
+    """A chunk that no upload will bring."""
 
 
 class ChunkStore:
-    """``disk`` and ``durable``: None where there is none. ``running`` must be open while it is used."""
+    """Usable while ``running`` is open.
+
+    Args:
+        core: The state machine.
+        memory_bytes: Size of the memory tier.
+        make_room: Frees so many bytes of memory, as far as possible.
+        forget: Deletes the files of a dropped checkpoint.
+    """
 
     def __init__(
-        self, core: RelayCore, memory_bytes: int, disk: DiskTier | None = None, durable: DurableTier | None = None
+        self,
+        core: RelayCore,
+        memory_bytes: int,
+        make_room: Callable[[int], None],
+        forget: Callable[[Key], Awaitable[None]],
     ) -> None:
         self.core = core
-        self.memory = MemoryTier(memory_bytes, lambda size: self.make_room(size))  # noqa: PLW0108 - another takes its place
-        self.disk = disk
-        self.durable = durable
-        self.bells = Notifier()
-        self.turns = KeyedLock()
-        self.times_changed = asyncio.Event()
-        """The core may name an earlier deadline than before."""
+        self.memory = MemoryTier(memory_bytes, make_room)
+        self.disk: DiskTier | None = None
+        self.durable: DurableTier | None = None
+        self.notifier = Notifier()
+        """Keys: checkpoints and digests of chunks."""
+        self.locks = KeyedLock()
+        self.deadline_changed = asyncio.Event()
+        """Set when the core's deadline may be earlier than before."""
         self.damaged: Counter[str] = Counter()
-        """Chunks with a wrong digest, by where they came from."""
+        """Chunks with a wrong digest, by origin: ``upload``, ``disk``, ``durable``."""
         self.evicted = 0
-        self.make_room: Callable[[int], object] = lambda size: self.step(RoomWanted(size))
-        self.forget: Callable[[Key], Awaitable[None]]
-        """Deletes what was written down of a checkpoint."""
         self.disk_trouble: str | None = None
-        """Why the disk did not take what it was last given."""
+        """Why the last write to disk failed; None: it did not."""
+        self._forget = forget
         self._to_write: asyncio.Queue[bytes] = asyncio.Queue()
         self._verified: set[bytes] = set()
-        """On disk, and known to be good since this process began."""
+        """Chunks on disk whose digest this process has checked."""
         self._to_sweep: asyncio.Queue[Drop | Forget | asyncio.Future[None]] = asyncio.Queue()
         self._threads: ThreadPoolExecutor
 
@@ -107,15 +116,15 @@ class ChunkStore:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def step(self, event: Event) -> list[Decision]:
-        """Tells the core, and carries out what it decides about chunks; the rest is the caller's to carry out."""
+        """Apply an event, and carry out the decisions about chunks. Return the others for the caller to carry out."""
         rest: list[Decision] = []
         if isinstance(event, (HolderSaid, ChunkLost)):
-            self.times_changed.set()
+            self.deadline_changed.set()
         for decision in self.core.step(event, time.monotonic()):
             match decision:
                 case Wake(what):
                     for one in what:
-                        self.bells.ring(one)
+                        self.notifier.notify(one)
                 case Evict(digests):
                     self.evicted += len(digests)
                     for digest in digests:
@@ -134,9 +143,11 @@ class ChunkStore:
     # ---- uploads
 
     async def put(self, digest: bytes, data: memoryview) -> None:
-        """Takes a chunk for which memory was reserved. Raises ``DamagedError`` for a wrong digest, which is not kept.
+        """Store a chunk for which memory was reserved.
 
-        ``DiskError`` when it is held in memory, and served, but the disk takes nothing.
+        Raises:
+            DamagedError: The digest is wrong. The chunk is not kept.
+            DiskError: The chunk is in memory and readers get it, but writing it to disk failed.
         """
         try:
             found = await self.in_thread(chunk_digest, data)
@@ -146,8 +157,8 @@ class ChunkStore:
         if found != digest:
             self.memory.release(data.nbytes)
             self.damaged["upload"] += 1
-            raise DamagedError(f"the digest of these {data.nbytes} bytes is {found.hex()}, not {digest.hex()}")
-        if self.core.is_here(digest) and digest not in self.memory.chunks:
+            raise DamagedError(f"damaged chunk: {data.nbytes} bytes with digest {found.hex()}, expected {digest.hex()}")
+        if self.core.inventory.is_here(digest) and digest not in self.memory.chunks:
             self.memory.release(data.nbytes)
         else:
             self.memory.put(digest, data)
@@ -163,18 +174,18 @@ class ChunkStore:
             try:
                 await self.save(digest)
             except DiskError as error:
-                log.error("chunk is in memory only", digest=digest.hex(), reason=str(error))
+                log.error("could not write a chunk; it is in memory only", digest=digest.hex(), reason=str(error))
             except Exception:
-                log.exception("fault while writing", digest=digest.hex())
+                log.exception("fault in the writer", digest=digest.hex())
             finally:
                 self._to_write.task_done()
 
     async def save(self, digest: bytes) -> None:
-        """Writes a chunk that is in memory only. Raises ``DiskError``."""
+        """Write a chunk to disk, if only memory has it. Raises ``DiskError``."""
         if self.disk is None:
             return
-        async with self.turns(digest):
-            chunk, data = self.core.chunks.get(digest), self.memory.chunks.get(digest)
+        async with self.locks(digest):
+            chunk, data = self.core.inventory.chunks.get(digest), self.memory.chunks.get(digest)
             if chunk is None or data is None or Tier.DISK in chunk.tiers:
                 return
             try:
@@ -183,19 +194,19 @@ class ChunkStore:
                 self.disk_trouble = str(error)
                 raise
             self.disk_trouble = None
-            if self.core.chunks.get(digest) is chunk:
+            if self.core.inventory.chunks.get(digest) is chunk:
                 self._verified.add(digest)
                 self.step(ChunkCame(digest, Tier.DISK))
                 self.memory.look_again()
             else:
                 self._to_sweep.put_nowait(Drop((digest,)))
 
-    async def make_last(self, digests: tuple[bytes, ...]) -> None:
-        """Has all of them on disk, verified and synced. Raises ``DamagedError`` or ``DiskError``."""
+    async def persist(self, digests: tuple[bytes, ...]) -> None:
+        """Return when all chunks are on disk, verified and synced. Raises ``DamagedError`` or ``DiskError``."""
         if self.disk is None:
             return
         for digest in digests:
-            chunk = self.core.chunks[digest]
+            chunk = self.core.inventory.chunks[digest]
             if Tier.DISK not in chunk.tiers and Tier.DURABLE in chunk.tiers:
                 async with self.reading(digest, 0.0):
                     await self.save(digest)
@@ -219,10 +230,17 @@ class ChunkStore:
 
     @asynccontextmanager
     async def reading(self, digest: bytes, seconds: float) -> AsyncIterator[memoryview]:
-        """The bytes of a chunk, as soon as it is here; they are held meanwhile.
+        """Yield the bytes of a chunk once it is here, and hold them until the context ends.
 
-        Raises ``TimeoutError`` when it did not come within ``seconds``, ``GoneError`` when it will not come,
-        ``MemoryFullError``, ``DiskError``.
+        Args:
+            digest: Digest of the chunk.
+            seconds: Time to wait for the chunk.
+
+        Raises:
+            TimeoutError: The chunk did not arrive in time.
+            GoneError: No upload will bring the chunk.
+            MemoryFullError: Memory for the chunk did not become free.
+            DiskError: Reading it from disk failed.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
@@ -238,19 +256,19 @@ class ChunkStore:
                 self.memory.look_again()
 
     async def _arrival(self, digest: bytes, deadline: float) -> None:
-        while not self.core.is_here(digest):
-            if not self.core.to_come(digest):
-                raise GoneError(f"chunk {digest.hex()} is not here, and no upload is under way that would bring it")
-            await self.bells.wait(digest, deadline)
+        while not self.core.inventory.is_here(digest):
+            if not self.core.is_coming(digest):
+                raise GoneError(f"missing chunk {digest.hex()}, and no open upload names it")
+            await self.notifier.wait(digest, deadline)
 
     async def _bytes(self, digest: bytes) -> memoryview | None:
-        """None: it was damaged wherever it was."""
+        """Return the bytes; None: every copy was damaged."""
         if (data := self.memory.chunks.get(digest)) is not None:
             return data
-        async with self.turns((digest, "load")):
+        async with self.locks((digest, "load")):
             if (data := self.memory.chunks.get(digest)) is not None:
                 return data
-            chunk = self.core.chunks[digest]
+            chunk = self.core.inventory.chunks[digest]
             await self.memory.reserve(chunk.length, ROOM_SECONDS)
             try:
                 data = await self._load(digest, chunk)
@@ -279,14 +297,14 @@ class ChunkStore:
                 return await self.in_thread(self.durable.read, users, digest, chunk.length)
             except (DamagedError, DurableError) as error:
                 self.damaged["durable"] += 1
-                log.error("chunk in the durable tier is not usable", digest=digest.hex(), reason=str(error))
+                log.error("dropped an unusable chunk from the durable tier", digest=digest.hex(), reason=str(error))
                 self.step(ChunkLost(digest, Tier.DURABLE))
         return None
 
     def _damaged_on_disk(self, digest: bytes) -> None:
-        """It is not served, and whoever has it may upload it again."""
+        """Drop the chunk, so that readers do not get it and a worker can upload it again."""
         self.damaged["disk"] += 1
-        log.error("chunk on disk is damaged; it is dropped", digest=digest.hex())
+        log.error("dropped a damaged chunk from disk", digest=digest.hex())
         self._verified.discard(digest)
         self.step(ChunkLost(digest, Tier.DISK))
         self._to_sweep.put_nowait(Drop((digest,)))
@@ -294,7 +312,7 @@ class ChunkStore:
     # ---- room
 
     async def settled(self) -> None:
-        """Returns when everything that was to be deleted by now is."""
+        """Return when all deletions that are due by now are done."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_sweep.put_nowait(done)
         await done
@@ -308,19 +326,19 @@ class ChunkStore:
                         for digest in digests:
                             await self._delete(digest)
                     case Forget(key):
-                        await self.forget(key)
+                        await self._forget(key)
                     case asyncio.Future() as settled if not settled.done():
                         settled.set_result(None)
             except (OSError, DiskError, DurableError) as error:
-                log.error("could not be deleted", what=repr(work)[:200], reason=str(error))
+                log.error("deletion failed", what=repr(work)[:200], reason=str(error))
             except Exception:
-                log.exception("fault while deleting", what=repr(work)[:200])
+                log.exception("fault in a deletion", what=repr(work)[:200])
 
     async def _delete(self, digest: bytes) -> None:
         if self.disk is None:
             return
-        async with self.turns(digest):
-            chunk = self.core.chunks.get(digest)
+        async with self.locks(digest):
+            chunk = self.core.inventory.chunks.get(digest)
             if chunk is None or Tier.DISK not in chunk.tiers:
                 self._verified.discard(digest)
                 await self.in_thread(self.disk.delete, (digest,))

@@ -1,12 +1,11 @@
-"""The disk tier: a file for each chunk and a folder for each checkpoint, below one data directory. Blocking: the store
-calls it in threads.
+"""The disk tier: a file per chunk and a folder per checkpoint in one data directory. Blocking; called from threads.
 
     chunks/ab/abcd...              a chunk, named by its digest
-    checkpoints/JOB/ID/record      JSON: the facts, and when it was committed; written last of all
-    checkpoints/JOB/ID/manifest-N  of rank N
-    partial/                       what is being written
+    checkpoints/JOB/ID/record      JSON: its properties, and when it was committed; written last
+    checkpoints/JOB/ID/manifest-N  manifest of rank N
+    partial/                       files that are being written
 
-A file appears under its name when it is complete. Nothing is synced before a commit, which syncs all that it needs.
+A file gets its name when it is complete. Only a commit syncs, and it syncs everything that it needs.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ log = get_logger("keepstep.relay.disk")
 
 
 class DiskError(KeepstepError):
-    """The disk does not do what it should. ``full``: there is no room on it."""
+    """The disk failed. ``full``: no space left."""
 
     def __init__(self, what: str, error: OSError) -> None:
         self.full = error.errno in FULL
-        advice = "free some space, or remove checkpoints" if self.full else "see to the disk"
+        advice = "free space on it, or remove checkpoints" if self.full else "check the disk"
         super().__init__(f"{what}: {error.strerror or error}; {advice}")
 
 
 class DamagedError(KeepstepError):
-    """A chunk is not there, or is not what its name says."""
+    """A chunk is missing, or its digest is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is written down of a checkpoint; times are Unix seconds."""
+    """Record of a checkpoint in a tier; times are Unix seconds."""
 
     facts: Facts
     begun: float
@@ -63,7 +62,7 @@ def encode_record(key: Key, record: Record) -> bytes:
 
 
 def decode_record(text: bytes) -> tuple[Key, Record]:
-    """Raises ``ValueError`` for what is no record."""
+    """Return the checkpoint and its record. Raises ``ValueError`` for a damaged record."""
     plain: dict[str, Any] = json.loads(text)
     try:
         if plain["version"] != 1:
@@ -75,7 +74,7 @@ def decode_record(text: bytes) -> tuple[Key, Record]:
 
 
 class DiskTier:
-    """Raises ``DiskError`` when the folder cannot be used, or another relay uses it."""
+    """Raises ``DiskError`` if the folder cannot be used, ``KeepstepError`` if another relay uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,8 +83,8 @@ class DiskTier:
         )
         self._numbers = itertools.count()
         self.unreadable = 0
-        """Checkpoints whose record ``load`` could not read: it is not known which chunks they need."""
-        with _explained(f"the data directory {folder} cannot be used"):
+        """Checkpoints whose record or manifest is unreadable: their chunks are unknown and must not be deleted."""
+        with _explained(f"cannot use the data directory {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._chunks, self._checkpoints, self._partial):
                 path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ class DiskTier:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise KeepstepError(f"the data directory {folder} is in use by another relay; give each its own") from error
+            raise KeepstepError(f"another relay uses {folder}; give each relay its own --data-dir") from error
         for left in self._partial.iterdir():
             left.unlink()
 
@@ -106,12 +105,12 @@ class DiskTier:
     # ---- chunks
 
     def write(self, digest: bytes, data: memoryview) -> None:
-        """Raises ``DiskError``; then nothing is left of it."""
-        with _explained(f"chunk {digest.hex()} cannot be written to {self.folder}"):
+        """Write a chunk. Raises ``DiskError``; then no file is left."""
+        with _explained(f"cannot write chunk {digest.hex()} to {self.folder}"):
             self._place(data, self._file(digest), sync=False)
 
     def read(self, digest: bytes, data: memoryview) -> None:
-        """Fills ``data`` with the chunk, which is verified. Raises ``DamagedError`` or ``DiskError``."""
+        """Read a chunk into ``data`` and verify it. Raises ``DamagedError`` or ``DiskError``."""
         length = data.nbytes
         try:
             with self._file(digest).open("rb", buffering=0) as file:
@@ -120,11 +119,11 @@ class DiskTier:
                     done += more
                 longer = bool(file.read(1))
         except FileNotFoundError as error:
-            raise DamagedError(f"chunk {digest.hex()} is no longer on disk") from error
+            raise DamagedError(f"missing file of chunk {digest.hex()}") from error
         except OSError as error:
-            raise DiskError(f"chunk {digest.hex()} cannot be read", error) from error
+            raise DiskError(f"cannot read chunk {digest.hex()}", error) from error
         if done < length or longer or chunk_digest(data) != digest:
-            raise DamagedError(f"chunk {digest.hex()} is damaged on disk")
+            raise DamagedError(f"damaged file of chunk {digest.hex()}")
 
     def delete(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
@@ -132,7 +131,7 @@ class DiskTier:
                 self._file(digest).unlink()
 
     def found(self) -> Iterator[tuple[bytes, int]]:
-        """(digest, length) of every file of a chunk."""
+        """Iterate over the chunk files: (digest, length)."""
         for folder in self._chunks.iterdir():
             for entry in os.scandir(folder):
                 with contextlib.suppress(ValueError):
@@ -141,8 +140,8 @@ class DiskTier:
                         yield digest, entry.stat().st_size
 
     def sync(self, digests: Iterable[bytes]) -> None:
-        """Returns when these chunks outlast a power cut."""
-        with _explained(f"chunks cannot be synced to {self.folder}"):
+        """Return when these chunks would survive a power cut."""
+        with _explained(f"cannot sync chunks to {self.folder}"):
             folders = set()
             for digest in digests:
                 _sync(self._file(digest))
@@ -157,22 +156,22 @@ class DiskTier:
     # ---- checkpoints
 
     def begin(self, key: Key, record: Record) -> None:
-        """In place of whatever is there of that name."""
+        """Write the record of a new checkpoint, and delete the files of an earlier one with its name."""
         self.forget(key)
-        with _explained(f"{key} cannot be written down"):
-            with contextlib.suppress(FileNotFoundError):  # the folder of the job went with its last checkpoint
+        with _explained(f"cannot write {key}"):
+            with contextlib.suppress(FileNotFoundError):  # a deletion may remove the folder of the job in between
                 self._of(key).mkdir(parents=True, exist_ok=True)
             self._of(key).mkdir(parents=True, exist_ok=True)
             self._place(encode_record(key, record), self._of(key) / "record", sync=False)
 
     def put_manifest(self, key: Key, rank: int, manifest: bytes) -> None:
-        with _explained(f"the manifest of rank {rank} of {key} cannot be written"):
+        with _explained(f"cannot write the manifest of rank {rank} of {key}"):
             self._place(manifest, self._of(key) / f"manifest-{rank}", sync=False)
 
     def commit(self, key: Key, record: Record) -> None:
-        """The mark that all of it is there, and syncs all but the chunks. Raises ``DiskError``."""
+        """Write the record of the commit, and sync everything but the chunks. Raises ``DiskError``."""
         folder = self._of(key)
-        with _explained(f"{key} cannot be committed"):
+        with _explained(f"cannot commit {key}"):
             for rank in range(record.facts.ranks):
                 _sync(folder / f"manifest-{rank}")
             _sync(folder)
@@ -181,8 +180,8 @@ class DiskTier:
                 _sync(path)
 
     def forget(self, key: Key) -> None:
-        """The record goes first: what is left of a folder without one is no checkpoint."""
-        with _explained(f"{key} cannot be deleted"):
+        """Delete a checkpoint. The record is deleted first: a folder without a record is no checkpoint."""
+        with _explained(f"cannot delete {key}"):
             with contextlib.suppress(FileNotFoundError):
                 (self._of(key) / "record").unlink()
             shutil.rmtree(self._of(key), ignore_errors=True)
@@ -190,20 +189,20 @@ class DiskTier:
                 self._of(key).parent.rmdir()
 
     def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
-        """Every checkpoint that is written down, with the manifests that are there. Others are deleted, and logged."""
+        """Iterate over the checkpoints and the manifests that they have. A folder without a record is deleted."""
         for folder in sorted(self._checkpoints.glob("*/*")):
             try:
                 key, record = decode_record((folder / "record").read_bytes())
                 if self._of(key) != folder:
-                    raise ValueError("it is in the wrong folder")
+                    raise ValueError("its folder has another name")
                 files = {rank: folder / f"manifest-{rank}" for rank in range(record.facts.ranks)}
                 yield key, record, {rank: file.read_bytes() for rank, file in files.items() if file.exists()}
             except FileNotFoundError:
-                log.info("deleted what was left of a checkpoint", folder=str(folder))
+                log.info("deleted the rest of a checkpoint", folder=str(folder))
                 shutil.rmtree(folder, ignore_errors=True)
             except (OSError, ValueError) as error:
                 self.unreadable += 1
-                log.error("a checkpoint on disk cannot be read, is left alone", folder=str(folder), reason=str(error))
+                log.error("could not read a checkpoint; its files stay", folder=str(folder), reason=str(error))
 
     def _of(self, key: Key) -> Path:
         return self._checkpoints / key.job / key.id

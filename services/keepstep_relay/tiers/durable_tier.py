@@ -1,9 +1,9 @@
-"""The durable tier: a copy of each committed durable checkpoint below a URL of fsspec. Blocking; used from threads.
+"""The durable tier: a copy of each committed durable checkpoint at a URL of fsspec. Blocking; called from threads.
 
     URL/JOB/ID/chunks/ab..., URL/JOB/ID/manifest-N, URL/JOB/ID/record
 
-A folder for each checkpoint, so that one can be deleted without a look at the others. ``record`` is written last: what
-has none is no checkpoint.
+Each checkpoint has its own folder with its own chunks, so that a deletion needs no look at the others. ``record`` is
+written last: a folder without a record is no checkpoint.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ log = get_logger("keepstep.relay.durable")
 
 
 class DurableError(KeepstepError):
-    """The durable tier does not do what it should."""
+    """The durable tier failed."""
 
 
 class DurableTier:
-    """``url``: ``file:///path``, ``s3://bucket/path`` ... Raises ``DurableError`` when fsspec cannot open it."""
+    """``url``: ``file:///path``, ``s3://bucket/path`` ... Raises ``DurableError`` if fsspec cannot open it."""
 
     def __init__(self, url: str) -> None:
         try:
-            import fsspec  # noqa: PLC0415 - only where a durable tier is asked for
+            import fsspec  # noqa: PLC0415 - optional dependency
         except ImportError as error:
             raise DurableError("--durable needs fsspec: pip install -e '.[durable]' in keepstep's folder") from error
         try:
@@ -41,7 +41,7 @@ class DurableTier:
         self._path = str(path).rstrip("/")
 
     def write_chunk(self, key: Key, digest: bytes, data: memoryview) -> None:
-        """Does nothing for one that is there."""
+        """Write a chunk, unless it is already there."""
         path = self._chunk(key, digest)
         if not self._do(path, lambda: self._files.exists(path) and self._files.size(path) == data.nbytes):
             self._write(path, data)
@@ -52,8 +52,8 @@ class DurableTier:
         self._write(f"{self._of(key)}/record", memoryview(encode_record(key, record)))
 
     def read(self, keys: Iterable[Key], digest: bytes, length: int) -> memoryview:
-        """The chunk from whichever of ``keys`` has it, verified. Raises ``DamagedError`` or ``DurableError``."""
-        error: KeepstepError = DamagedError(f"chunk {digest.hex()} is not in the durable tier")
+        """Return the verified chunk of any of ``keys``. Raises ``DamagedError`` or ``DurableError``."""
+        error: KeepstepError = DamagedError(f"missing chunk {digest.hex()} in the durable tier")
         for key in keys:
             path = self._chunk(key, digest)
             try:
@@ -63,11 +63,11 @@ class DurableTier:
                 continue
             if len(data) == length and chunk_digest(data) == digest:
                 return memoryview(data)
-            error = DamagedError(f"chunk {digest.hex()} is damaged in {path}")
+            error = DamagedError(f"damaged chunk {digest.hex()} in {path}")
         raise error
 
     def load(self) -> Iterator[tuple[Key, Record, dict[int, bytes]]]:
-        """Every checkpoint that is complete. One that cannot be read is logged and left alone."""
+        """Iterate over the complete checkpoints. An unreadable checkpoint is logged and skipped."""
         for path in sorted(self._do(self.url, lambda: self._files.glob(f"{self._path}/*/*/record"))):
             folder = str(path).rsplit("/", 1)[0]
             try:
@@ -75,15 +75,15 @@ class DurableTier:
                 names = [f"{folder}/manifest-{rank}" for rank in range(record.facts.ranks)]
                 manifests = {rank: self._files.cat_file(name) for rank, name in enumerate(names)}
             except (OSError, ValueError) as error:
-                log.error("a checkpoint in the durable tier cannot be read", path=folder, reason=str(error))
+                log.error("skipped an unreadable checkpoint in the durable tier", path=folder, reason=str(error))
                 continue
             if not folder.endswith(f"/{key.job}/{key.id}"):
-                log.error("a checkpoint in the durable tier is in the wrong folder", path=folder)
+                log.error("skipped a checkpoint in the durable tier: its folder has another name", path=folder)
                 continue
             yield key, record, manifests
 
     def forget(self, key: Key) -> None:
-        """The record goes first."""
+        """Delete a checkpoint, its record first."""
         folder = self._of(key)
 
         def delete() -> None:

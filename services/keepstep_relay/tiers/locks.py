@@ -1,4 +1,4 @@
-"""Who waits for whom: turns at one thing, and bells that are rung when something has come."""
+"""A lock per key."""
 
 from __future__ import annotations
 
@@ -9,55 +9,25 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
 
 class KeyedLock:
-    """``async with turns(key)``: one at a time for each key, in the order in which they came."""
+    """``async with locks(key)``: one task at a time for each key, first come, first served."""
 
     def __init__(self) -> None:
-        self._turns: dict[Hashable, _Turn] = {}
+        self._entries: dict[Hashable, _Entry] = {}
 
     @asynccontextmanager
     async def __call__(self, key: Hashable) -> AsyncIterator[None]:
-        turn = self._turns.setdefault(key, _Turn())
-        turn.users += 1
+        entry = self._entries.setdefault(key, _Entry())
+        entry.users += 1
         try:
-            async with turn.lock:
+            async with entry.lock:
                 yield
         finally:
-            turn.users -= 1
-            if not turn.users:
-                del self._turns[key]
-
-
-class Notifier:
-    """Whoever waits for a key is woken by the next ``ring`` of it, and has to look whether it is what he waits for."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
-        self.count = 0
-        """Who wait now."""
-
-    def ring(self, key: Hashable) -> None:
-        for one in self._waiting.pop(key, ()):
-            if not one.done():
-                one.set_result(None)
-
-    async def wait(self, key: Hashable, deadline: float) -> None:
-        """``deadline``: of the loop's clock. Raises ``TimeoutError``."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, set()).add(future)
-        self.count += 1
-        try:
-            async with asyncio.timeout_at(deadline):
-                await future
-        finally:
-            self.count -= 1
-            waiting = self._waiting.get(key)
-            if waiting is not None:
-                waiting.discard(future)
-                if not waiting:
-                    del self._waiting[key]
+            entry.users -= 1
+            if not entry.users:
+                del self._entries[key]

@@ -1,6 +1,6 @@
-"""The memory tier: chunks as they are sent, within a limit that counts what is being received, too.
+"""The memory tier: chunks in memory, within a limit that includes chunks in flight.
 
-Memory of chunks that go is used again: where the kernel has to find new pages, writing to them is what takes longest.
+Buffers of dropped chunks are used again, because the page faults of fresh memory cost more than the copy.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
 
 class MemoryFullError(KeepstepError):
-    """No room became free in time."""
+    """Memory did not become free in time."""
 
 
 class MemoryTier:
-    """``limit``: bytes. ``make_room(size)`` gives chunks back, if any can be spared."""
+    """``limit``: bytes. ``make_room(size)`` evicts chunks, as far as possible."""
 
     def __init__(self, limit: int, make_room: Callable[[int], object]) -> None:
         self.limit = limit
         self.used = 0
-        """Bytes that are held or reserved."""
+        """Bytes held or reserved."""
         self.chunks: dict[bytes, memoryview] = {}
         self._make_room = make_room
         self._spare: list[bytearray] = []
-        """Of the size of a whole chunk, and nobody looks at them any more."""
+        """Unused buffers of the size of a full chunk."""
         self._freed = asyncio.Event()
 
     async def reserve(self, size: int, seconds: float) -> None:
-        """Waits for room. To be followed by ``put`` or ``release``. Raises ``MemoryFullError``."""
+        """Wait for memory; call ``put`` or ``release`` afterwards. Raises ``MemoryFullError``."""
         if size > self.limit:
-            raise MemoryFullError(f"{size} bytes do not fit into a memory tier of {self.limit} bytes (--memory)")
+            raise MemoryFullError(f"{size} bytes exceed the memory tier (limit {self.limit} bytes, --memory)")
         try:
             async with asyncio.timeout(seconds):
                 while self.used + size > self.limit:
@@ -42,23 +42,22 @@ class MemoryTier:
                         await self._freed.wait()
         except TimeoutError:
             raise MemoryFullError(
-                f"the memory tier is full: all of its {self.limit} bytes are needed by uploads and transfers, or by "
-                f"checkpoints that no other tier has; give the relay more (--memory), a disk (--data-dir), or remove "
-                f"checkpoints"
+                f"memory tier full: uploads, transfers and checkpoints in no other tier need all {self.limit} bytes; "
+                f"raise --memory, add a disk (--data-dir), or remove checkpoints (keepstep checkpoint rm)"
             ) from None
         self.used += size
         del self._spare[max(0, (self.limit - self.used) // CHUNK_BYTES) :]
 
     def buffer(self, size: int) -> memoryview:
-        """Memory of ``size`` bytes that were reserved, with anything in it."""
+        """Return an uninitialized buffer for ``size`` reserved bytes."""
         return memoryview(self._spare.pop() if size == CHUNK_BYTES and self._spare else bytearray(size))
 
     def hold(self, size: int) -> None:
-        """What is here already counts, whatever the limit."""
+        """Count bytes that are already in memory, even beyond the limit."""
         self.used += size
 
     def look_again(self) -> None:
-        """Something may have become possible to spare."""
+        """Wake the waiting reservations: an eviction may be possible now."""
         self._freed.set()
 
     def release(self, size: int) -> None:
@@ -66,14 +65,14 @@ class MemoryTier:
         self._freed.set()
 
     def put(self, digest: bytes, data: memoryview) -> None:
-        """``data`` was reserved for. One that is there already stays."""
+        """Store a chunk whose bytes were reserved. A chunk that is already here stays."""
         if digest in self.chunks:
             self.release(data.nbytes)
         else:
             self.chunks[digest] = data
 
     def drop(self, digest: bytes) -> None:
-        """Who sends it now still may: the bytes go when the last has let go."""
+        """Drop a chunk. Its buffer lives until the last connection that sends it is done."""
         data = self.chunks.pop(digest, None)
         if data is None:
             return
@@ -85,7 +84,7 @@ class MemoryTier:
 
 
 def _is_free(buffer: bytearray) -> bool:
-    """Whether nothing refers to its memory, such as a connection on which it is still being sent."""
+    """Whether no other object, such as a sending connection, uses the buffer."""
     try:
         buffer.append(buffer.pop())
     except BufferError:

@@ -208,7 +208,7 @@ async def test_events_are_forgotten_when_they_are_older_than_was_said(tmp_path: 
 
 async def test_a_second_service_on_the_same_data_is_refused(tmp_path: Path) -> None:
     async with metrics(data_dir=tmp_path):
-        with pytest.raises(Exception, match="give another --data-dir"):
+        with pytest.raises(Exception, match="use another --data-dir"):
             async with metrics(data_dir=tmp_path):
                 pass
 
@@ -233,12 +233,12 @@ async def test_a_stream_begins_with_now_goes_on_with_events_and_takes_up_where_i
             assert (kind, [group["name"] for group in view["groups"]]) == ("now", ["a"])
             await asking.tell(told, event(now, "joined", "b:1"))
             kind, said = await anext(news)
-            assert (kind, said["sentence"]) == ("event", "b has come")
+            assert (kind, said["sentence"]) == ("event", "b joined")
             kind, view = await anext(news)
             assert [group["name"] for group in view["groups"]] == ["a", "b"]
         await asking.tell(told, event(now, "lost", "b:1", reason="killed"))
         async with following(asking, after=said["id"]) as news:
-            assert (await anext(news))[1]["sentence"] == "b is lost: killed"
+            assert (await anext(news))[1]["sentence"] == "b was lost: killed"
         assert [one["id"] for one in (await asking.get(f"events?since_id={said['id']}"))["events"]] == [3]
 
 
@@ -300,7 +300,7 @@ async def test_an_upload_that_failed_says_why_and_a_live_state_that_is_left_as_i
         await uploading.call("POST", f"{uploading.checkpoints}/c1/abort", 204, json={"reason": "disk on fire"})
         await uploading.upload(one, "c2", step=2, chunks=[0, 1])
         there.core.limits = Limits(upload_seconds=0.0)  # nothing more is said of it
-        there.chunks.times_changed.set()
+        there.chunks.deadline_changed.set()
         found = await asking.until("transfers", lambda it: [bool(of["ended"]) for of in it["transfers"]] == [True] * 2)
         silent, failed = found["transfers"]
         assert (failed["name"], failed["error"], failed["bytes_done"]) == ("c1", "disk on fire", len(one.chunks[0]))
@@ -342,5 +342,5 @@ def test_settings_come_from_flags_and_environment(tmp_path: Path) -> None:
     assert found.lighthouses == ("http://l1:1", "http://l2:2")
     assert isinstance(found.token, ClientToken)
     assert found.shown_token() == "t" * 16
-    with pytest.raises(ValueError, match="snapshot_every must be more than 0"):
+    with pytest.raises(ValueError, match="invalid snapshot_every 0: expected more than 0"):
         read_settings({"snapshot_every": 0.0}, {})

@@ -42,7 +42,7 @@ async def test_a_deleted_job_leaves_its_deletion_only_over_a_restart_too(tmp_pat
         assert list(one.core.jobs) == ["other"], "what is told late does not bring it back"
         assert not await lines(asking, 'keepstep_job_step{job="job"}')
         (left,) = (await asking.get("events"))["events"]
-        assert (left["event"], left["sentence"]) == ("job_deleted", "the job was deleted by ann")
+        assert (left["event"], left["sentence"]) == ("job_deleted", "ann deleted the job")
     async with metrics(data_dir=tmp_path) as one, client(one.address) as asking:
         assert list(one.core.jobs) == ["other"]
         await asking.tell(Teller("a:1"), step(now - 3, 7))
@@ -61,7 +61,7 @@ async def test_a_job_that_expires_at_the_lighthouse_goes_from_the_metrics_servic
             await round_of([group])
             await eventually(lambda: "short" in one.core.jobs)
         await eventually(lambda: "short" not in one.core.jobs)
-        assert one.core.deleted["short"].sentence.startswith("the job expired: it was not used for ")
+        assert one.core.deleted["short"].sentence.startswith("the job expired, unused for ")
 
 
 async def test_groups_that_are_gone_have_no_lines() -> None:

@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from keepstep_mesh.discovery.registration import Registration, registered
+from keepstep_mesh.serving import server_sent_events
 from keepstep_metrics.api import stream
 from keepstep_metrics.app import FILE, Metrics, MetricsSettings
 from keepstep_metrics.storage.event_store import Store, StoreError
@@ -170,7 +171,7 @@ async def test_a_reader_who_knew_a_service_whose_data_are_gone_misses_nothing() 
     async with metrics() as one, client(one.address) as asking:
         await asking.tell(Teller(), event(time.time(), "joined", "a:1"))
         async with following(asking, after=500) as news:
-            assert (await anext(news))[1]["sentence"] == "a has come"
+            assert (await anext(news))[1]["sentence"] == "a joined"
 
 
 async def test_a_history_of_another_build_goes_and_later_events_are_kept(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ async def test_data_that_are_damaged_are_refused_with_what_to_do(tmp_path: Path,
     else:
         sound = 4096 if where == "beyond the first page" else 0
         file.write_bytes(file.read_bytes()[:sound] + b"\xa5" * (file.stat().st_size - sound))
-    with pytest.raises(StoreError, match="give another --data-dir"):
+    with pytest.raises(StoreError, match="use another --data-dir"):
         async with metrics(data_dir=tmp_path):
             pass
     async with metrics_process("--data-dir", str(tmp_path / "other")):  # as it says
@@ -245,7 +246,7 @@ async def test_what_is_asked_of_the_future_is_not_told() -> None:
 
 
 async def test_a_reader_who_takes_nothing_is_cut_off_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SLOW_STREAM_SECONDS", 0.3)
+    monkeypatch.setattr(server_sent_events, "SLOW_STREAM_SECONDS", 0.3)
     async with metrics() as one, client(one.address) as asking:
         told = Teller()
         await asking.tell(told, event(time.time(), "joined", "a:1"))
@@ -253,10 +254,10 @@ async def test_a_reader_who_takes_nothing_is_cut_off_and_the_others_are_served(m
         with socket.create_connection((at.hostname, at.port)) as silent:
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             silent.sendall(f"GET /v1/stream?job={JOB} HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: 0\r\n\r\n".encode())
-            await eventually(lambda: one.news.streams == 1)
+            await eventually(lambda: one.streams.count == 1)
             async with following(asking) as news, asyncio.timeout(DEADLINE):
                 number = 0
-                while one.news.streams == 2:
+                while one.streams.count == 2:
                     number += 1
                     await asking.tell(told, event(time.time(), "x", f"g{number}:1", reason="x" * 200_000))
                     async for kind, said in news:
@@ -270,9 +271,9 @@ async def test_streams_of_jobs_that_never_come_leave_nothing(monkeypatch: pytest
     async with metrics() as one, client(one.address) as asking:
         for number in range(20):
             async with following(asking, f"none-{number}"):
-                await eventually(lambda: bool(one.news._bells))
-        await eventually(lambda: not one.news.streams)
-        assert not one.news._bells
+                await eventually(lambda: bool(one.notifier.waiters))
+        await eventually(lambda: not one.streams.count)
+        assert not one.notifier.waiters
 
 
 @asynccontextmanager

@@ -74,7 +74,9 @@ async def test_the_last_rank_to_report_commits(tmp_path) -> None:
         result = f"{worker.checkpoints}/c1/result"
         for rank, of in enumerate((ONE, TWO)):
             await worker.manifest(of, rank=rank)
-            assert (await worker.call("POST", result, 409, json={"rank": rank}))["detail"].startswith("3 chunks")
+            assert (await worker.call("POST", result, 409, json={"rank": rank}))["detail"].startswith(
+                "3 missing chunks"
+            )
             for chunk in of.chunks:
                 await worker.put(chunk)
             answer = await worker.call("POST", result, json={"rank": rank})
@@ -104,7 +106,7 @@ async def test_a_reader_that_began_before_the_writer_gets_all_bytes() -> None:
         )
         pack = readers.create_task(worker.pack(wait=60))
         chunk = readers.create_task(_chunk_of(worker, 2))
-        await eventually(lambda: one.chunks.bells.count == 3)
+        await eventually(lambda: one.chunks.notifier.waiters == 3)
         await worker.begin()
         await worker.manifest(ONE)
         assert await manifest == ONE.manifest
@@ -139,10 +141,10 @@ async def test_who_waits_is_told_when_the_upload_ends() -> None:
         async with asyncio.TaskGroup() as readers:
             readers.create_task(worker.chunk(ONE.digests[0], 410, wait=60))
             readers.create_task(worker.pack(status=410, wait=60))
-            await eventually(lambda: one.chunks.bells.count == 2)
+            await eventually(lambda: one.chunks.notifier.waiters == 2)
             await worker.call("POST", f"{worker.checkpoints}/c1/abort", 204, json={"reason": "gave up"})
         assert "gave up" in (await worker.show(status=410))["detail"]
-        assert one.chunks.bells.count == 0
+        assert one.chunks.notifier.waiters == 0
 
 
 async def test_a_pack_that_cannot_be_completed_breaks_off_and_says_nothing_wrong() -> None:
@@ -286,8 +288,8 @@ async def test_an_upload_whose_rank_vanished_is_aborted() -> None:
         problem = await worker.call(
             "GET", f"{worker.checkpoints}/c1/packs/0?wait=60", 410, headers={"Range": "bytes=-1"}
         )
-        assert "no upload is under way" in problem["detail"]
-        assert "nothing was heard of rank 0" in (await worker.show(status=410))["detail"]
+        assert "no open upload names it" in problem["detail"]
+        assert "no sign of life of rank 0" in (await worker.show(status=410))["detail"]
 
 
 async def test_a_durable_checkpoint_needs_a_tier_that_lasts() -> None:
@@ -328,11 +330,11 @@ async def test_200_heals_leave_nothing_behind(tmp_path) -> None:
         await one.chunks.settled()
         check_invariants(one.core)
         assert await worker.list() == ["c199"]
-        assert len(one.core.chunks) == len(one.chunks.memory.chunks) == len(one.checkpoints.manifests) == 1
+        assert len(one.core.inventory.chunks) == len(one.chunks.memory.chunks) == len(one.checkpoints.manifests) == 1
         assert one.chunks.memory.used == len(new.pack) + len(new.manifest)
         assert len(list(tmp_path.glob("chunks/*/*"))) == len(list(tmp_path.glob("checkpoints/*/*"))) == 1
         assert len(one.chunks._verified) == len(one.checkpoints._written) - 1 == 1
-        assert not one.chunks.turns._turns
+        assert not one.chunks.locks._entries
 
 
 async def test_memory_of_a_chunk_is_used_again_but_never_while_it_is_being_sent() -> None:

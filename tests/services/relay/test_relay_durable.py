@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
-from keepstep_relay import checkpoint_store
 from keepstep_relay.core.events import Key
+from keepstep_relay.tiers import durable_copies
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
 from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, relay, state
 
@@ -61,7 +61,7 @@ async def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing_an
         go_on.set()
         await removing
         await store_durable(worker, TWO, "c2", 2)
-        await until(lambda: Key("job", "c2") in one.checkpoints.durable)
+        await until(lambda: Key("job", "c2") in one.checkpoints.copies.complete)
     await until(lambda: not files_below(tmp_path / "bucket" / "job" / "c1"))
 
 
@@ -71,15 +71,15 @@ async def test_what_could_not_be_deleted_there_is_deleted_later(
     def away(_tier: DurableTier, _key: Key) -> None:
         raise DurableError("it is away")
 
-    monkeypatch.setattr(checkpoint_store, "DURABLE_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(durable_copies, "DURABLE_RETRY_SECONDS", 0.01)
     async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
         await store_durable(worker, ONE, "c1", 1)
         with monkeypatch.context() as failing:
             failing.setattr(DurableTier, "forget", away)
             await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
-            await until(lambda: one.checkpoints.trouble is not None)
+            await until(lambda: one.checkpoints.copies.trouble is not None)
         await until(lambda: not files_below(tmp_path / "bucket"))
-        await until(lambda: one.checkpoints.trouble is None)
+        await until(lambda: one.checkpoints.copies.trouble is None)
 
 
 async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:

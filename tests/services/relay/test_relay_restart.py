@@ -13,7 +13,7 @@ import pytest
 
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
-from keepstep_relay.core.events import Limits
+from keepstep_relay.core.events import Limits, Tier
 from keepstep_relay.core.invariants import check_invariants
 from keepstep_relay.tiers.disk_tier import DiskTier
 from tests.support.services.relay_driver import DEADLINE, Client, client, flip, raw, relay, relay_process, state
@@ -168,7 +168,7 @@ async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_aga
 
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path):
-        with pytest.raises(KeepstepError, match="in use by another relay"):
+        with pytest.raises(KeepstepError, match="another relay uses"):
             DiskTier(tmp_path)
 
 
@@ -185,7 +185,7 @@ async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_mended(tmp_
     flip(file_of(tmp_path, ONE.digests[1]))
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         assert await worker.chunk(ONE.digests[0]) == ONE.chunks[0]
-        assert "no upload is under way" in (await worker.chunk(ONE.digests[1], 410))["detail"]
+        assert "no open upload names it" in (await worker.chunk(ONE.digests[1], 410))["detail"]
         assert one.chunks.damaged["disk"] == 1
         assert not await worker.has(ONE.digests[1])
         assert (await worker.show())["checkpoint"]["lacking"] == 1
@@ -234,7 +234,7 @@ async def test_a_full_disk_is_507_what_was_committed_is_safe_and_what_came_is_st
         await worker.put(TWO.chunks[0])
         await one.chunks._to_write.join()
         problem = await worker.put(TWO.chunks[1], 507)
-        assert "No space left on device; free some space" in problem["detail"]
+        assert "No space left on device; free space on it" in problem["detail"]
         assert await worker.chunk(TWO.digests[1]) == TWO.chunks[1], "from memory: a heal goes on"
         await worker.put(TWO.chunks[2])
         assert await worker.pack("c2") == TWO.pack
@@ -255,7 +255,7 @@ async def test_full_memory_without_a_disk_is_503_and_what_was_committed_is_safe(
         await worker.begin("c2", 2)
         await worker.manifest(TWO, "c2")
         problem = await worker.put(TWO.chunks[0], 503)
-        assert "the memory tier is full" in problem["detail"]
+        assert "memory tier full" in problem["detail"]
         assert problem["retry_after"] == 1
         assert await worker.pack() == ONE.pack
         await worker.call("DELETE", f"{worker.checkpoints}/c1", 204)
@@ -273,6 +273,6 @@ async def test_memory_that_is_full_spills_to_disk(tmp_path: Path) -> None:
         assert one.chunks.evicted >= 3
         assert (
             sum(chunk.nbytes for chunk in one.chunks.memory.chunks.values())
-            == one.core.tier_bytes[next(tier for tier in one.core.tier_bytes if tier.value == "memory")]
+            == one.core.inventory.tier_bytes[Tier.MEMORY]
         )
         check_invariants(one.core)

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from keepstep_lighthouse.api import event_stream
+from keepstep_mesh.serving import server_sent_events
 from tests.services.rest.scene import JOB, Rest, scene
 from tests.support.services.lighthouse_driver import DEADLINE, round_of
 
@@ -94,7 +95,7 @@ async def test_followers_are_limited_and_one_that_goes_makes_room(monkeypatch: p
 
 async def test_a_follower_that_does_not_read_is_cut_off_and_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "MAX_FOLLOWERS", 1)
-    monkeypatch.setattr(event_stream, "SLOW_FOLLOWER_SECONDS", 0.2)
+    monkeypatch.setattr(server_sent_events, "SLOW_STREAM_SECONDS", 0.2)
     async with scene(1) as (one, rest, members):
         host, port = rest.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from keepstep_relay.core.checkpoint import NEVER
 from keepstep_relay.core.events import (
     Aborted,
     Begun,
@@ -43,7 +44,7 @@ from keepstep_relay.core.events import (
     Wake,
 )
 from keepstep_relay.core.invariants import check_invariants
-from keepstep_relay.core.machine import NEVER, RelayCore
+from keepstep_relay.core.machine import RelayCore
 
 C1, C2, C3 = (Key("job", name) for name in ("c1", "c2", "c3"))
 A, B, C, LAST = (bytes([letter]) * 16 for letter in b"abcz")
@@ -80,7 +81,7 @@ class Driver:
     def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
         """A committed checkpoint; what committing it decided."""
         self(Begun(key, Facts(step, kind, 1)), TableCame(key, 0, table(*digests)))
-        self(*(ChunkCame(digest, tier) for digest in digests if not self.core.is_here(digest)))
+        self(*(ChunkCame(digest, tier) for digest in digests if not self.core.inventory.is_here(digest)))
         self(CommitAsked(key))
         return self(Sealed(key))
 
@@ -92,10 +93,10 @@ def test_an_upload_from_its_beginning_to_its_commit():
     (woken,) = relay(TableCame(C1, 0, table(A, B, LAST)))
     assert set(woken.what) == {C1, A, B, LAST}
     assert relay.core.checkpoints[C1].state is State.PLANNED
-    relay.refused(CommitAsked(C1), Cause.CONFLICT, "3 chunks")
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "3 missing chunks")
     assert relay(ChunkCame(B, MEMORY)) == [Wake((B,))]
     assert relay.core.checkpoints[C1].state is State.UPLOADING
-    assert relay.core.lacking(table(A, B, LAST)) == (bytes([0b101]), 2)
+    assert relay.core.inventory.missing(table(A, B, LAST)) == (bytes([0b101]), 2)
     relay(ChunkCame(A, MEMORY), ChunkCame(LAST, DISK), at=2.0)
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, B, LAST))]
     assert relay(CommitAsked(C1)) == [], "somebody is about it already"
@@ -104,43 +105,43 @@ def test_an_upload_from_its_beginning_to_its_commit():
         Wake((C1,)),
     ]
     assert relay.core.checkpoints[C1].state is State.COMMITTED
-    assert relay.core.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
+    assert relay.core.inventory.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
 
 
 def test_what_lacks_is_counted_in_bytes_and_what_comes_in_bytes_a_second():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, A, LAST)), at=10.0)
     one = relay.core.checkpoints[C1]
-    assert relay.core.lacking_bytes(one) == CHUNK_BYTES + 100
-    assert one.pace.rate(12.0) == 0
+    assert relay.core.missing_bytes(one) == CHUNK_BYTES + 100
+    assert one.throughput.rate(12.0) == 0
     relay(TableCame(C1, 1, table(A, B)), ChunkCame(A, MEMORY), at=12.0)
-    assert relay.core.lacking_bytes(one) == 200, "B has another length as the last of its pack"
-    assert one.pace.rate(12.0) == 2 * CHUNK_BYTES / 2
+    assert relay.core.missing_bytes(one) == 200, "B has another length as the last of its pack"
+    assert one.throughput.rate(12.0) == 2 * CHUNK_BYTES / 2
     relay(ChunkCame(A, DISK), at=14.0)
     assert one.came_bytes == 2 * CHUNK_BYTES, "it was here"
-    assert one.pace.rate(20.0) == 0
+    assert one.throughput.rate(20.0) == 0
 
 
 def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_refused():
     relay = Driver()
     relay(Begun(C1, ONE))
     assert relay(Begun(C1, ONE)) == []
-    relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "there already")
+    relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "exists already")
 
 
 def test_what_is_here_already_is_not_lacking():
     relay = Driver()
     relay.stored(C1, A, B)
     assert relay(Begun(C2, ONE), TableCame(C2, 0, table(A, C, B)))[-1] == Wake((C2, C))
-    assert relay.core.lacking(relay.core.checkpoints[C2].tables[0]) == (bytes([0b010]), 1)
+    assert relay.core.inventory.missing(relay.core.checkpoints[C2].tables[0]) == (bytes([0b010]), 1)
     relay(Removed(C1, "asked"))
-    assert relay.core.is_here(A), "the other checkpoint needs it"
+    assert relay.core.inventory.is_here(A), "the other checkpoint needs it"
 
 
 def test_a_chunk_that_comes_twice_in_a_pack_is_one():
     relay = Driver()
     relay(Begun(C1, ONE), TableCame(C1, 0, table(A, A, LAST)))
-    assert relay.core.lacking(table(A, A, LAST)) == (bytes([0b111]), 3)
+    assert relay.core.inventory.missing(table(A, A, LAST)) == (bytes([0b111]), 3)
     relay(ChunkCame(A, MEMORY), ChunkCame(LAST, MEMORY))
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, LAST))]
 
@@ -148,14 +149,14 @@ def test_a_chunk_that_comes_twice_in_a_pack_is_one():
 def test_a_chunk_that_no_table_names_is_dropped():
     relay = Driver()
     assert relay(ChunkCame(A, DISK)) == [Drop((A,))]
-    assert relay.core.wanted(A) is None
+    assert relay.core.inventory.wanted(A) is None
 
 
 def test_one_digest_has_one_length():
     relay = Driver()
     relay(Begun(C1, ONE), TableCame(C1, 0, table(A, B)), Begun(C2, ONE))
-    relay.refused(TableCame(C2, 0, table(A, last=7)), Cause.CONFLICT, "is 7 bytes")
-    relay.refused(TableCame(C2, 0, table(C, C)), Cause.CONFLICT, "is 100 bytes")
+    relay.refused(TableCame(C2, 0, table(A, last=7)), Cause.CONFLICT, "has 7 bytes")
+    relay.refused(TableCame(C2, 0, table(C, C)), Cause.CONFLICT, "has 100 bytes")
 
 
 def test_the_first_root_counts_and_another_is_remembered():
@@ -171,11 +172,11 @@ def test_ranks_commit_together():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.DURABLE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, DISK))
     assert relay(RankReported(C1, 0)) == []
-    relay.refused(CommitAsked(C1), Cause.CONFLICT, "that of rank 1")
-    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "manifest of rank 1")
-    relay.refused(RankReported(C1, 2), Cause.CONFLICT, "ranks 0 to 1")
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "first of rank 1")
+    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "missing manifest: rank 1")
+    relay.refused(RankReported(C1, 2), Cause.CONFLICT, "no rank 2: expected 0 to 1")
     relay(TableCame(C1, 1, table(B)))
-    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "1 chunks of rank 1")
+    relay.refused(RankReported(C1, 1), Cause.CONFLICT, "1 missing chunks: rank 1")
     relay(ChunkCame(B, DISK))
     assert relay(RankReported(C1, 1)) == [Seal(C1, (A, B))], "the last report commits"
 
@@ -189,11 +190,11 @@ def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_fr
     assert (told.committed, told.error, told.bytes_done) == (False, "", CHUNK_BYTES)
     assert relay(RankReported(C1, 1, part=True), at=6) == [], "it is told once"
     assert relay.core.checkpoints[C1].state is State.PART
-    relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 chunks of")
+    relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 missing chunks")
     relay(ChunkTaken(A), ChunkLetGo(A), at=25)
     assert relay(Tick(), at=44.9) == []
     assert relay(Tick(), at=45) == [
-        Forget(C1, "it was a part, and nobody read from it for 20 s"),
+        Forget(C1, "partial live state without a reader for 20 s"),
         Drop((A, B, C)),
         Wake((C1, A, B, C)),
     ]
@@ -217,7 +218,7 @@ def test_a_part_that_lost_a_chunk_is_an_upload_again():
 def test_what_is_to_last_is_never_a_part():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableCame(C1, 0, table(A)))
-    relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of it has to come to one relay")
+    relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of its chunks must be at one relay")
 
 
 def test_a_rank_that_failed_ends_the_upload():
@@ -242,7 +243,7 @@ def test_a_rank_that_vanished_ends_the_upload_and_a_chunk_is_a_sign_of_life():
     told, forget, *_rest = relay(Tick(), at=18)
     assert (told.error, told.came_at) == ("", 17.9), "a live state was of use for its time"
     assert (told.bytes_done, told.bytes_total) == (CHUNK_BYTES, CHUNK_BYTES + 200)
-    assert forget == Forget(C1, "nothing was heard of rank 1 for 10 s")
+    assert forget == Forget(C1, "no sign of life of rank 1 for 10 s (--upload-timeout)")
     assert relay.core.deadline() == NEVER
 
 
@@ -251,13 +252,13 @@ def test_a_rank_that_has_reported_is_not_waited_for():
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
     relay(RootSaid(C1, 1, "r0", b"r" * 32), at=9)
     assert relay(Tick(), at=18.9) == []
-    assert relay(Tick(), at=19)[1] == Forget(C1, "nothing was heard of rank 1 for 10 s")
+    assert relay(Tick(), at=19)[1] == Forget(C1, "no sign of life of rank 1 for 10 s (--upload-timeout)")
 
 
 def test_a_durable_upload_of_which_nobody_says_more_has_failed():
     relay = Driver(upload_seconds=10)
     relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), at=0)
-    assert relay(Tick(), at=10)[0].error == "nothing was heard of rank 0 for 10 s"
+    assert relay(Tick(), at=10)[0].error == "no sign of life of rank 0 for 10 s (--upload-timeout)"
 
 
 def test_a_commit_that_failed_may_be_asked_for_again_and_is_waited_for():
@@ -274,9 +275,9 @@ def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
     relay = Driver()
     relay.stored(C1, A, B, tier=DISK)
     assert relay(ChunkLost(A, DISK)) == []
-    assert relay.core.checkpoints[C1].lacking == {0: 1}
-    assert relay.core.wanted(A) == CHUNK_BYTES
-    assert not relay.core.to_come(A), "nobody is uploading it"
+    assert relay.core.checkpoints[C1].missing == {0: 1}
+    assert relay.core.inventory.wanted(A) == CHUNK_BYTES
+    assert not relay.core.is_coming(A), "nobody is uploading it"
     relay(ChunkCame(A, MEMORY))
     assert relay.core.checkpoints[C1].complete
 
@@ -288,15 +289,15 @@ def test_a_copy_of_another_checkpoint_is_no_place_to_leave_a_chunk_to():
     relay(Copied(C1))
     assert relay(RoomWanted(1), at=1) == [], "the copy goes with its checkpoint"
     relay(Removed(C1, "x"))
-    assert relay.core.chunks[A].tiers == {MEMORY}
+    assert relay.core.inventory.chunks[A].tiers == {MEMORY}
     assert relay(RoomWanted(1), at=2) == []
 
 
 def test_a_committed_checkpoint_does_not_change():
     relay = Driver()
     relay.stored(C1, A)
-    relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "is committed")
-    relay.refused(RankReported(C1, 0, "late"), Cause.CONFLICT, "is committed")
+    relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "is already committed")
+    relay.refused(RankReported(C1, 0, "late"), Cause.CONFLICT, "is already committed")
     assert relay(CommitAsked(C1), RankReported(C1, 0), TableCame(C1, 0, table(A))) == []
 
 
@@ -340,7 +341,7 @@ def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_m
         relay.stored(Key("job", f"c{number}"), digest, step=number)
         relay(ChunkTaken(digest), ChunkLetGo(digest))
     relay(ChunkTaken(A))
-    reason = "only the newest live checkpoints of a job are kept (1); its room was wanted"
+    reason = "only the newest live checkpoints of a job are kept (1); memory ran short"
     assert relay(RoomWanted(1))[:2] == [Forget(Key("job", "c2"), reason), Drop((B,))]
     assert relay(RoomWanted(1)) == [], "one is being read, the other is the newest"
     relay(ChunkLetGo(A))
@@ -362,7 +363,7 @@ def test_a_chunk_that_is_being_sent_is_dropped_when_it_is_let_go():
     relay.stored(C1, A, B)
     relay(ChunkTaken(A))
     assert Drop((B,)) in relay(Removed(C1, "asked"))
-    assert relay.core.wanted(A) is None
+    assert relay.core.inventory.wanted(A) is None
     assert relay(ChunkLetGo(A)) == [Drop((A,))]
 
 
@@ -404,7 +405,7 @@ def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
 @pytest.mark.parametrize(
     ("limits", "event", "words"),
     [
-        ({"checkpoints": 1}, Begun(C2, ONE), "its 1 checkpoints"),
+        ({"checkpoints": 1}, Begun(C2, ONE), "full: 1 checkpoints"),
         ({"chunks": 2}, TableCame(C1, 0, table(A, B, C)), "3 more chunks"),
         ({"ranks": 2}, Begun(C2, Facts(1, Kind.LIVE, 3)), "3 ranks"),
     ],
@@ -420,24 +421,24 @@ def test_holders_are_bounded_fit_and_are_forgotten():
     relay(Begun(C1, ONE))
     relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"), Cause.CONFLICT, "no manifest")
     relay(TableCame(C1, 0, table(A, B)), HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"))
-    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01\x00"), Cause.CONFLICT, "2 bytes does not fit")
-    relay.refused(HolderSaid(C1, 0, "j2", "http://b:1", b"\x01"), Cause.FULL, "its 1 holders")
+    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01\x00"), Cause.CONFLICT, "invalid bitmap of 2 bytes")
+    relay.refused(HolderSaid(C1, 0, "j2", "http://b:1", b"\x01"), Cause.FULL, "too many holders .limit 1")
     relay(Tick(), at=30)
     assert not relay.core.checkpoints[C1].holders
 
 
 def test_the_unknown_is_unknown_and_the_past_is_gone_with_its_reason():
     relay = Driver()
-    relay.refused(CommitAsked(C1), Cause.UNKNOWN, "no checkpoint c1 of job job")
+    relay.refused(CommitAsked(C1), Cause.UNKNOWN, "checkpoint c1 of job job not found")
     relay.stored(C1, A)
     relay(Removed(C1, "asked for"))
-    relay.refused(CommitAsked(C1), Cause.GONE, "is gone: asked for")
+    relay.refused(CommitAsked(C1), Cause.GONE, "was deleted: asked for")
 
 
 def test_a_checkpoint_that_was_written_down_is_taken_up_with_what_is_there_of_it():
     relay = Driver(upload_seconds=10)
     relay.core.restore(C1, ONE, {0: table(A, B)}, None, now=100)
     relay(ChunkCame(A, DISK), at=100)
-    assert relay.core.checkpoints[C1].lacking == {0: 1}
+    assert relay.core.checkpoints[C1].missing == {0: 1}
     assert relay.core.deadline() == 110
     assert relay(ChunkCame(C, DISK)) == [Drop((C,))]

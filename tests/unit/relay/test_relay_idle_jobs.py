@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep_relay.core.checkpoint import NEVER
 from keepstep_relay.core.events import ChunkLetGo, ChunkTaken, Forget, Key, Kind, ReadFrom, Tick
-from keepstep_relay.core.machine import NEVER
 from tests.unit.relay.test_relay_core import C1, A, B, C, Driver
 
 
@@ -15,9 +15,9 @@ def test_the_last_live_state_of_a_job_goes_when_nobody_used_it_for_its_ttl() -> 
     assert relay(Tick(), at=1900) == []
     assert relay.core.deadline() == 1960
     (forget, *_) = relay(Tick(), at=1960)
-    assert forget == Forget(C1, "it was the last live state of job job, and nobody used it for 1000 s")
+    assert forget == Forget(C1, "last live state of job job, unused for 1000 s (--live-ttl)")
     assert not relay.core.checkpoints
-    assert not relay.core.chunks
+    assert not relay.core.inventory.chunks
     assert relay.core.deadline() == NEVER
 
 
@@ -29,9 +29,9 @@ def test_all_live_states_of_a_job_go_and_one_that_is_being_sent_when_it_is_let_g
     for now in (1060, 1061):
         relay(Tick(), at=now)
     assert not relay.core.checkpoints
-    assert set(relay.core.chunks) == {B}, "its reader has it still"
+    assert set(relay.core.inventory.chunks) == {B}, "its reader has it still"
     relay(ChunkLetGo(B))
-    assert not relay.core.chunks
+    assert not relay.core.inventory.chunks
 
 
 def test_a_durable_checkpoint_stays_whatever_became_of_its_job() -> None:

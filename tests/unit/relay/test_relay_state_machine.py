@@ -90,7 +90,7 @@ class Onlooker(RuleBasedStateMachine):
                         assert digest not in self.taken, "evicted under a reader"
                         self.tiers[Tier.MEMORY].remove(digest)
                         assert any(digest in tier for tier in self.tiers.values()), "evicted from its last tier"
-                        users = {key for key, _ in self.core.chunks[digest].users}
+                        users = {key for key, _ in self.core.inventory.chunks[digest].users}
                         assert digest in self.tiers[Tier.DISK] or users <= set(self.copies), (
                             "only another's copy has it"
                         )
@@ -138,7 +138,7 @@ class Onlooker(RuleBasedStateMachine):
         self.begins(key, step, 1)
         self.table(key, 0, whole, last, b"r")
         one = self.core.checkpoints.get(key)
-        for digest in sorted({digest for digest, _ in one.chunks()} if one else ()):
+        for digest in sorted(one.digests() if one else ()):
             self.chunk(digest, tier)
         self.commit(key)
         if done:
@@ -154,7 +154,7 @@ class Onlooker(RuleBasedStateMachine):
     def copied(self, key: Key) -> None:
         one = self.core.checkpoints.get(key)
         if one is not None and one.complete:
-            self.copies[key] = {digest for digest, _ in one.chunks()}
+            self.copies[key] = {*one.digests()}
             self.tiers[Tier.DURABLE] |= self.copies[key]
             self.step(Copied(key))
 
@@ -192,7 +192,7 @@ class Onlooker(RuleBasedStateMachine):
 
     @rule(digest=DIGESTS)
     def take(self, digest: bytes) -> None:
-        if self.core.is_here(digest):
+        if self.core.inventory.is_here(digest):
             self.step(ChunkTaken(digest))
             self.taken.append(digest)
 
@@ -216,7 +216,7 @@ class Onlooker(RuleBasedStateMachine):
     def all_holds(self) -> None:
         check_invariants(self.core)
         for tier, digests in self.tiers.items():
-            known = {digest for digest, chunk in self.core.chunks.items() if tier in chunk.tiers}
+            known = {digest for digest, chunk in self.core.inventory.chunks.items() if tier in chunk.tiers}
             assert known == digests, "the core's picture of a tier is wrong"
         there = {key for key, one in self.core.checkpoints.items() if one.committed_at is not None}
         assert there == self.committed

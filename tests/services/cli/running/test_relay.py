@@ -55,7 +55,7 @@ async def test_checkpoints_are_listed_shown_verified_and_removed(tmp_path: Path)
         assert await as_json("checkpoint", "rm", "c1", *at) == {"job": "job", "id": "c1", "removed": True}
         code, text = await keepstep("checkpoint", "show", "c1", *at)
         assert code == 4
-        assert "is gone: removed by admin" in text
+        assert "was deleted: removed by admin" in text
 
 
 async def test_verify_names_what_is_damaged_and_what_is_not_there(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def test_a_service_token_has_a_straggler_drained_in_a_job_whose_policy_say
         (event,) = [it for it in (await admin.get("events"))["events"] if it["kind"] == "drain"]
         assert (event["replica_id"], event["detail"]) == ("r2:1", {"reason": reason, "by": "service at 127.0.0.1"})
         found = await worker.until("events", lambda it: it["events"] and it["events"][-1]["event"] == "drain")
-        assert found["events"][-1]["sentence"] == f"r2 is asked to leave by service at 127.0.0.1: {reason}"
+        assert found["events"][-1]["sentence"] == f"service at 127.0.0.1 drained r2: {reason}"
 
 
 async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_later(

@@ -1,0 +1,117 @@
+"""Copies of committed durable checkpoints in the durable tier, which follows the relay in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+from keepstep_relay.core.checkpoint import Checkpoint
+from keepstep_relay.core.events import Key
+from keepstep_relay.tiers.chunks import ChunkStore, GoneError
+from keepstep_relay.tiers.disk_tier import Record
+from keepstep_relay.tiers.durable_tier import DurableError
+
+DURABLE_RETRY_SECONDS = 30.0
+"""After the durable tier failed."""
+
+log = get_logger("keepstep.relay.copies")
+
+
+class DurableCopies:
+    """``on_copied`` is called when the durable tier has all of a checkpoint."""
+
+    def __init__(self, chunks: ChunkStore, on_copied: Callable[[Key], object]) -> None:
+        self.complete: set[Key] = set()
+        """Checkpoints that the durable tier has in full."""
+        self.trouble: str | None = None
+        """Why the durable tier is behind."""
+        self._chunks = chunks
+        self._checkpoints: Mapping[Key, Checkpoint] = chunks.core.checkpoints
+        self._on_copied = on_copied
+        self._stored: set[Key] = set()
+        """Checkpoints that the durable tier has in full or in part."""
+        self._to_follow: asyncio.Queue[Key] = asyncio.Queue()
+        """Checkpoints to copy or to delete."""
+
+    def follow(self, key: Key) -> None:
+        """Copy or delete the checkpoint in the background, if that is still needed."""
+        if self._chunks.durable is not None and key not in self.complete:
+            self._to_follow.put_nowait(key)
+
+    def found(self, key: Key) -> None:
+        """Note that the durable tier has all of a checkpoint."""
+        self._stored.add(key)
+        self.complete.add(key)
+        self._on_copied(key)
+
+    async def run(self, source: Callable[[Key], tuple[Record, dict[int, bytes]]]) -> None:
+        """Copy and delete, one checkpoint at a time, until cancelled. A failure is logged and retried.
+
+        Args:
+            source: Returns the record of a committed checkpoint, and its manifests by rank.
+        """
+        while True:
+            key = await self._to_follow.get()
+            while True:
+                one = self._checkpoints.get(key)
+                try:
+                    if one is None and key in self._stored:
+                        await self._delete(key)
+                    elif one is not None and one.committed_at is not None and key not in self.complete:
+                        await self.copy(one, *source(key))
+                    else:
+                        break
+                    self.trouble = None
+                except (KeepstepError, GoneError, TimeoutError) as error:
+                    if self._checkpoints.get(key) is one:
+                        self.trouble = f"the durable tier is behind with {key}: {error}"
+                        log.error(
+                            "durable tier is behind; retrying",
+                            job=key.job,
+                            checkpoint=key.id,
+                            reason=str(error),
+                            retry_seconds=DURABLE_RETRY_SECONDS,
+                        )
+                        await asyncio.sleep(DURABLE_RETRY_SECONDS)
+
+    async def copy(self, one: Checkpoint, record: Record, manifests: dict[int, bytes]) -> None:
+        """Copy a checkpoint. Raises ``GoneError`` if it is dropped in the meantime, ``KeepstepError`` of the tiers."""
+        durable, key = self._chunks.durable, one.key
+        if durable is None:
+            return
+        async with self._chunks.locks((key, "durable")):
+            for digest in one.digests():
+                self._check_exists(one)
+                self._stored.add(key)
+                async with self._chunks.reading(digest, 0.0) as data:
+                    await self._chunks.in_thread(durable.write_chunk, key, digest, data)
+            self._check_exists(one)
+            self._stored.add(key)
+            await self._chunks.in_thread(durable.commit, key, record, manifests)
+            self._check_exists(one)
+            self.found(key)
+        log.info("copied to the durable tier", job=key.job, checkpoint=key.id, url=durable.url)
+
+    def _check_exists(self, one: Checkpoint) -> None:
+        if self._checkpoints.get(one.key) is not one:
+            raise GoneError(f"{one.key} was dropped during its copy to the durable tier")
+
+    def on_forget(self, key: Key) -> None:
+        """The core dropped a checkpoint. ``forget`` follows."""
+        self.complete.discard(key)
+
+    async def forget(self, key: Key) -> None:
+        """Delete a dropped checkpoint from the durable tier. Raises ``DurableError``; ``run`` then retries."""
+        try:
+            await self._delete(key)
+        except DurableError:
+            self._to_follow.put_nowait(key)
+            raise
+
+    async def _delete(self, key: Key) -> None:
+        async with self._chunks.locks((key, "durable")):
+            if self._chunks.durable is not None and key in self._stored and key not in self._checkpoints:
+                await self._chunks.in_thread(self._chunks.durable.forget, key)
+                self._stored.discard(key)
