@@ -1,4 +1,4 @@
-"""From chosen groups to the announcement of their quorum: member list, its version, the reference state."""
+"""Make the announcement of a quorum: member list, its version, the reference state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from keepstep_mesh.protocol.messages import QuorumRequest
 
 
 class Announcer:
-    """Numbers member lists, so that a list travels only when it changed.
+    """Number member lists, so that a list is sent only when it has changed.
 
-    A round has one policy for all: it is without healing when one of its members allows none.
+    A round is without healing for all members if one of them asked for that.
 
-    A list is *uniform* when all members stand at one (step, lineage), none after a failed commit, none with
-    shrink_only. From one uniform round to the next with the same members and infos only the common step and lineage
-    change, and the version stays. Every other round makes a new version.
+    A list is *uniform* when all members are at one (step, lineage), none after a failed commit and none with
+    shrink_only. Between two uniform rounds with the same members and infos, only the common step and lineage change,
+    and the version stays. Every other round makes a new version.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class Announcer:
         self.chosen: list[Group] = []
         """Groups of the last announcement, sorted by replica_id."""
         self.infos_changed = False
-        """Since then, of one of them."""
+        """Since then, the info of one of them."""
 
     def announce(self, chosen: list[Group], record: JobRecord, joiners: int, *, verify: bool) -> Announce:
-        """All ``chosen`` are asking and form the quorum of ``record``. ``verify``: a comparison was ordered."""
+        """Announce ``chosen``, which all ask, as the quorum of ``record``. ``verify``: a comparison was ordered."""
         last, same = self.last, not self.infos_changed and chosen == self.chosen
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]

@@ -1,8 +1,8 @@
-"""What the quorum core is told and what it answers: one frozen dataclass each, no I/O.
+"""Events and decisions of a job's state machine, one frozen dataclass each.
 
-The core holds the state of one job. The shell numbers its sessions, feeds events in the order in which they happened
-and carries out decisions in the order in which they stand: nothing after a ``Persist`` is done before that write is
-known to have succeeded. A write that fails, or whose outcome is unknown, ends the leader's term.
+The state machine holds the state of one job. The shell numbers its sessions, passes events in the order in which they
+happened, and carries out decisions in their order: none after a ``Persist`` before that write is known to have
+succeeded. A write that fails, or whose outcome is unknown, ends the leader's term.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A frame that says nothing but "I live". Every other event of a session says so too."""
+    """A heartbeat. Every other event of a session counts as one too."""
 
     session: int
 
@@ -93,7 +93,7 @@ class DrainOrdered:
 
 @dataclass(frozen=True, slots=True)
 class ReadmitOrdered:
-    """Lifts a ban or eviction."""
+    """Lift a ban or an eviction."""
 
     target: str
     by: str
@@ -114,21 +114,21 @@ class VerifyOrdered:
 
 @dataclass(frozen=True, slots=True)
 class StragglerFound:
-    """The metrics service finds this incarnation to be slower than the others."""
+    """The metrics service reports that this incarnation is slower than the others."""
 
     replica_id: str
     steps: int
-    """Committed in a row as a straggler."""
+    """Consecutive committed steps in which it was a straggler."""
     seconds: float
-    """What it needs itself for a step."""
+    """Its own time for a step, without waiting for others."""
     median_seconds: float
-    """Over the groups."""
+    """Median of that time over all groups."""
     by: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The deadline that the core named has passed. Harmless at any other time."""
+    """The deadline of the state machine has passed. Harmless at any other time."""
 
 
 Event = (
@@ -155,7 +155,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Of one job; times in seconds."""
+    """Policy of one job; times in seconds."""
 
     min_replicas: int = 1
     max_replicas: int = 0
@@ -167,22 +167,22 @@ class Policy:
     takeover_grace: float | None = None
     """None: the heartbeat timeout."""
     initial_replicas: int = 0
-    """Groups that the first quorum of the job waits for, up to ``join_timeout`` and half of the time that those wait
-    that ask. Later ones do not."""
+    """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
+    limit of the open requests. Later quorums do not wait for it."""
     verify_every: int = 0
-    """Root digests are compared at each step that this divides; 0: only when ordered."""
+    """Compare root digests at each step that is a multiple of this; 0: only when ordered."""
     on_divergence: str = "heal"
-    """What becomes of a group whose root is not the majority's. ``heal``: it takes over the state of another;
-    ``drain``: that too, and then it leaves; ``report``: nothing."""
+    """Action for a group whose root digest differs from the majority's. ``heal``: it receives the state of another
+    group; ``drain``: it heals and then leaves; ``report``: none."""
     drain_straggler_after: int = 0
-    """Steps in a row that the metrics service finds a group to be a straggler, and then it is drained; 0: never."""
+    """Drain a group that was a straggler for so many consecutive steps; 0: never."""
     job_ttl: float = 7 * 86400.0
     """Time after which a job without sessions is deleted; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ban:
-    """``until`` in Unix seconds, so that it outlives a restart; ``target`` as ordered."""
+    """``until``: Unix seconds, so that it survives a restart; ``target``: as ordered."""
 
     target: str
     until: float
@@ -191,7 +191,7 @@ class Ban:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What must survive the lighthouse. Written only when it changes, never for an unchanged quorum."""
+    """State of a job that survives the lighthouse. Written only when it changes, not for a confirmed quorum."""
 
     quorum_id: int = 0
     members: tuple[str, ...] = ()
@@ -200,9 +200,9 @@ class JobRecord:
     policy: Policy = field(default_factory=Policy)
     bans: tuple[Ban, ...] = ()
     evicted: tuple[str, ...] = ()
-    """Incarnations that may not come back."""
+    """Incarnations that may not reconnect."""
     first_quorum_id: int = 0
-    """quorum_id with which the job was created: above those of every job that was deleted before."""
+    """quorum_id with which the job was created: above those of all jobs deleted earlier."""
 
 
 # ---- decisions
@@ -215,30 +215,30 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Answer these requests with this quorum. The shell sends ``members`` only to sessions whose last list differs."""
+    """Answer these requests with this quorum. The shell sends ``members`` only to sessions that have another list."""
 
     to: tuple[tuple[int, int], ...]
     """(session, request)."""
     quorum_id: int
     created_ms: int
     version: int
-    """Number of the member list; grows whenever anything in it but a common step and lineage changed."""
+    """Number of the member list; grows when anything in it except a common step and lineage changes."""
     step: int
     lineage: int | str
     joiners: int
     listed: tuple[Member, ...]
     """The members, sorted by replica_id, as they were when ``version`` began."""
     uniform: bool
-    """All members stand at (step, lineage), no commit failure and no shrink_only, so who knows ``version`` needs no
-    list. A list that is not uniform is never left out."""
+    """All members are at (step, lineage), without commit failure and shrink_only, so that a session that has
+    ``version`` needs no list. A list that is not uniform is always sent."""
     verify: bool = False
-    """Who stands at (step, lineage) is to say its root digest with the next request."""
+    """Members at (step, lineage) send their root digest with the next request."""
     allow_heal: bool = True
-    """False: a member allows no healing, so nobody heals in this round."""
+    """False: a member asked for a round without healing, so no group heals in it."""
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members with their facts of this round. O(members): for sessions that need the list."""
+        """The members with their values of this round. O(members): for sessions that need the list."""
         if not self.uniform:
             return self.listed
         return tuple(Member(m.replica_id, self.step, self.lineage, 0, False, m.info) for m in self.listed)
@@ -246,7 +246,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Push or answer one message to some sessions."""
+    """Send one message to some sessions."""
 
     to: tuple[int, ...]
     message: ToWorker
@@ -254,7 +254,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """Close the connection after what was told. The core has forgotten this session: no ``Closed`` is expected."""
+    """Close the connection after the messages sent so far. The shell reports no ``Closed`` for it."""
 
     session: int
 
@@ -276,7 +276,7 @@ Decision = Persist | Announce | Tell | EndSession | LogEntry
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a quorum is formed or not yet. The same object feeds /quorum, --explain, logs, denials and tests."""
+    """Why a quorum is formed or not. Shown by ``/quorum``, ``--explain``, logs, denials and tests."""
 
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``

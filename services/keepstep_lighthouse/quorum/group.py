@@ -84,11 +84,11 @@ class Exclusion(Enum):
 class Excluded:
     reason: Exclusion
     sentence: str = ""
-    """What differs, for ``LAYOUT``."""
+    """The difference, for ``LAYOUT``."""
 
 
 class Answer(NamedTuple):
-    """What a group was last answered. A named tuple, because each group gets one in each round."""
+    """The last answer to a group. A named tuple, because each group gets one in each round."""
 
     announce: Announce
     request: int

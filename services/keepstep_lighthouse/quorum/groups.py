@@ -39,43 +39,43 @@ MAX_REMEMBERED_HEALS = 1000
 
 @dataclass(slots=True)
 class Tally:
-    """Sums since this lighthouse leads, over all groups; in seconds."""
+    """Sums over all groups since this lighthouse leads; times in seconds."""
 
     waits: int = 0
     """Requests that were answered with a quorum."""
     wait_seconds: float = 0.0
-    """From a group's request to its answer."""
+    """From request to answer."""
     committed: int = 0
     """Steps of groups, each from an answer to the next request."""
     discarded: int = 0
     step_seconds: float = 0.0
-    """All of these steps together."""
+    """Total of these steps."""
 
 
 class Groups:
-    """All groups of one job that are healthy or may still come back within the reconnect grace."""
+    """All groups of one job that are healthy or may reconnect within the grace."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Group] = {}
         self.by_name: dict[str, list[Group]] = {}
         self.by_session: OrderedDict[int, Group] = OrderedDict()
-        """In the order in which they were last heard."""
+        """In the order of their last frames."""
         self.suspects: dict[str, Group] = {}
         """In the order in which their connections ended."""
         self.asking: dict[str, Group] = {}
         """In the order in which they asked, since the last quorum was announced."""
         self.passed_over: dict[str, Group] = {}
-        """Asking too, but since before the last quorum was announced without them, or since before they counted. Nobody
-        was late for these requests: they start no straggler's clock."""
+        """Asking since before the last quorum, which was announced without them, or since before they counted. They do
+        not start the join timeout."""
         self.healing: dict[str, Group] = {}
         self.counted = 0
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""
         self.heals_waited_for: Counter[int] = Counter()
-        """How many healing groups the next quorum waits for, by failed tries of their name."""
+        """Number of heals that the next quorum waits for, by failed tries of the name."""
         self.failed_heals: OrderedDict[str, int] = OrderedDict()
-        """By stable name; a heal that was completed forgets."""
+        """By stable name; dropped when a heal completes."""
         self.tally = Tally()
         self._clock_start = 0.0
         self._arrivals = 0
@@ -102,11 +102,11 @@ class Groups:
         return group
 
     def connect(self, group: Group, session: int, now: float) -> None:
-        """A connection of a group that is known; the one before is forgotten, its request with it."""
+        """The group has a new connection; the previous one and its request are dropped."""
         self.disconnect(group, now)
         del self.suspects[group.replica_id]
         group.session = session
-        group.highest_request = -1  # a client without incarnations may have been restarted, and counts anew
+        group.highest_request = -1  # a client without incarnations may have restarted, with request numbers from 1
         group.heard_at = now
         self.by_session[session] = group
 
@@ -125,7 +125,7 @@ class Groups:
             self.by_session.move_to_end(group.session)
 
     def remove(self, group: Group) -> None:
-        """The group is gone; a namesake that it kept out is counted from now on."""
+        """Remove the group; an incarnation that was excluded because of it counts from now on."""
         self.withdraw(group)
         self._drop_heal(group)
         del self.by_id[group.replica_id]
@@ -236,17 +236,17 @@ class Groups:
         return sorted([*self.asking.values(), *self.passed_over.values()], key=lambda group: group.replica_id)
 
     def first_asked(self) -> float | None:
-        """When the first group asked since the last quorum; None while none has."""
+        """Return when the first group asked since the last quorum; None: no group has."""
         for group in self.asking.values():
             return max(group.asked_at, self._clock_start)
         return None
 
     def clock_starts(self, now: float) -> None:
-        """No group is late for requests made before: a quorum could not have been formed."""
+        """Measure the join timeout from ``now``, for requests made earlier too: no quorum could form until now."""
         self._clock_start = now
 
     def close_round(self, announce: Announce, chosen: list[Group], now: float) -> None:
-        """``chosen`` are answered. The other groups that ask go on asking."""
+        """Answer ``chosen``. The other requests stay open."""
         for group in chosen:
             group.apply(ANSWER)
             if group.request is not None:
@@ -263,7 +263,7 @@ class Groups:
         self._drop_stale_deadlines()
 
     def set_members(self, before: tuple[str, ...], members: list[Group]) -> None:
-        """Another quorum: ``members`` instead of ``before``."""
+        """Make ``members`` the members instead of ``before``."""
         for replica_id in before:
             if (group := self.by_id.get(replica_id)) is not None:
                 group.member = False
@@ -280,7 +280,7 @@ class Groups:
         return NEVER
 
     def overdue(self, now: float) -> list[Group]:
-        """The groups whose request has reached its deadline, earliest first. To be withdrawn: they are named once."""
+        """Return groups whose request is past its deadline, earliest first. The caller withdraws them."""
         due: dict[str, Group] = {}
         while self.next_request_deadline() <= now:
             _, replica_id, _ = heapq.heappop(self._deadlines)

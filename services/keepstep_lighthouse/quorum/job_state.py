@@ -1,4 +1,4 @@
-"""What the parts of a job's state machine share: its state, and what the event at hand has decided so far. Pure."""
+"""State that the parts of a job's state machine share, and the decisions for the current event. Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from keepstep_mesh.protocol.messages import ToWorker
 class JobState:
     def __init__(self, record: JobRecord, now: float) -> None:
         self.record = record
-        """As it is to be written: ``persist`` changes it."""
+        """Includes pending writes; ``persist`` changes it."""
         self.members = frozenset(record.members)
         self.groups = Groups()
         self.gone = Gone()
         self.round = Round()
         self.takeover = Takeover()
         self.settings = self.layout = ""
-        """Those that were last found to be the job's."""
+        """The job's, as last compared."""
         self.awake_since = now
-        """Nobody is judged before."""
+        """No group is judged before this time."""
         self.beats_counted_from = now
-        """Since the heartbeat timeout last became shorter: until then workers were told to beat more rarely."""
+        """When the heartbeat timeout last became shorter: before, workers had a longer heartbeat interval."""
         self.decisions: list[Decision] = []
-        """Of the event at hand, in their order."""
+        """Decisions for the current event, in order."""
 
     # ---- decisions
 
@@ -71,17 +71,17 @@ class JobState:
         return policy.heartbeat_timeout if policy.takeover_grace is None else policy.takeover_grace
 
     def no_longer_absent(self, replica_id: str, now: float) -> None:
-        """The member came back, or is given up."""
+        """The member reconnected, or is lost."""
         self.takeover.absent.discard(replica_id)
         self.end_grace_of_all(now)
 
     def end_grace_of_all(self, now: float) -> None:
-        """Nobody is waited for any more, unless a member has yet to speak."""
+        """End the grace if no member is absent, unless one of them still has to send a frame."""
         if self.takeover.until is not None and not self.takeover.absent and not self.takeover.fenced:
             self.end_grace(now)
 
     def end_grace(self, now: float) -> None:
-        """Who was silent or away meanwhile is judged at the next tick; stragglers are late from now on."""
+        """Judge silent and suspect groups from the next tick on, and measure the join timeout from now."""
         self.takeover.end_grace()
         self.awake_since = now
         self.groups.clock_starts(now)
@@ -89,7 +89,7 @@ class JobState:
     # ---- invariants
 
     def validate(self) -> None:
-        """Raises AssertionError with a sentence when something that always holds does not."""
+        """Raise AssertionError with a sentence when an invariant is violated."""
         record, groups = self.record, self.groups
         groups.validate()
         assert list(record.members) == sorted(set(record.members)), "members of the quorum are unsorted or twice"

@@ -1,37 +1,36 @@
 """The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
 
-The rules that this file keeps (those that form a quorum stand in ``quorum_rules``, who counts in ``groups``, whom it
-concerns that a group goes in ``departures``):
+Rules of this file (``quorum_rules`` has those that form a quorum, ``group`` and ``groups`` those about which groups
+count, ``departures`` the messages about a loss):
 
-* A group is healthy while its session is open and its last frame is younger than ``heartbeat_timeout``. A session
-  that ends without goodbye makes it *suspect*: it has ``reconnect_grace`` to come back as if nothing had happened. It
-  is lost at once when more than half of the other members of its quorum have left, are lost, or ask again with
-  ``commit_failures``.
-* quorum_id grows by one when there was no quorum, when the ordered list of members differs, when a member reports
-  ``commit_failures``, when a member of the quorum was lost in between, or when the state that they go on from begins
-  anew (a checkpoint was loaded, say); else the quorum is confirmed under its id.
-  It grows beyond every lineage that a member brings (states from a job whose lighthouse was another).
-* Nothing that must outlive the lighthouse is announced before it is written: ``Persist`` stands before what depends
-  on it (a new quorum_id, an eviction, a ban, a policy, a higher quorum_id that a hello reports). A confirmed quorum
-  is not written.
-* A request that was answered and comes again after a reconnect gets the same answer while that answer is current, and
-  starts no new round. It is no longer current once a member was lost or the round was broken.
-* ``RoundBroken`` goes to the members that hold an answer which can no longer be completed by all, so that nobody waits
-  for a peer that will not come: a member did not commit that step, gave its request up, asks for the same step without
-  having had the answer, did not get it from the lighthouse before (after a takeover), or the job went on without it.
-  When a member left, so are those that have not finished that step ``heartbeat_timeout`` later: it may have left after
-  a step that it did not commit. Not sooner: who was stalled meanwhile can complete what all have contributed to, and
-  at the end of training nobody is left from whom to heal.
-* After a takeover no absent member is judged and no quorum is formed before all members of the found quorum are back
-  or ``takeover_grace`` is over; from a leader that may be alive, also not before one of them has spoken here, or that
-  leader's lease is over. A job whose hellos know a higher quorum_id than the store lost its store: the same
-  grace.
-* Judging needs a lighthouse that was awake. A tick that comes late means that frames may wait unread, so everybody
-  gets ``LATE_TICK_SECONDS`` more.
+* **Health.** A group is healthy while its session is open and its last frame is younger than ``heartbeat_timeout``. A
+  session that ends without a graceful leave makes the group *suspect*: it may reconnect within ``reconnect_grace`` as
+  if nothing had happened. A suspect is lost at once when more than half of the other members of its quorum left, are
+  lost, or ask again with ``commit_failures``.
+* **quorum_id** grows by one when the job has no quorum, when the sorted list of members changes, when a member
+  reports ``commit_failures``, when a member was lost since the last round, and when the reference state begins a new
+  history (a loaded checkpoint). Otherwise the quorum is confirmed under its id. It also grows beyond the lineage of
+  every member, because states may come from a job of another lighthouse.
+* **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
+  a higher quorum_id that a hello reports. A confirmed quorum is not written.
+* **Repeated requests.** A request that was answered and arrives again after a reconnect gets the same answer and
+  starts no new round, as long as that answer is current: until a member is lost or the round is broken.
+* **RoundBroken** goes to the members whose answer can no longer be completed by all, so that they do not wait for a
+  peer that will not connect. Causes: a member did not commit that step, withdrew its request, asks for the same step
+  without having received the answer, did not get the answer of the previous lighthouse (after a takeover), or the job
+  continued without it. After a member left, members that have not finished that step within ``heartbeat_timeout`` get
+  it too: the member may have left after a step that it did not commit. They do not get it sooner, because a group
+  that was stalled can still complete a step to which all have contributed, and at the end of training no group is
+  left to heal from.
+* **Takeover.** No absent member is judged and no quorum is formed until all members of the stored quorum are back or
+  ``takeover_grace`` is over. If the previous leader may be alive, also not until one of them has sent a frame here or
+  that leader's lease is over. If a hello reports a higher quorum_id than the store has, the store was lost: the same
+  grace applies.
+* **Late ticks.** A late tick means that frames may be unread, so every group gets ``LATE_SECONDS`` more.
 
-Duties of the shell: number the sessions; feed events in their order; send ``Tick`` when ``deadline()`` has passed;
-carry out decisions in their order and nothing after a ``Persist`` that is not known to have succeeded. On ``Opened``:
-write what is to be written, send Welcome unless the session is to be ended, then the rest.
+Duties of the shell: number the sessions; pass events in their order; send ``Tick`` when ``deadline()`` has passed;
+carry out decisions in their order, and none after a ``Persist`` whose success is not certain. On ``Opened``: write
+what the decisions require, send Welcome unless the decisions end the session, then carry out the rest.
 """
 
 from __future__ import annotations
@@ -77,15 +76,21 @@ from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
 
 LATE_TICK_SECONDS = 0.25
-"""A tick that comes later than this was slept through, see above."""
+"""A tick that is later than this is a late tick, see above."""
 HIGHEST_QUORUM_ID = 2**53
-"""A hello that knows a higher one is broken, not ahead."""
+"""A hello with a higher one is invalid."""
 
 
 class JobCore:
-    """State of one job. ``record`` is what the store held; ``restarted``: its members may live and be on their way.
+    """State of one job.
 
-    ``fenced_until``: until then another lighthouse may confirm that quorum, unless a member of it comes over.
+    Args:
+        job: its name.
+        record: as the store has it.
+        now, now_unix: monotonic and Unix time in seconds.
+        restarted: the members of ``record`` may be alive and about to connect.
+        fenced_until: monotonic time until which another lighthouse may confirm that quorum, unless a member of it
+            sends a frame here.
     """
 
     def __init__(
@@ -103,13 +108,13 @@ class JobCore:
 
     @property
     def record(self) -> JobRecord:
-        """As it is once what was decided is written."""
+        """The record, pending writes included."""
         return self._state.record
 
     # ---- events
 
     def handle(self, event: Event, now: float, now_unix: float) -> list[Decision]:
-        """What follows from ``event``. ``now``: monotonic seconds; ``now_unix``: Unix seconds, for what is stored."""
+        """Return the decisions for ``event``. ``now``: monotonic seconds; ``now_unix``: Unix seconds."""
         state = self._state
         decisions = state.decisions = []
         match event:
@@ -159,7 +164,7 @@ class JobCore:
         return decisions
 
     def heard(self, session: int, now: float) -> None:
-        """The session lives."""
+        """A frame of the session arrived."""
         group = self._groups.by_session.get(session)
         if group is not None:
             self._heard(group, now)
@@ -172,7 +177,7 @@ class JobCore:
 
     def _heard(self, group: Group, now: float) -> None:
         self._groups.heard(group, now)
-        if group.member and self._takeover.fenced:  # it speaks after our welcome, so it has the new epoch
+        if group.member and self._takeover.fenced:  # it answers our welcome, so it has the new epoch
             self._takeover.accepted(now)
             self._state.end_grace_of_all(now)
 
@@ -207,7 +212,7 @@ class JobCore:
             self._check_held(group, event.session, event.held)
 
     def _raise_quorum_id(self, seen: int, now: float) -> None:
-        """The store is older than the job: nobody here knows who the members of quorum ``seen`` are."""
+        """The store is older than the job: the members of quorum ``seen`` are unknown here."""
         state = self._state
         state.set_members([])
         state.round = Round()
@@ -217,7 +222,7 @@ class JobCore:
             self._takeover.wait((), now, state.takeover_grace)
 
     def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
-        """The group came back with an answer that it works under. Can that still be completed?"""
+        """Tell a group that reconnected with an answer whether that step can still be completed."""
         state, last = self._state, self._announcer.last
         quorum_id = state.record.quorum_id
         if held.quorum_id < quorum_id:
@@ -295,14 +300,14 @@ class JobCore:
     # ---- time
 
     def deadline(self) -> float | None:
-        """Monotonic time at which the next ``Tick`` is wanted; None: none is."""
+        """Return the monotonic time of the next ``Tick``; None: no tick is needed."""
         due = min(self._groups.next_request_deadline(), self._judging_due())
         if self._takeover.until is None and self._verdict.until is not None:
             due = min(due, self._verdict.until)
         return None if due == NEVER else due
 
     def _judging_due(self) -> float:
-        """When the next group will have been away or silent for too long; in a takeover grace, its end."""
+        """Return when the next group will have been suspect or silent for too long; in a takeover grace, its end."""
         state = self._state
         if self._takeover.until is not None:
             return max(self._takeover.until, state.awake_since)
@@ -323,7 +328,7 @@ class JobCore:
     def _tick(self, now: float, now_unix: float) -> None:
         state = self._state
         if self._verdict.until is not None and now >= self._verdict.until:
-            self._settle(now, now_unix)  # who asked for as long as stragglers are waited for gets a quorum without them
+            self._settle(now, now_unix)  # a request whose deadline is that of the stragglers gets a quorum without them
         self._deny_overdue(now)
         due = self._judging_due()
         if now < due:
@@ -411,9 +416,10 @@ class JobCore:
             divergence.tell(state, comparison)
 
     def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
-        """Makes ``chosen`` the quorum, under a new id where one is due, and has that written.
+        """Make ``chosen`` the quorum, under a new id if the rules require it, and persist it.
 
-        Returns the sessions of members that are not in it and are at work under the quorum before.
+        Returns:
+            Sessions of former members that are at work under the previous quorum and are not in this one.
         """
         state, record = self._state, self.record
         left_behind: tuple[int, ...] = ()
@@ -422,7 +428,7 @@ class JobCore:
         failed = any(request.commit_failures for request in requests)
         lineages = {one.lineage for one in requests}
         known = (origin(lineage).quorum_id for lineage in lineages)
-        # above ours when states come from a job whose lighthouse is another
+        # above ours if states come from a job of another lighthouse
         reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
         anew = any(map(begins_anew, lineages)) and begins_anew(reference_state(requests)[1])
         if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
@@ -438,7 +444,7 @@ class JobCore:
     # ---- questions
 
     def reason(self, now: float) -> Reason:
-        """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+        """Return why the next quorum is not formed yet; if no group asks, how the last one was formed."""
         if not self._groups.asking_count and self._formed is not None:
             return self._formed
         return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
@@ -447,13 +453,13 @@ class JobCore:
         return quorum_view(self._groups, self.record, self._announcer.last, self.reason(now), self._formed)
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
-        """Every incarnation once: those that are there, sorted by replica_id; behind them those that went within
-        ``GONE_SECONDS``, the last first.
+        """Return every incarnation once: present ones sorted by replica_id, then those that left within
+        ``GONE_SECONDS``, the latest first.
         """
         return replica_views(self._groups, self.record, self._takeover.absent, self._state.gone, now)
 
     def returning(self) -> str | None:
-        """Why a group without a session may come back any moment, as a sentence; None: no group may."""
+        """Return why a group without a session may reconnect at any moment, as a sentence; None: no group may."""
         if self._takeover.until is not None:
             return "members of its quorum may still reconnect after a change of leader"
         for away in self._groups.suspects.values():
@@ -461,7 +467,7 @@ class JobCore:
         return None
 
     def stays(self, straggler: StragglerFound) -> str | None:
-        """Why this straggler would not be drained, as a sentence; None: it would."""
+        """Return why this straggler would not be drained, as a sentence; None: it would be."""
         return stragglers.refusal(self._state, straggler)
 
     @property
@@ -469,13 +475,13 @@ class JobCore:
         return self._groups.tally
 
     def heals(self, now: float) -> tuple[HealView, ...]:
-        """Those under way, sorted by replica_id."""
+        """Return the heals in progress, sorted by replica_id."""
         return heal_views(self._groups, now)
 
     # ---- invariants
 
     def validate(self) -> None:
-        """Raises AssertionError with a sentence when something that always holds does not."""
+        """Raise AssertionError with a sentence when an invariant is violated."""
         self._state.validate()
         assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
         last = self._announcer.last

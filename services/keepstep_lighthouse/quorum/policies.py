@@ -1,4 +1,4 @@
-"""What a job's policy may be, and what differs between two. Pure."""
+"""Validation and comparison of policies. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_REPLICAS = 100_000
 MAX_STEPS = 1_000_000_000
 ON_DIVERGENCE = ("heal", "drain", "report")
 MIN_HEARTBEAT_TIMEOUT = 0.1
-"""A worker beats ten times within it, and a busy machine is late by hundredths of a second."""
+"""A worker sends ten heartbeats within it, and a busy machine is late by hundredths of a second."""
 
 
 def policy_problem(policy: Policy) -> str | None:
-    """What is wrong with a policy, as a sentence; None if it can be used."""
+    """Return what is wrong with a policy, as a sentence; None: it is valid."""
     if not 1 <= policy.min_replicas <= MAX_REPLICAS:
         return f"min_replicas must be at least 1 (at most {MAX_REPLICAS}), not {policy.min_replicas!r:.40}"
     if not 0 <= policy.max_replicas <= MAX_REPLICAS:
@@ -49,5 +49,5 @@ def policy_problem(policy: Policy) -> str | None:
 
 
 def policy_changes(before: Policy, after: Policy) -> list[str]:
-    """Names of the fields that differ."""
+    """Return the names of the fields that differ."""
     return [one.name for one in fields(Policy) if getattr(before, one.name) != getattr(after, one.name)]

@@ -1,4 +1,4 @@
-"""What has become of the current quorum since it was last announced."""
+"""Events of the current quorum since it was last announced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Round:
         self.reports: set[str] = set()
         """Members that left, were lost, or asked again after a failed commit."""
         self.broken = False
-        """Not all members can complete the answer, and those at work have been told."""
+        """Not all members can complete the answer; the members at work have been notified."""
         self.left: tuple[float, Group] | None = None
         """The first member that left, and when."""
 
     def is_given_up_by_most(self, replica_id: str, members: int) -> bool:
-        """More than half of the other members report it broken, or are gone."""
+        """Return whether more than half of the other members reported the round as broken, or left."""
         return 2 * (len(self.reports) - (replica_id in self.reports)) > members - 1

@@ -1,4 +1,4 @@
-"""What people may ask the core for: frozen pictures of the quorum and of each group."""
+"""Read-only views of the quorum and of each group, for the REST API."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from keepstep_mesh.protocol.names import name_of
 
 MAX_GONE = 100
 GONE_SECONDS = 600.0
-"""So many of the groups that went are shown, and so long."""
+"""Limits on the groups that left and are still shown."""
 
 
 class ReplicaState(Enum):
     ASKING = "asking"
     """Waits for the next quorum."""
     TRAINING = "training"
-    """At work under the current quorum."""
+    """Works under the current quorum."""
     HEALING = "healing"
     IDLE = "idle"
     """Connected, not in the quorum, has not asked."""
     KEPT_OUT = "kept_out"
-    """Waits behind an older incarnation of its name, or its layout or settings do not fit."""
+    """Excluded: an older incarnation of its name is healthy, or its layout or settings differ."""
     SUSPECT = "suspect"
-    """Its connection ended; it may come back within reconnect_grace."""
+    """Its connection ended; it may reconnect within reconnect_grace."""
     ABSENT = "absent"
-    """Of the quorum that a restarted lighthouse found; not back yet."""
+    """Member of the quorum before a takeover; has not reconnected yet."""
     GONE = "gone"
 
 
@@ -47,37 +47,37 @@ class ReplicaView:
     step: int = 0
     lineage: Lineage = ""
     world_size: int = 0
-    """0: not known yet."""
+    """0: unknown."""
     address: str = ""
     heard_seconds_ago: float | None = None
-    """None: never heard by this lighthouse."""
+    """None: this lighthouse never received a frame of it."""
     step_seconds: float | None = None
-    """From its last answer to its next request; None before there were two."""
+    """From its last answer to its next request; None: not measured yet."""
     healed_bytes: int = 0
     heal_bytes: int = 0
     """0: unknown, or not healing."""
     reason: Reason | None = None
-    """Why it waits or is gone, where there is a reason of its own."""
+    """Why it waits or left, if the reason concerns this group only."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealView:
-    """A heal under way."""
+    """A heal in progress."""
 
     replica_id: str
     step: int
-    """Whose state is taken over."""
+    """Step of the state that it receives."""
     source: str
-    """replica_id that it comes from; empty: not known."""
+    """replica_id of the source; empty: unknown."""
     via: str
-    """``relay``, ``direct`` ...; empty: not known yet."""
+    """``relay``, ``direct`` ...; empty: unknown."""
     bytes_done: int
     bytes_total: int
-    """0: not known yet."""
+    """0: unknown."""
     bytes_per_second: float
     """Over the last seconds."""
     seconds_left: float | None
-    """At this rate; None: not known."""
+    """At this rate; None: unknown."""
     began_seconds_ago: float
 
 
@@ -94,9 +94,9 @@ class QuorumView:
     healthy: int
     joiners: int
     reason: Reason
-    """Why the next quorum is not formed yet; when nobody asks, how the last one was."""
+    """Why the next quorum is not formed yet; if no group asks, how the last one was formed."""
     formed: Reason | None
-    """How the last one was formed; None: not by this lighthouse."""
+    """How the last quorum was formed; None: not by this lighthouse."""
 
 
 def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -> ReplicaView:
@@ -135,13 +135,13 @@ def _heal_view(group: Group, heal: Heal, now: float) -> HealView:
 
 
 def gone_view(group: Group, groups: Groups, record: JobRecord, now: float, why: str) -> ReplicaView:
-    """The last picture of a group that goes now."""
+    """Return the last view of a group that leaves now."""
     last = _replica_view(group, groups, record, now)
     return replace(last, state=ReplicaState.GONE, member=False, reason=Reason("gone", {}, why))
 
 
 class Gone:
-    """The last pictures of the groups that went."""
+    """The last views of groups that left."""
 
     def __init__(self) -> None:
         self._views: deque[tuple[float, ReplicaView]] = deque(maxlen=MAX_GONE)
@@ -150,7 +150,7 @@ class Gone:
         self._views.append((now, view))
 
     def lately(self, now: float) -> Iterator[ReplicaView]:
-        """Of those that went within ``GONE_SECONDS``, the last first: one that came and went again is named again."""
+        """Yield views of groups that left within ``GONE_SECONDS``, the latest first; a group may occur twice."""
         for went, view in reversed(self._views):
             if now - went <= GONE_SECONDS:
                 heard = view.heard_seconds_ago

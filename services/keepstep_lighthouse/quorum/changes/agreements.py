@@ -54,7 +54,7 @@ def _deny(state: JobState, group: Group, request: QuorumRequest, reference: Grou
 
 
 def _misfit(group: Group, reference: Group) -> tuple[str, str]:
-    """Return the difference as a sentence, and the group server to compare with if the sentence lacks details."""
+    """Return the difference as a sentence, and the group server to compare with if the sentence has no details."""
     mine, its = group.settings, reference.settings
     if job_settings.differ(mine, its):
         what = job_settings.difference(mine, group.replica_id, its, reference.replica_id)

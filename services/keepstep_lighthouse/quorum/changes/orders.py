@@ -58,7 +58,7 @@ def drain(state: JobState, order: DrainOrdered) -> None:
 
 
 def readmit(state: JobState, order: ReadmitOrdered, now_unix: float) -> None:
-    """Lift bans and evictions of the target. No effect if there are none."""
+    """Lift bans and evictions of the target. No effect without any."""
     record = bans.readmit(state.record, order.target, now_unix)
     if record != state.record:
         # logged first: if the lighthouse is killed in between, the log still explains why the group returns

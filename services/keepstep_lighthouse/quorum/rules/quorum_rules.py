@@ -1,18 +1,18 @@
-"""When a quorum is formed, as arithmetic on counts. SEMANTICS of the quorum, rules 1 to 5, in their order:
+"""Rules that form a quorum, as arithmetic on counts. In their order:
 
-    0 takeover   after a takeover, members of the found quorum are absent        -> wait for their grace
+    0 takeover   after a takeover, members of the stored quorum are absent       -> wait for their grace
     1 fast       every member of the previous quorum is asking                   -> announce
     2 minimum    fewer candidates than min_replicas, or none                     -> wait (rule 1 too)
-      initial    of the job's first: fewer than initial_replicas are asking, neither join_timeout nor half of the
-                 time that they wait is over                                     -> wait
+      initial    first quorum of the job: fewer than initial_replicas are asking, and neither join_timeout nor half
+                 of the requests' time limit is over                             -> wait
     3 majority   no more than half of the healthy groups are asking              -> wait
     4 stragglers a healthy group is not asking, join_timeout is not over         -> wait
       healing    only healing groups are not asking, heal_timeout is not over    -> wait
     5            otherwise                                                       -> announce
 
-Candidates are the asking groups; with a shrink_only among them only those of the previous quorum; never more than
-max_replicas. Groups that heal are busy, not doubtful: they do not count in rule 3 and have a time limit of their own,
-which doubles with every try of that name that took too long.
+Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
+than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
+own, which doubles with each heal of that name that exceeded it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ MAX_HEAL_DOUBLINGS = 10
 class Verdict(NamedTuple):
     code: Code
     until: float | None = None
-    """When time alone may change it."""
+    """When time alone may change the verdict."""
 
 
 def judge(
     groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float, *, first: bool = False
 ) -> Verdict:
-    """The verdict on the requests that are open now. O(1). ``quorum_size`` is that of the previous quorum, 0: none.
+    """Return the verdict on the open requests. O(1).
 
-    ``first``: the job never had one.
+    Args:
+        quorum_size: number of members of the previous quorum; 0: none.
+        grace_until: end of the takeover grace; None: no grace.
+        first: the job never had a quorum.
     """
     asking = groups.asking_count
     if asking == 0:
@@ -64,7 +67,7 @@ def judge(
         return Verdict("min_replicas")
     first_asked = groups.first_asked()
     if first and asking < initial_count(policy) and first_asked is not None:
-        # None of those that ask may have given up by then.
+        # Before the first of the open requests times out.
         latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
         if now < latest:
             return Verdict("initial_replicas", latest)
@@ -83,12 +86,12 @@ def judge(
 
 
 def initial_count(policy: Policy) -> int:
-    """Groups that the first quorum of a job waits for."""
+    """Return the number of groups that the first quorum of a job waits for."""
     return min(policy.initial_replicas, policy.max_replicas or policy.initial_replicas)
 
 
 def heal_limit(policy: Policy, failed_tries: int) -> float:
-    """Seconds that the next quorum waits for a heal whose name has failed so often in a row."""
+    """Return how long the next quorum waits for a heal, in seconds, after so many failed ones of that name in a row."""
     return policy.heal_timeout * float(2 ** min(failed_tries, MAX_HEAL_DOUBLINGS))
 
 
@@ -98,7 +101,7 @@ def candidate_count(groups: Groups, quorum_size: int, policy: Policy) -> int:
 
 
 def choose(groups: Groups, quorum_size: int, policy: Policy) -> list[Group]:
-    """The candidates, sorted by replica_id. Beyond ``max_replicas`` members of the previous quorum come first."""
+    """Return the candidates, sorted by replica_id. ``max_replicas`` prefers members of the previous quorum."""
     chosen = groups.all_asking()
     if groups.shrinking and quorum_size:
         chosen = [group for group in chosen if group.member]

@@ -1,11 +1,11 @@
-"""Whether groups that count as equal are: root digests of their live states, compared. Pure.
+"""Compare root digests of live states, to verify that groups with equal (step, lineage) have equal weights. Pure.
 
-Equal (step, lineage) means equal weights, unless a bit flipped, or state of one group only was registered as the
-model's. A round's answer says that there will be a comparison; whoever holds the reference state takes its root digest
-in that step, before the optimizer changes it, and sends it with its next request. When the next quorum forms, the roots
-of one (step, lineage) are compared: what more than half of them say is right. Without such a majority nobody can tell.
+They have, unless a bit flipped, or state that differs between groups was registered as the model's. The answer of a
+round announces a comparison; each group at the reference state computes its root digest in that step, before the
+optimizer changes the state, and sends it with its next request. When the next quorum forms, the roots of one (step,
+lineage) are compared: the root of more than half of the groups is right. Without a majority the right one is unknown.
 
-What is asked for is not stored. A lighthouse that takes over compares the roots that come, and forgets orders.
+Orders are not stored. A lighthouse that takes over compares the roots that it receives, and forgets orders.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from keepstep_mesh.protocol.membership import Lineage, StateRoot
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """At least two groups were at one (step, lineage)."""
+    """Result for at least two groups at one (step, lineage)."""
 
     step: int
     lineage: Lineage
     roots: dict[str, list[str]]
-    """Each root and the replica_ids that said it, the most frequent first."""
+    """Each root and the replica_ids that sent it, the most frequent first."""
     missing: list[str]
-    """Groups that held that state, are in the quorum now, and said no root."""
+    """Groups that held that state, are in the quorum now, and sent no root."""
     order: int
-    """Of the last order that this comparison answers; 0: of none."""
+    """Number of the last order that this comparison answers; 0: of none."""
 
     @property
     def right(self) -> str | None:
-        """The root of more than half; None: there is none."""
+        """The root of more than half of the groups; None: no majority."""
         root, groups = next(iter(self.roots.items()))
         return root if 2 * len(groups) > sum(map(len, self.roots.values())) else None
 
     @property
     def diverged(self) -> list[str]:
-        """replica_ids of those whose root is not the right one, if that is known."""
+        """replica_ids whose root is not the right one; empty without a majority."""
         right = self.right
         if right is None:
             return []
@@ -49,26 +49,26 @@ class Comparison:
 class Verification:
     def __init__(self) -> None:
         self._orders = 0
-        """Orders so far; they are numbered from 1."""
+        """Number of orders so far."""
         self._answered = 0
-        """The last of them that a comparison has answered."""
+        """Last order that a comparison has answered."""
         self._covered = 0
-        """The last of them when roots were last asked for."""
+        """Last order when roots were last requested."""
         self._expected: frozenset[str] = frozenset()
-        """Who was asked then."""
+        """Groups that were requested to send a root then."""
 
     @property
     def wanted(self) -> bool:
-        """An order is not answered yet."""
+        """Whether an order is not answered yet."""
         return self._answered < self._orders
 
     def order(self) -> int:
-        """The number of the new order."""
+        """Count a new order and return its number."""
         self._orders += 1
         return self._orders
 
     def announced(self, announce: Announce) -> None:
-        """``compare`` before it said what the round before brought."""
+        """A round was announced. Call ``compare`` for the previous round first."""
         self._covered, self._expected = 0, frozenset()
         if announce.verify:
             self._covered = self._orders
@@ -76,7 +76,7 @@ class Verification:
             self._expected = frozenset(m.replica_id for m in announce.members if (m.step, m.lineage) == state)
 
     def compare(self, chosen: list[Group]) -> Comparison | None:
-        """The roots that ``chosen`` bring with their requests; None when there are no two of one state."""
+        """Compare the roots in the requests of ``chosen``; None: fewer than two groups at one state."""
         said = [(one.replica_id, one.request.root) for one in chosen if one.request and one.request.root is not None]
         if len(said) < 2:
             return None
