@@ -1,6 +1,6 @@
-"""How a command ends when it cannot do its work: one class for each exit code. docs/cli.md has the same table.
+"""Errors that end a command, one class for each exit code. docs/cli.md has the same table.
 
-0 is success, 1 an answer that is no (a group was given up, the demo's weights differ), 2 a flag that makes no sense
+0 is success, 1 a negative answer (a group was given up, the demo's weights differ), 2 an invalid flag
 (``click.UsageError``).
 """
 
@@ -12,7 +12,7 @@ from click import ClickException
 
 
 class Unreachable(ClickException):
-    """No lighthouse answers. ``may_pass``: nobody is there at all, so that one may yet come."""
+    """No lighthouse answers. ``may_pass``: no process listens at all, so a lighthouse may still start."""
 
     exit_code = 3
 
@@ -22,9 +22,9 @@ class Unreachable(ClickException):
 
 
 class Refused(ClickException):
-    """The lighthouse says no: token missing or wrong, unknown job or replica.
+    """The lighthouse refuses: token missing or wrong, unknown job or replica.
 
-    ``status``: HTTP's. ``may_pass``: it cannot answer now, and may later.
+    ``status``: the HTTP status. ``may_pass``: it cannot answer now, but may later.
     """
 
     exit_code = 4
@@ -36,12 +36,12 @@ class Refused(ClickException):
 
 
 class Missing(ClickException):
-    """Something is not installed."""
+    """A package is not installed."""
 
     exit_code = 5
 
 
 class Unwritable(ClickException):
-    """What was to be printed could not be. What the command did is done."""
+    """The output could not be written. The action of the command was done."""
 
     exit_code = 6

@@ -20,7 +20,7 @@ from keepstep_cli.running.standard_output import check_standard_output
 
 
 class Keepstep(click.Group):
-    """Ends with ``Unwritable`` when what it prints cannot be written."""
+    """Raise ``Unwritable`` if the output cannot be written."""
 
     def main(self, *arguments: Any, **how: Any) -> Any:
         check_standard_output()
@@ -36,7 +36,7 @@ class Keepstep(click.Group):
 @click.group(cls=Keepstep, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="keepstep", prog_name="keepstep")
 def main() -> None:
-    """Keeps PyTorch training in step while its machines fail."""
+    """Fault-tolerant PyTorch training."""
 
 
 for command in (up, lighthouse, relay, metrics, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):

@@ -1,4 +1,4 @@
-"""Commands that ask or order something of a lighthouse."""
+"""Commands that send requests and orders to a lighthouse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepstep_cli.asking.options import Named, Seconds
 from keepstep_cli.asking.rest import run
 
 COMPARED = ("replicas_verified", "replicas_differ")
-"""Kinds of events that answer an order to compare the groups."""
+"""Kinds of events that report the result of a comparison."""
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
@@ -26,21 +26,21 @@ def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
 
 
 def _link_to(link: JobLink, name: str | None) -> JobLink:
-    """To the job that the argument names, else to that of ``--job``."""
+    """Return the link to the job of the argument, or else of ``--job``."""
     if name and _is_flag("job") and name != link.job:
-        raise click.UsageError(f"which job: {name}, or {link.job} (--job)?")
+        raise click.UsageError(f"two jobs given: {name} and {link.job} (--job); give one")
     return replace(link, job=name or link.job)
 
 
 def _is_flag(name: str) -> bool:
-    """Whether an option was given on the command line, not by a variable."""
+    """Whether an option was given on the command line, and not by a variable."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 @click.command()
 @with_lighthouse
 def status(link: JobLink) -> None:
-    """Show the lighthouse and its jobs; with --job that one only."""
+    """Show the lighthouse and its jobs, or with --job one job."""
     cluster = run(link.service.get("cluster"))
     jobs = [link.get()] if _is_flag("job") else run(link.service.get("jobs"))["jobs"]
     if link.as_json:
@@ -55,7 +55,7 @@ def status(link: JobLink) -> None:
 @click.command()
 @with_lighthouse
 def replicas(link: JobLink) -> None:
-    """Show the replica groups of a job, those that just went too."""
+    """Show the replica groups of a job."""
     answer = link.get("replicas")
     if link.as_json:
         show_json(answer)
@@ -65,11 +65,11 @@ def replicas(link: JobLink) -> None:
     tables.show_replicas(answer["replicas"])
 
 
-@click.command(short_help="Show all about one replica group.")
+@click.command(short_help="Show everything about one replica group.")
 @with_lighthouse
 @_replica_argument()
 def inspect(link: JobLink, replica: str) -> None:
-    """Show all about one replica group, by its name or as one incarnation (name:uuid)."""
+    """Show everything about one replica group. REPLICA is a name or an incarnation (name:uuid)."""
     answer = link.get("replicas", replica)
     if link.as_json:
         show_json(answer)
@@ -81,9 +81,9 @@ def inspect(link: JobLink, replica: str) -> None:
 
 @click.command()
 @with_lighthouse
-@click.option("--explain", is_flag=True, help="Say why the next quorum is not formed yet, or how the last one was.")
+@click.option("--explain", is_flag=True, help="Show why the next quorum has not formed, or how the last one formed.")
 def quorum(link: JobLink, *, explain: bool) -> None:
-    """Show who takes part in the current step."""
+    """Show the members of the current quorum."""
     answer = link.get("quorum")
     if link.as_json:
         show_json(answer)
@@ -95,17 +95,19 @@ def quorum(link: JobLink, *, explain: bool) -> None:
 
 @click.command()
 @with_lighthouse
-@click.option("--follow", "-f", is_flag=True, help="Go on with each event as it happens.")
+@click.option("--follow", "-f", is_flag=True, help="Show new events as they happen.")
+@click.option("--after", type=click.IntRange(0), help="Show the oldest events above this number.  [default: newest]")
 @click.option(
-    "--after", type=click.IntRange(0), help="Only events newer than this number, the oldest of them.  [default: newest]"
-)
-@click.option(
-    "--limit", type=click.IntRange(1), default=1000, show_default=True, help="At most so many; not with --follow."
+    "--limit",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Maximum number of events; not with --follow.",
 )
 def events(link: JobLink, *, follow: bool, after: int | None, limit: int) -> None:
-    """Show what happened to a job. With --json --follow, one line of JSON for each event.
+    """Show the event log of a job. With --json --follow, one line of JSON for each event.
 
-    Numbers of events grow over restarts of the lighthouse: epoch times 4294967296, plus a count.
+    The number of an event is the epoch times 4294967296, plus a count, so it grows across restarts.
     """
     from keepstep_cli.asking import tables
 
@@ -135,13 +137,13 @@ def _to_stderr(sentence: str) -> None:
     print(f"keepstep: {sentence}", file=sys.stderr, flush=True)
 
 
-@click.command(short_help="Show the heals and uploads under way.")
+@click.command(short_help="Show current heals and uploads.")
 @with_lighthouse
-@click.option("--follow", "-f", is_flag=True, help="Look again every second, until Ctrl-C.")
+@click.option("--follow", "-f", is_flag=True, help="Update every second, until Ctrl-C.")
 def transfers(link: JobLink, *, follow: bool) -> None:
-    """Show what moves: the heals of a job, and its uploads to the relays that the lighthouse knows.
+    """Show the current heals of a job, and its uploads to registered relays.
 
-    With --json --follow, one line of JSON for each look.
+    With --json --follow, one line of JSON for each update.
     """
     from keepstep_cli.asking.transfers import follow_transfers, look, show_transfers
 
@@ -157,7 +159,7 @@ def transfers(link: JobLink, *, follow: bool) -> None:
 
 
 def _reason_option(verb: str) -> Callable[[Any], Any]:
-    return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Goes into the event log.")
+    return click.option("--reason", default=f"`keepstep {verb}`", show_default=True, help="Reason for the event log.")
 
 
 def _ordered(link: JobLink, answer: Any) -> None:
@@ -175,7 +177,7 @@ def _ordered(link: JobLink, answer: Any) -> None:
 @_replica_argument()
 @_reason_option("evict")
 @click.option(
-    "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Keep its name out for so long (10m, 2h).  [default: 0]"
+    "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Refuse its name for this time (10m, 2h).  [default: 0]"
 )
 def evict(link: JobLink, replica: str, *, reason: str, ban: float) -> None:
     """End a replica group now. Its launcher may start it again, unless it is banned."""
@@ -207,12 +209,12 @@ def readmit(link: JobLink, replica: str) -> None:
     default=60.0,
     show_default=True,
     metavar="TIME",
-    help="How long to wait for the step in which they are compared.",
+    help="Maximum wait for the step of the comparison.",
 )
 def verify_replicas(link: JobLink, *, wait: float) -> None:
-    """Compare the weights of all replica groups, by root digests that they take in the middle of their next step.
+    """Compare the weights of all replica groups, by root digests that they compute in their next step.
 
-    Exits with 0 when they are equal, with 1 when they differ or were not compared in time.
+    Exit code: 0 the weights are equal, 1 they differ or were not compared in time.
     """
     order = link.post("verify")
     event = run(_comparison(link, order, wait))
@@ -227,7 +229,7 @@ def verify_replicas(link: JobLink, *, wait: float) -> None:
 
 
 async def _comparison(link: JobLink, order: Any, wait: float) -> Any:
-    """The event that answers ``order``. ClickException after ``wait`` seconds."""
+    """Return the event that answers ``order``. Raises ClickException after ``wait`` seconds."""
     import asyncio
 
     follow = link.service.follow("jobs", link.job, "events", after=order["id"], told=_to_stderr, follow=1)
@@ -246,7 +248,7 @@ async def _comparison(link: JobLink, order: Any, wait: float) -> Any:
 
 
 class SecondsOrNone(Seconds):
-    """Seconds, or ``none``: no time of its own."""
+    """Seconds, or ``none`` to use the default."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "none" else super().convert(value, param, ctx)
@@ -255,37 +257,44 @@ class SecondsOrNone(Seconds):
 @click.command()
 @with_lighthouse
 @click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
-@click.option("--min-replicas", type=click.IntRange(1), help="Groups that a step needs at least.")
-@click.option("--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.")
+@click.option("--min-replicas", type=click.IntRange(1), help="Minimum number of groups in a quorum.")
+@click.option("--max-replicas", type=click.IntRange(0), help="Maximum number of groups in a quorum; 0: no limit.")
 @click.option(
     "--initial-replicas",
     type=click.IntRange(0),
-    help="Groups that the first step of the job waits for, at most the join timeout.",
+    help="Groups that the first quorum of the job waits for, up to the join timeout.",
 )
-@click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.")
-@click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.")
-@click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.")
-@click.option("--reconnect-grace", type=Seconds(), help="A group whose connection broke may come back for so long.")
+@click.option("--join-timeout", type=Seconds(), help="Maximum wait for groups that have not asked.")
+@click.option("--heal-timeout", type=Seconds(), help="Maximum wait for a group that heals.")
+@click.option("--heartbeat-timeout", type=Seconds(), help="A group that is silent for this time is lost.")
+@click.option(
+    "--reconnect-grace", type=Seconds(), help="Time in which a group may reconnect after its connection broke."
+)
 @click.option(
     "--takeover-grace",
     type=SecondsOrNone(),
-    help="After a restart nobody is judged dead for so long; none: the heartbeat timeout.",
+    help="Time after a restart in which no group is lost; none: the heartbeat timeout.",
 )
-@click.option("--verify-every", type=click.IntRange(0), metavar="STEPS", help="Compare the weights so often; 0: never.")
+@click.option(
+    "--verify-every",
+    type=click.IntRange(0),
+    metavar="STEPS",
+    help="Compare the weights at each step that this divides; 0: never.",
+)
 @click.option(
     "--on-divergence",
     type=click.Choice(["heal", "drain", "report"]),
-    help="What becomes of a group whose weights are not those of most.",
+    help="Action for a group whose weights differ from the majority.",
 )
 @click.option(
     "--drain-straggler-after",
     type=click.IntRange(0),
     metavar="STEPS",
-    help="Drain a group that was a straggler for so many steps in a row; 0: never.",
+    help="Drain a group that was a straggler for this many steps in a row; 0: never.",
 )
-@click.option("--job-ttl", type=Seconds(), help="Delete the job when it had no sessions for so long; 0: never.")
+@click.option("--job-ttl", type=Seconds(), help="Delete the job after this time without sessions; 0: never.")
 def policy(link: JobLink, name: str | None, **limits: Any) -> None:
-    """Show the policy of a job, or change what is given. A change is kept, and holds at once."""
+    """Show the policy of a job, or change the given limits. A change is stored, and holds at once."""
     link = _link_to(link, name)
     changes = {field: None if value == "none" else value for field, value in limits.items() if value is not None}
     answer = run(link.service.patch("jobs", link.job, **changes)) if changes else link.get()
@@ -298,7 +307,7 @@ def policy(link: JobLink, name: str | None, **limits: Any) -> None:
     if not changes:
         return
     if answer["event"] is None:
-        print("nothing to do: it was so before")
+        print("nothing to do: already done")
     else:
         tables.show_event(answer["event"])
 
@@ -311,11 +320,11 @@ def job() -> None:
 @job.command(short_help="Delete a job that is no longer needed.")
 @with_lighthouse
 @click.argument("name", metavar="JOB", type=Named(), shell_complete=job_names)
-@click.option("--force", is_flag=True, help="Evict its replica groups first, if there are any.")
+@click.option("--force", is_flag=True, help="Evict connected replica groups first.")
 def rm(link: JobLink, name: str, *, force: bool) -> None:
-    """Delete a job from the lighthouse: its quorum, policy, bans and event list. Checkpoints stay.
+    """Delete a job from the lighthouse: its quorum, policy, bans, and event list. Checkpoints stay.
 
-    The next group that names it creates it anew, so stop the launchers first. Needs the admin token.
+    The next group that names the job creates it again, so stop the launchers first. Needs the admin token.
     """
     query = {"force": "true"} if force else {}
     _ordered(link, run(link.service.delete("jobs", _link_to(link, name).job, **query)))

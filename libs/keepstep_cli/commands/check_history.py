@@ -1,4 +1,4 @@
-"""``keepstep check-history``: reads the logs of a run and says whether all that must hold did."""
+"""``keepstep check-history``: check the logs of a run for violations."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import click
 from keepstep_cli.asking.options import json_option
 
 
-@click.command("check-history", short_help="Check the logs of a run for what must never happen.")
+@click.command("check-history", short_help="Check the logs of a run for violations.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @json_option
 def check_history(paths: tuple[Path, ...], *, as_json: bool) -> None:
-    """Check the logs of a run: was there ever a step that two quorums counted, a leader that was not the leader?
+    """Check the logs of a run for violations, such as a step of two quorums or a decision of a replaced leader.
 
-    PATH is a log or a folder with logs (*.jsonl, *.jsonl.1 ...). Give those of all lighthouses (--event-log, or
-    events.jsonl in the --state-dir) and all trainers (KEEPSTEP_STEP_LOG) of one run, each once. Whatever is missing is
-    named, and the rest is checked. Logs that were cut off by a kill are fine. Clocks need not agree.
+    PATH is a log, or a folder with logs (*.jsonl, *.jsonl.1 ...). Pass the logs of all lighthouses (--event-log, or
+    events.jsonl in the --state-dir) and all trainers (KEEPSTEP_STEP_LOG) of one run, each once. The report names
+    missing logs. A last line that a kill cut off is no violation. Clocks need not agree.
 
-    Exit code: 0 all that must hold did, 1 it did not (each violation is named, with the lines that prove it), 2 there
-    is nothing to read.
+    Exit code: 0 no violation, 1 violations (each with the lines that prove it), 2 no log to read.
     """
     from keepstep_history.reading import NoLogsError, check_files
     from keepstep_history.report import report_lines
@@ -33,7 +32,7 @@ def check_history(paths: tuple[Path, ...], *, as_json: bool) -> None:
         raise click.UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
     except NoLogsError as error:
         raise click.UsageError(
-            f"{error}. A lighthouse writes one with --event-log FILE, a trainer with KEEPSTEP_STEP_LOG=FILE"
+            f"{error}. A lighthouse writes a log with --event-log FILE, a trainer with KEEPSTEP_STEP_LOG=FILE"
         ) from error
     if as_json:
         print(json.dumps(report.json(), indent=2))

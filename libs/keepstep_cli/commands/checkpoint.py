@@ -1,4 +1,4 @@
-"""``keepstep checkpoint``: what relays hold, whether it is good, and how to be rid of it."""
+"""``keepstep checkpoint``: list, show, verify, and remove checkpoints of a relay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def list_all(link: JobLink) -> None:
 @with_relay
 @click.argument("checkpoint")
 def show(link: JobLink, checkpoint: str) -> None:
-    """Show all about one checkpoint."""
+    """Show everything about one checkpoint."""
     answer = link.get("checkpoints", checkpoint)
     if link.as_json:
         show_json(answer)
@@ -49,7 +49,10 @@ def show(link: JobLink, checkpoint: str) -> None:
 @with_relay
 @click.argument("checkpoint")
 def verify(link: JobLink, checkpoint: str) -> None:
-    """Fetch every chunk of a checkpoint and compare it with its digest. Exit code 1: not all of it is good."""
+    """Fetch every chunk of a checkpoint and compare it with its digest.
+
+    Exit code: 0 all chunks are intact, 1 a chunk is damaged or missing.
+    """
     found = run(_verify(link, checkpoint))
     if link.as_json:
         show_json(found)
@@ -95,7 +98,7 @@ async def _verify(link: JobLink, checkpoint: str) -> dict[str, Any]:
                 damaged.append({"rank": rank, "chunk": number, "reason": str(error)})
                 continue
             if len(data) != chunk_length(envelope.pack_bytes, number) or chunk_digest(data) != digest:
-                damaged.append({"rank": rank, "chunk": number, "reason": "its bytes do not have its digest"})
+                damaged.append({"rank": rank, "chunk": number, "reason": "the bytes do not match the digest"})
     return {"job": link.job, "id": checkpoint, "chunks": chunks, "bytes": size, "damaged": damaged}
 
 

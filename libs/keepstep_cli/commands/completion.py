@@ -7,11 +7,11 @@ import click
 SHELLS = ("bash", "zsh", "fish")
 
 
-@click.command(short_help="Print what makes a shell complete commands and names.")
+@click.command(short_help="Print the completion script of a shell.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands, flags, jobs and replica groups.
+    """Print a script that completes commands, flags, jobs, and replica groups.
 
     For bash, put eval "$(keepstep completion bash)" into ~/.bashrc.
 

@@ -1,4 +1,4 @@
-"""``keepstep demo``: the command. ``demo_run`` directs, ``demo_story`` decides, ``demo_view`` shows."""
+"""``keepstep demo``: the command. ``demo_run`` runs it, ``demo_story`` decides, ``demo_view`` shows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 
 @click.command(short_help="Watch a training job survive kill -9, again and again.")
 @click.option("--replicas", type=click.IntRange(2), default=3, show_default=True, help="Replica groups.")
-@click.option("--kills", type=click.IntRange(0), help="How many kills.  [default: each group and the lighthouse once]")
-@click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this long.")
+@click.option("--kills", type=click.IntRange(0), help="Number of kills.  [default: each group and the lighthouse once]")
+@click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this time.")
 @click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
 @click.option(
     "--summary",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("demo-summary.json"),
     show_default=True,
-    help="Where the table goes as JSON.",
+    help="File for the table as JSON.",
 )
 def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summary: Path) -> None:
     """Watch a training job survive: each group and the lighthouse are killed, one after another.
 
     Trains a small network on scikit-learn's handwritten digits over three replica groups, in less than a minute.
 
-    Exit code: 0 if every kill was survived, all groups ended with the same weights, bit for bit, and the logs of all
-    show no violation; else 1.
+    Exit code: 0 if the job survived every kill, all groups ended with bit-identical weights, and the logs show no
+    violation; else 1.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -42,7 +42,7 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summa
             "pip install -e '.[train]' scikit-learn in keepstep's folder"
         )
     if not summary.absolute().parent.is_dir():
-        raise click.UsageError(f"--summary {summary}: there is no folder {summary.parent}")
+        raise click.UsageError(f"--summary {summary}: folder {summary.parent} not found")
     from keepstep_cli.demo.demo_run import run_demo
 
     if short:

@@ -19,17 +19,19 @@ DEFAULT_PORT = 29530
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of its data; without one nothing survives a restart.",
+    help="Folder for its data; without it, nothing survives a restart.",
 )
-@click.option("--keep-events", type=Seconds(), help="Forget events that are older.  [default: 30d]")
+@click.option("--keep-events", type=Seconds(), help="Delete older events.  [default: 30d]")
 @click.option("--snapshot-every", type=Seconds(), help="Time between snapshots of the history.  [default: 5m]")
 @click.option(
-    "--lighthouse", metavar="URL[,URL]", help="Where to register, so that senders find it.  [env: KEEPSTEP_LIGHTHOUSE]"
+    "--lighthouse",
+    metavar="URL[,URL]",
+    help="Lighthouse to register with, so that senders find the service.  [env: KEEPSTEP_LIGHTHOUSE]",
 )
-@click.option("--name", help="Under which it registers.  [default: host and port]")
-@click.option("--advertise", metavar="URL", help="Where senders reach it.  [default: where it listens]")
+@click.option("--name", help="Name for the registration.  [default: host and port]")
+@click.option("--advertise", metavar="URL", help="Address for senders.  [default: where it listens]")
 def metrics(**flags: Any) -> None:
-    """Run a metrics service: what each group did when, what failures cost, and why.
+    """Run a metrics service: the history of each group, and the cost and cause of failures.
 
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_METRICS_DATA_DIR.
     """

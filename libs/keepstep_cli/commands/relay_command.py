@@ -18,41 +18,53 @@ _tier_options = all_of(
     click.option(
         "--data-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Folder of the disk tier; without one nothing survives a restart.",
+        help="Folder for the disk tier; without it, nothing survives a restart.",
     ),
     click.option(
-        "--durable", metavar="URL", help="Where durable checkpoints are copied to: file:///path, s3://bucket/path ..."
+        "--durable", metavar="URL", help="Destination for durable checkpoints: file:///path, s3://bucket/path ..."
     ),
-    click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints kept of a job; 0: all.  [default: 2]"),
-    click.option("--keep-durable", type=click.IntRange(0), help="Durable ones; 0: all.  [default: 0]"),
-    click.option("--live-age", type=Seconds(), help="Drop live ones that are older, but the newest.  [default: never]"),
+    click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints to keep per job; 0: all.  [default: 2]"),
+    click.option(
+        "--keep-durable", type=click.IntRange(0), help="Durable checkpoints to keep per job; 0: all.  [default: 0]"
+    ),
+    click.option(
+        "--live-age", type=Seconds(), help="Drop older live checkpoints, except the newest.  [default: never]"
+    ),
     click.option(
         "--live-ttl",
         type=Seconds(),
-        help="Drop the newest live one when unused for so long; 0: never.  [default: 1d]",
+        help="Drop the newest live checkpoint after this time without use; 0: never.  [default: 1d]",
     ),
-    click.option("--durable-age", type=Seconds(), help="The same for durable ones.  [default: never]"),
+    click.option(
+        "--durable-age", type=Seconds(), help="Drop older durable checkpoints, except the newest.  [default: never]"
+    ),
 )
 _limit_options = all_of(
-    click.option("--upload-timeout", type=Seconds(), help="Abort an upload whose rank is silent.  [default: 60]"),
-    click.option("--max-wait", type=Seconds(), help="Longest wait for what is still to come.  [default: 60]"),
-    click.option("--body-timeout", type=Seconds(), help="Longest that a chunk takes in or out.  [default: 60]"),
-    click.option("--max-checkpoints", type=click.IntRange(1), help="Checkpoints held at most.  [default: 1000]"),
-    click.option("--max-chunks", type=click.IntRange(1), help="Chunks known at most.  [default: 1000000]"),
+    click.option(
+        "--upload-timeout",
+        type=Seconds(),
+        help="Abort an upload with a rank that is silent for this time.  [default: 60]",
+    ),
+    click.option("--max-wait", type=Seconds(), help="Maximum wait for data that has not arrived.  [default: 60]"),
+    click.option("--body-timeout", type=Seconds(), help="Maximum time for one chunk, in or out.  [default: 60]"),
+    click.option("--max-checkpoints", type=click.IntRange(1), help="Maximum number of checkpoints.  [default: 1000]"),
+    click.option("--max-chunks", type=click.IntRange(1), help="Maximum number of chunks.  [default: 1000000]"),
 )
 
 
-@click.command(short_help="Run a checkpoint relay, which passes live states on.")
+@click.command(short_help="Run a relay, which passes live states on.")
 @service_options(DEFAULT_PORT)
 @_tier_options
 @_limit_options
 @click.option(
-    "--lighthouse", metavar="URL[,URL]", help="Where to register, so that workers find it.  [env: KEEPSTEP_LIGHTHOUSE]"
+    "--lighthouse",
+    metavar="URL[,URL]",
+    help="Lighthouse to register with, so that workers find the relay.  [env: KEEPSTEP_LIGHTHOUSE]",
 )
-@click.option("--name", help="Under which it registers.  [default: host and port]")
-@click.option("--advertise", metavar="URL", help="Where workers reach it.  [default: where it listens]")
+@click.option("--name", help="Name for the registration.  [default: host and port]")
+@click.option("--advertise", metavar="URL", help="Address for workers.  [default: where it listens]")
 def relay(**flags: Any) -> None:
-    """Run a checkpoint relay: it takes a state once, and passes it on to any number of readers while it still comes.
+    """Run a relay: it receives a state once, and passes it on to any number of readers, also during the upload.
 
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --data-dir is KEEPSTEP_RELAY_DATA_DIR.
     """

@@ -1,4 +1,4 @@
-"""``keepstep run``: replica groups of a script on this machine, restarted when they die."""
+"""``keepstep run``: run replica groups of a script on this machine, and restart those that die."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ASK_FIRST_SECONDS = 5.0
 
 
 class ConsoleAudience:
-    """Prints what ranks print where they meant it to go, and what the supervisor says to standard error.
+    """Print the output of ranks to the same stream, and messages of the supervisor to standard error.
 
-    Raises BrokenPipeError when nobody reads any more. What a full disk does not take is lost, and the job goes on.
+    Raises BrokenPipeError when the reader has closed the stream. Output that a full disk rejects is lost.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class ConsoleAudience:
         except OSError as reason:
             if not self._out_fails:
                 self._out_fails = True
-                self.note("run", f"standard output takes nothing ({reason.strerror}): what ranks print is lost")
+                self.note("run", f"cannot write to standard output ({reason.strerror}): output of ranks is lost")
 
     def note(self, group: str, sentence: str) -> None:
         self._write_error(group, None, sentence)
 
     def _write_error(self, group: str, rank: int | None, text: str) -> None:
-        """There is nowhere left to say that this cannot be written."""
+        """Write to standard error, and ignore errors: no other stream is left to report them."""
         try:
             self._err.write(group, rank, text)
         except BrokenPipeError:
@@ -59,14 +59,14 @@ class ConsoleAudience:
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run here.")
+@click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run on this machine.")
 @click.option("--nproc-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Ranks of each group.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=MAX_RESTARTS,
     show_default=True,
-    help="Restarts of one group after which it is given up; the others go on.",
+    help="Give up a group after this many restarts; the others go on.",
 )
 @click.option(
     "--grace", type=options.Seconds(), default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL."
@@ -78,27 +78,27 @@ class ConsoleAudience:
 @click.option(
     "--min-replicas",
     type=click.IntRange(1),
-    help="Of the lighthouse started here: groups that a step needs.  [default: 1]",
+    help="For the lighthouse started here: minimum number of groups.  [default: 1]",
 )
 @click.option(
     "--join-timeout",
     type=options.Seconds(),
-    help="Of the lighthouse started here: wait so long for groups that have not asked.  [default: 60]",
+    help="For the lighthouse started here: maximum wait for groups that have not asked.  [default: 60]",
 )
 @click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Of the lighthouse started here: where it keeps its state and events.jsonl.  [default: forgotten at the end]",
+    help="For the lighthouse started here: folder for its state and events.jsonl.  [default: deleted at the end]",
 )
 @click.option(
     "--first-replica",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Number of the first group here, when one job runs on several machines.",
+    help="Number of the first group on this machine, for a job on several machines.",
 )
 @click.option(
-    "--replicas-in-job", type=click.IntRange(1), help="Groups on all machines together.  [default: those here]"
+    "--replicas-in-job", type=click.IntRange(1), help="Number of groups on all machines.  [default: --replicas]"
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -124,10 +124,10 @@ def run(
 
     keepstep run --replicas 3 -- train.py --epochs 10
 
-    Each rank gets torchrun's environment, and its output is printed as "[r0/1] line": group, rank. A rank that dies
-    ends its group, which is started again after a short wait, one that was evicted when it is not banned any more; a
-    group whose ranks all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without
-    --lighthouse one is started for the job.
+    Each rank gets torchrun's environment. Its output is printed as "[r0/1] line" (group, rank). A rank that dies ends
+    its group, which restarts after a short pause; an evicted group restarts when its ban is over. A group whose ranks
+    all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
+    starts a lighthouse for the job.
 
     Exit code: 0 all groups finished, 1 a group was given up, 128 + n ended by signal n.
     """
@@ -167,7 +167,7 @@ def run(
         if not addresses:
             port, other = embedded.place()
             if other is not None:
-                audience.note("run", f"a lighthouse is at {other} and is not used; --lighthouse {other} uses it")
+                audience.note("run", f"not using the lighthouse at {other}; to use it, pass --lighthouse {other}")
             addresses = f"http://127.0.0.1:{port}"
             flags = ["--initial-replicas", str(replicas_in_job or replicas)]
             flags += [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
@@ -203,21 +203,21 @@ def run(
 
 
 def _check_numbers(replicas: int, first: int, in_job: int | None, min_replicas: int | None) -> None:
-    """Raises ``click.UsageError`` for numbers that do not fit each other."""
+    """Check the numbers of groups. Raises ``click.UsageError``."""
     groups = in_job or first + replicas
     if first + replicas > groups:
         raise click.UsageError(
-            f"--first-replica {first} and --replicas {replicas} make groups up to r{first + replicas - 1}, but "
-            f"--replicas-in-job {groups} has none beyond r{groups - 1}"
+            f"--first-replica {first} and --replicas {replicas} start groups up to r{first + replicas - 1}, but "
+            f"--replicas-in-job {groups} ends at r{groups - 1}"
         )
     if min_replicas is not None and min_replicas > groups:
         raise click.UsageError(
-            f"--min-replicas {min_replicas}: no step could ever be made, the job has {groups} groups"
+            f"--min-replicas {min_replicas} exceeds the {groups} groups of the job: no quorum could form"
         )
 
 
 def _ask_first(lighthouse: Lighthouse, audience: ConsoleAudience) -> None:
-    """Raises what a lighthouse says that does not take us. One that is not there yet is no error: trainers wait."""
+    """Ask the lighthouse, and raise its refusal. An unreachable lighthouse is no error: trainers wait for it."""
     import asyncio
 
     from keepstep_cli.errors import Refused, Unreachable
@@ -229,4 +229,4 @@ def _ask_first(lighthouse: Lighthouse, audience: ConsoleAudience) -> None:
             raise
         for line in error.message.splitlines():
             audience.note("run", line)
-        audience.note("run", "the groups are started all the same, and wait for it (connect_timeout)")
+        audience.note("run", "starting the groups, which wait for it (connect_timeout)")

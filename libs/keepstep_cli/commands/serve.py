@@ -1,4 +1,4 @@
-"""``keepstep up`` and ``keepstep lighthouse``: services in this process, until a signal ends them."""
+"""``keepstep up`` and ``keepstep lighthouse``: run services in this process until a signal ends them."""
 
 from __future__ import annotations
 
@@ -36,37 +36,41 @@ NAMES = (
     "drain_straggler_after",
 )
 SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
-"""A setting as the lighthouse calls it in what it says of it."""
+"""Pattern of a setting's name in an error of the lighthouse."""
 
-_event_log_option = click.option("--event-log", type=FILE, help="File that gets every event as a line of JSON.")
+_event_log_option = click.option("--event-log", type=FILE, help="File to append every event to, as a line of JSON.")
 
 _policy_options = all_of(
     click.option(
         "--min-replicas",
         "--min_replicas",
         type=click.IntRange(1),
-        help="Groups that a step needs at least.  [default: 1]",
+        help="Minimum number of groups in a quorum.  [default: 1]",
     ),
     click.option(
-        "--max-replicas", type=click.IntRange(0), help="Groups that take part at most; 0: no limit.  [default: 0]"
+        "--max-replicas",
+        type=click.IntRange(0),
+        help="Maximum number of groups in a quorum; 0: no limit.  [default: 0]",
     ),
     click.option(
         "--initial-replicas",
         type=click.IntRange(0),
-        help="Groups that the first step of a job waits for, up to the join timeout.  [default: 0]",
+        help="Groups that the first quorum of a job waits for, up to the join timeout.  [default: 0]",
     ),
-    click.option("--join-timeout", type=Seconds(), help="Wait so long for groups that have not asked.  [default: 60]"),
-    click.option("--heal-timeout", type=Seconds(), help="Wait so long for a group that heals.  [default: 60]"),
-    click.option("--heartbeat-timeout", type=Seconds(), help="A group silent for so long is lost.  [default: 5]"),
+    click.option("--join-timeout", type=Seconds(), help="Maximum wait for groups that have not asked.  [default: 60]"),
+    click.option("--heal-timeout", type=Seconds(), help="Maximum wait for a group that heals.  [default: 60]"),
+    click.option(
+        "--heartbeat-timeout", type=Seconds(), help="A group that is silent for this time is lost.  [default: 5]"
+    ),
     click.option(
         "--reconnect-grace",
         type=Seconds(),
-        help="A group whose connection broke may come back for so long.  [default: 0.2]",
+        help="Time in which a group may reconnect after its connection broke.  [default: 0.2]",
     ),
     click.option(
         "--takeover-grace",
         type=Seconds(),
-        help="After a restart nobody is judged dead for so long.  [default: the heartbeat timeout]",
+        help="Time after a restart in which no group is lost.  [default: the heartbeat timeout]",
     ),
     click.option(
         "--verify-every",
@@ -77,21 +81,19 @@ _policy_options = all_of(
     click.option(
         "--on-divergence",
         type=click.Choice(["heal", "drain", "report"]),
-        help="What becomes of a group whose weights are not those of most.  [default: heal]",
+        help="Action for a group whose weights differ from the majority.  [default: heal]",
     ),
     click.option(
         "--drain-straggler-after",
         type=click.IntRange(0),
         metavar="STEPS",
-        help="Drain a group that was a straggler for so many steps in a row; 0: never.  [default: 0]",
+        help="Drain a group that was a straggler for this many steps in a row; 0: never.  [default: 0]",
     ),
     click.option(
-        "--job-ttl", type=Seconds(), help="Delete a job that had no sessions for so long; 0: never.  [default: 7d]"
+        "--job-ttl", type=Seconds(), help="Delete a job after this time without sessions; 0: never.  [default: 7d]"
     ),
-    click.option(
-        "--max-jobs", type=click.IntRange(1), help="Jobs held at most; no new one beyond them.  [default: 1000]"
-    ),
-    # As torchft_lighthouse spells them; a lighthouse that does not poll has no use for the last one.
+    click.option("--max-jobs", type=click.IntRange(1), help="Maximum number of jobs.  [default: 1000]"),
+    # Spellings of torchft_lighthouse. The last one has no effect: this lighthouse does not poll.
     click.option("--join_timeout_ms", type=float, hidden=True),
     click.option("--heartbeat_timeout_ms", type=float, hidden=True),
     click.option("--quorum_tick_ms", type=float, hidden=True),
@@ -104,25 +106,27 @@ _policy_options = all_of(
 @click.option(
     "--store",
     metavar="URL",
-    help="What must survive: memory://, sqlite:///path, or etcd://host:port[,host:port]/prefix, which several "
-    "lighthouses share: one leads, the others stand by.  [default: memory://]",
+    help="Store: memory://, sqlite:///path, or etcd://host:port[,host:port]/prefix, which several lighthouses "
+    "share: one leads, the others are standbys.  [default: memory://]",
 )
 @click.option(
-    "--lease", type=Seconds(), help="With etcd: succeed a leader silent for so long; at least 3.  [default: 10]"
+    "--lease",
+    type=Seconds(),
+    help="With etcd: take over from a leader that is silent for this time; at least 3.  [default: 10]",
 )
 @click.option(
-    "--advertise", metavar="URL", help="With etcd: where others reach this lighthouse.  [default: where it listens]"
+    "--advertise", metavar="URL", help="With etcd: address of this lighthouse for others.  [default: where it listens]"
 )
 @_policy_options
 def lighthouse(**flags: Any) -> None:
-    """Run a lighthouse: it agrees with all groups of a job on who takes part in each step.
+    """Run a lighthouse, which forms the quorum of each step of each job.
 
     Times are seconds, or 500ms, 2m. Every flag is also a variable: --join-timeout is KEEPSTEP_LIGHTHOUSE_JOIN_TIMEOUT.
     """
     _serve(flags)
 
 
-@click.command(short_help="Run the whole mesh, lighthouse, relay and metrics, in this process.")
+@click.command(short_help="Run the whole mesh (lighthouse, relay, metrics) in this process.")
 @service_options(DEFAULT_PORT)
 @_event_log_option
 @click.option(
@@ -135,18 +139,18 @@ def lighthouse(**flags: Any) -> None:
 @click.option(
     "--relay-bind",
     metavar="HOST:PORT",
-    help="Where the relay listens.  [default: ten ports above the lighthouse]",
+    help="Address of the relay.  [default: ten ports above the lighthouse]",
 )
 @click.option(
     "--metrics-bind",
     metavar="HOST:PORT",
-    help="Where the metrics service listens.  [default: twenty ports above the lighthouse]",
+    help="Address of the metrics service.  [default: twenty ports above the lighthouse]",
 )
 @_policy_options
 def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flags: Any) -> None:
-    """Run a lighthouse, a relay and a metrics service in this process. What must survive a restart is in a folder.
+    """Run a lighthouse, a relay, and a metrics service in this process, with their state in a folder.
 
-    Takes the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay` and `keepstep
+    Accepts the flags and variables of `keepstep lighthouse`, and the variables of `keepstep relay` and `keepstep
     metrics`.
     """
     from keepstep_mesh.config.settings import from_environment
@@ -164,8 +168,8 @@ def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flag
 def _serve(
     flags: dict[str, Any], state_dir: Path | None = None, beside: tuple[dict[str, Any], dict[str, Any]] | None = None
 ) -> None:
-    """``state_dir`` is there while it runs, and is not left behind empty. ``beside``: flags of the relay and of the
-    metrics service beside it.
+    """Create ``state_dir``, and delete it at the end if it is empty. ``beside``: flags of the relay and the metrics
+    service.
     """
     with importing("a lighthouse"):
         from keepstep_lighthouse.app import hosted_lighthouse
@@ -199,12 +203,12 @@ def _serve(
             run_services(hosted)
     finally:
         if made is not None:
-            with contextlib.suppress(OSError):  # there is something in it
+            with contextlib.suppress(OSError):  # not empty
                 made.rmdir()
 
 
 def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
-    """A relay that registers with ``lighthouse``, which is to listen on ``bind`` and will be known when it does."""
+    """Run a relay that registers with ``lighthouse``, which will listen on ``bind``."""
     from keepstep_relay.app import Relay, hosted_relay
     from keepstep_relay.settings import read_settings
 
@@ -218,7 +222,7 @@ def _relay_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) 
 
 
 def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]) -> Hosted:
-    """The same with a metrics service."""
+    """Run a metrics service in the same way."""
     from keepstep_metrics.app import Metrics, hosted_metrics
     from keepstep_metrics.settings import read_settings
 
@@ -232,7 +236,7 @@ def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]
 
 
 def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> None:
-    """Next to the lighthouse on ``bind``, unless it is said otherwise."""
+    """Return the address of a service beside the lighthouse on ``bind``, unless the environment sets one."""
     from keepstep_mesh.config.settings import bind_address, from_environment
     from keepstep_mesh.net.addresses import in_url
 
@@ -242,7 +246,7 @@ def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> 
 
 
 def _announce(endpoint: Endpoint) -> None:
-    """One line on standard output, for scripts that wait for it."""
+    """Print one line to standard output, for scripts that wait for it."""
     announce("lighthouse", endpoint)
     if sys.stdout.isatty():
         print(f"train with: keepstep run --lighthouse {endpoint.url} --replicas 2 -- train.py", flush=True)

@@ -1,8 +1,8 @@
-"""Directs the demo: a lighthouse, a relay and replica groups under the supervisor of ``keepstep run``, and a killer.
+"""Run the demo: a lighthouse, a relay, and replica groups under the supervisor of ``keepstep run``, and kill them.
 
-The trainers say what they do in the step log (``KEEPSTEP_STEP_LOG``) and on standard output; what to do next is the
-story's. They train until the number in the steps file, which is written when the last kill is survived. At the end the
-logs of all are checked as ``keepstep check-history`` does.
+Trainers report their steps in the step log (``KEEPSTEP_STEP_LOG``) and on standard output; ``demo_story`` decides what
+to do next. They train until the number in the steps file, which is written after the last kill was survived. At the end
+all logs are checked as ``keepstep check-history`` does.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from keepstep_mesh.protocol.names import name_of
 
 DEMO_POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.75
-"""How long all train together before the next kill."""
+"""Time for which all groups train together before the next kill."""
 UNTIL_TOLD = 10**9
 LAST_STEPS = 100
-"""At least so many more once all is over: every group must read the number before it gets there."""
+"""Minimum number of steps after the last kill: every group must read the number before it gets there."""
 KEPT_LINES = 80
 
 
 def training_script() -> Path:
-    """examples/train_ddp.py of the repository; an installed package brings the same file along."""
+    """Return examples/train_ddp.py of the repository, or the same file of an installed package."""
     in_repository = Path(__file__).resolve().parents[3] / "examples" / "train_ddp.py"
     return in_repository if in_repository.exists() else Path(__file__).resolve().parents[1] / "train_ddp.py"
 
 
 class StepLogReader:
-    """Hands what the trainers append to the step log to the story."""
+    """Pass new lines of the step log to the story."""
 
     def __init__(self, path: Path, story: Story) -> None:
         path.touch()
@@ -67,13 +67,13 @@ class StepLogReader:
 
 
 class DemoAudience:
-    """Takes out of what the trainers print what the story wants to know; keeps the last lines for a failure."""
+    """Pass losses and results in the trainers' output to the story; keep the last lines for a failure."""
 
     def __init__(self, story: Story) -> None:
         self._story = story
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
 
-    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:  # noqa: ARG002 - an Audience is told more
+    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:  # noqa: ARG002 - required by Audience
         if match := re.fullmatch(r"step \d+ loss (\S+)", text):
             self._story.learnt(group, float(match[1]))
             return
@@ -90,7 +90,7 @@ class DemoAudience:
 
 
 async def direct(launcher: Launcher, story: Story, log: StepLogReader, view: View, steps_file: Path) -> None:
-    """Looks, kills, and says when it is time to end. Until cancelled."""
+    """Update the view, kill, and end the training, until cancelled."""
     told = False
     while True:
         log.read()
@@ -130,7 +130,7 @@ async def _run(
 
 
 def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> int:
-    """Exit code: 0 when everything that was killed came back and all ended with the same weights."""
+    """Run the demo; return 0 if everything that was killed came back and all groups ended with equal weights."""
     console = Console()
     started = time.monotonic()
     names = [f"r{group}" for group in range(replicas)]
@@ -178,6 +178,6 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
     console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
     if code == 0 and story.succeeded() and history.fine:
         return 0
-    console.print(f"the demo failed (exit code of the job: {code}). What was printed last:", style="bold red")
+    console.print(f"the demo failed (exit code of the job: {code}). Last lines of output:", style="bold red")
     sys.stdout.write("\n".join(audience.lines) + "\n")
     return code if code > 128 else 1

@@ -1,7 +1,7 @@
-"""What happens in the demo, and who is killed next. Pure: entries of the step log in, facts and decisions out.
+"""Follow the demo and choose the next kill. Pure: entries of the step log in, facts and decisions out.
 
-A kill is survived when its group commits with all the others again (for the lighthouse: when the next commit that
-needed it is there). The next one waits until then, and ``settle`` seconds more. Times are Unix seconds, as in the log.
+The job has survived a kill when the group commits with all others again (for the lighthouse: at the next commit that
+needed it). The next kill follows ``settle`` seconds later. Times are Unix seconds, as in the log.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Kill:
     victim: str
     at: float
     quorum_id: int
-    """The highest committed under before the kill."""
+    """The highest quorum_id of a commit before the kill."""
     step: int
-    """The highest committed before the kill."""
+    """The highest committed step before the kill."""
     next_commit: float | None = None
-    """Seconds until the others committed a step that they could not have begun before."""
+    """Seconds until the others committed a step that began after the kill."""
     back: float | None = None
-    """Seconds until all were there again."""
+    """Seconds until all groups took part again."""
 
 
 def _groups(number: int) -> str:
@@ -54,7 +54,7 @@ def _groups(number: int) -> str:
 
 
 class Story:
-    """``groups`` by name; ``victims`` in the order in which they are killed, the lighthouse among them."""
+    """``groups``: names; ``victims``: groups and the lighthouse, in the order of their kills."""
 
     def __init__(self, groups: Sequence[str], victims: Sequence[str], settle: float) -> None:
         self.groups = {name: GroupFacts() for name in groups}
@@ -71,10 +71,10 @@ class Story:
         self._first_commit: float | None = None
         self._last_commit = 0.0
 
-    # ---- what is heard
+    # ---- events
 
     def heard(self, group: str, entry: dict[str, Any]) -> None:
-        """One entry of the step log."""
+        """Process one entry of the step log."""
         facts, at, event = self.groups[group], float(entry["t"]), entry["event"]
         if event == "quorum":
             facts.state = State.HEALING if facts.state is State.STARTING and self.step > 0 else facts.state
@@ -97,17 +97,17 @@ class Story:
             self.groups[group].restarts += 1
 
     def died(self, group: str, how: str, at: float) -> None:
-        """Told only if it was not us."""
+        """Report the end of a group, unless the demo killed it."""
         kill = self.kills[-1] if self.kills else None
         if kill is None or kill.victim != group or kill.back is not None:
-            self._say(at, f"{group}: {how}, and nobody killed it")
+            self._say(at, f"{group}: {how}, without a kill by the demo")
 
     def ended(self, group: str, accuracy: float, weights: str) -> None:
         facts = self.groups[group]
         facts.state, facts.accuracy, facts.weights = State.FINISHED, accuracy, weights
 
     def killed(self, victim: str, at: float) -> None:
-        """It was sent SIGKILL now."""
+        """Record a SIGKILL to ``victim``."""
         self.kills.append(Kill(victim, at, self.quorum_id, self.step))
         self._all_there_since = None
         if victim in self.groups:
@@ -136,10 +136,10 @@ class Story:
 
     def _recovering(self, kill: Kill, group: str, at: float, entry: dict[str, Any]) -> None:
         if kill.victim == LIGHTHOUSE:
-            # The step in flight may have had its quorum already; the one after it cannot.
+            # The current step may have had its quorum before the kill; the one after it cannot.
             if entry["step"] >= kill.step + 2:
                 kill.next_commit = kill.back = at - kill.at
-                self._say(at, f"next step committed {kill.next_commit:.2f} s after the kill, nobody had to restart")
+                self._say(at, f"next step committed {kill.next_commit:.2f} s after the kill, without a restart")
             return
         if entry["quorum_id"] <= kill.quorum_id:
             return
@@ -156,20 +156,20 @@ class Story:
         begin = self._first_commit if self._first_commit is not None else at
         self.happenings.append(f"{max(0.0, at - begin):6.2f} s  {what}")
 
-    # ---- what follows from it
+    # ---- decisions
 
     def _pending(self) -> Kill | None:
         return self.kills[-1] if self.kills and self.kills[-1].back is None else None
 
     def next_kill(self, now: float) -> str | None:
-        """Who is to be killed now; it is off the list then."""
+        """Return the next victim, and remove it from the list; None if it is too early."""
         since = self._all_there_since
         if self._victims and self._pending() is None and since is not None and now - since >= self._settle:
             return self._victims.popleft()
         return None
 
     def over(self, now: float) -> bool:
-        """All were killed and are back: time to come to an end."""
+        """Whether all victims were killed and are back."""
         since = self._all_there_since
         return not self._victims and self._pending() is None and since is not None and now - since >= self._settle
 
@@ -182,11 +182,11 @@ class Story:
         return len(weights) == 1 and None not in weights
 
     def succeeded(self) -> bool:
-        """Everybody was killed and came back, and all ended with the same weights."""
+        """Whether the job survived all kills, and all groups ended with the same weights."""
         return not self._victims and self._pending() is None and self.bit_identical()
 
     def summary(self) -> dict[str, Any]:
-        """What demo-summary.json holds; times in seconds."""
+        """Return the content of demo-summary.json; times in seconds."""
         waits = [kill.next_commit for kill in self.kills if kill.next_commit is not None]
         return {
             "replicas": len(self.groups),

@@ -1,4 +1,4 @@
-"""The demo as people see it: a live table on a terminal, plain lines elsewhere, and the table at the end."""
+"""Show the demo: a live table on a terminal, plain lines elsewhere, and the table at the end."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STYLES = {
 
 class View(Protocol):
     def show(self, story: Story) -> None:
-        """Called many times a second."""
+        """Update the view; called many times a second."""
 
     def close(self, story: Story) -> None:
-        """The last look."""
+        """Show the final state."""
 
 
 class LiveView:
-    """For a terminal."""
+    """A live table on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
@@ -47,7 +47,7 @@ class LiveView:
 
 
 class PlainView:
-    """One line for whatever happens, and one every other second."""
+    """One line for each event, and one every other second."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -91,7 +91,7 @@ def _picture(story: Story) -> Group:
 
 
 def final_table(summary: dict[str, Any]) -> Table:
-    """``summary`` as ``Story.summary`` made it."""
+    """Return the table of ``summary`` (``Story.summary``)."""
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f} s"

@@ -39,6 +39,6 @@ async def test_a_job_is_deleted_by_an_admin_only_and_named_once() -> None:
         assert list(job.lighthouse.jobs) == ["default"]
         twice = await keepstep("job", "rm", "default", "--job", "other", *job.at)
         assert twice.code == 2
-        assert "which job: default, or other (--job)?" in twice.err
+        assert "two jobs given: default and other (--job); give one" in twice.err
         nameless = await keepstep("job", "rm", *job.at)
         assert nameless.code == 2

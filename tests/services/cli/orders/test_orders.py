@@ -65,7 +65,7 @@ async def test_policy_shows_the_limits_of_a_job_and_changes_those_that_are_given
         assert re.search(r"policy .*by=admin at 127.0.0.1 changed=", changed.out)
         again = await keepstep("policy", "--max-replicas", "4", *job.at)
         assert again.code == 0
-        assert again.out.splitlines()[-1] == "nothing to do: it was so before"
+        assert again.out.splitlines()[-1] == "nothing to do: already done"
         assert (await keepstep("policy", "default", "--job", "other", *job.at)).code == 2
         assert json.loads((await keepstep("policy", *job.at, "--json")).out) == {
             "min_replicas": 1,

@@ -255,7 +255,7 @@ def test_a_full_disk_under_its_output_loses_lines_and_not_the_job(tmp_path: Path
         done = subprocess.run(command, cwd=tmp_path, **streams, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0
     if full == "stdout":
-        assert done.stderr.count("standard output takes nothing (No space left on device)") == 1
+        assert done.stderr.count("cannot write to standard output (No space left on device)") == 1
 
 
 def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None:
@@ -294,9 +294,9 @@ def test_a_program_that_is_not_there_any_more_is_given_up_at_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--replicas", "2", "--min-replicas", "3"), "--min-replicas 3: no step could ever be made"),
+        (("--replicas", "2", "--min-replicas", "3"), "--min-replicas 3 exceeds the 2 groups"),
         (("--replicas", "1", "--first-replica", "3", "--replicas-in-job", "2"), "--first-replica 3 and --replicas 1"),
-        (("--replicas", "3", "--replicas-in-job", "2"), "has none beyond r1"),
+        (("--replicas", "3", "--replicas-in-job", "2"), "ends at r1"),
     ],
 )
 def test_numbers_that_do_not_fit_each_other_are_an_error_of_usage(
