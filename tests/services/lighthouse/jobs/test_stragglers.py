@@ -18,6 +18,8 @@ from keepstep_metrics.lighthouse import draining
 from tests.support.services.lighthouse_driver import DEADLINE, Worker, connection, eventually, lighthouse, round_of
 from tests.support.services.metrics_driver import JOB, Client, Teller, client, metrics, step
 
+SILENT = {"heartbeat_timeout": DEADLINE, "reconnect_grace": DEADLINE}
+"""The workers of these tests send no heartbeats."""
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
 NAMES = ("r0:1", "r1:1", "r2:1")
 
@@ -55,7 +57,7 @@ async def until_slow(worker: Client) -> dict[str, Any]:
 
 
 async def test_a_service_token_has_a_straggler_drained_in_a_job_whose_policy_says_so() -> None:
-    policy = Policy(min_replicas=2, reconnect_grace=DEADLINE)
+    policy = Policy(min_replicas=2, **SILENT)
     settings = {"tokens": TOKENS, "token": ClientToken.of(TOKENS.service)}
     async with (
         lighthouse(tokens=TOKENS, policy=policy) as known,
@@ -80,7 +82,7 @@ async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_la
 ) -> None:
     monkeypatch.setattr(draining, "STRAGGLER_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(draining, "DRAIN_RETRY_SECONDS", 0.05)
-    policy = Policy(min_replicas=3, reconnect_grace=DEADLINE, drain_straggler_after=3)
+    policy = Policy(min_replicas=3, drain_straggler_after=3, **SILENT)
     settings = {"tokens": TOKENS, "token": ClientToken.of(TOKENS.service)}
     async with (
         lighthouse(tokens=TOKENS, policy=policy) as known,
@@ -97,7 +99,7 @@ async def test_a_straggler_that_cannot_be_spared_stays_and_is_asked_for_again_la
 
 
 async def test_a_worker_token_drains_nobody() -> None:
-    policy = Policy(reconnect_grace=DEADLINE, drain_straggler_after=1)
+    policy = Policy(drain_straggler_after=1, **SILENT)
     async with (
         lighthouse(tokens=TOKENS, policy=policy) as known,
         members_at(known.address),
