@@ -38,7 +38,7 @@ class Run:
     """A run of one row.
 
     Args:
-        row: What to do.
+        row: The row.
         times: Number of repetitions.
         proxies: Cut the network with TCP proxies even where network namespaces are available.
         say: Called with a line of progress per repetition.
@@ -57,7 +57,7 @@ class Run:
         began = time.monotonic()
         try:
             await self._row.play(self)
-        except Exception as error:  # noqa: BLE001 - the other rows run all the same
+        except Exception as error:  # noqa: BLE001 - the other rows must run too
             first, *more = str(error).splitlines() or [""]
             self.outcome.broken.append(f"{type(error).__name__}: {first}")
             self._say("\n".join([*traceback.format_exception(error)[-2:], *more]))
@@ -140,7 +140,7 @@ class Row:
     play: Callable[[Run], Awaitable[None]]
     limit: Limit | None = None
     holds: str = ""
-    """What ``play`` asserts in addition to what every row asserts."""
+    """The assertions of ``play`` beside those of every row."""
     cuts_network: bool = False
     namespaces_only: bool = False
 

@@ -88,7 +88,7 @@ ROWS = {
         ),
         Row(
             *("relay_killed", "the relay: SIGKILL while 1 of 3 groups heals", 20, groups.relay_killed),
-            holds="the group heals all the same",
+            holds="the group heals anyway",
         ),
         Row(
             *(
@@ -111,7 +111,7 @@ ROWS = {
         ),
         Row(
             "groups_parted",
-            "2 of 3 groups cut off from each other for 20 s; from the mending on",
+            "2 of 3 groups cut off from each other for 20 s; from the repair on",
             *(3, groups.groups_parted),
             holds="it goes on by itself",
             cuts_network=True,

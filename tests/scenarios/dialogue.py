@@ -204,9 +204,9 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (r"ann wants the groups compared", lambda d, _: d.driver.wants_comparison()),
     (r"ann readmits (?P<ids>[\w:]+)", _simple("readmits")),
     (r"(?P<seconds>[\d.]+) s pass(?:, (?P<silent>[\w:, ]+) silent)?", Dialogue.passes),
-    (r"the lighthouse is killed and starts anew", Dialogue.restarts),
-    (r"the lighthouse starts anew with quorum (?P<quorum>\d+) of " + IDS + r" in its store", Dialogue.restores),
-    (r"the lighthouse is killed and starts anew without its store", Dialogue.loses_its_store),
+    (r"the lighthouse is killed and restarts", Dialogue.restarts),
+    (r"the lighthouse restarts with quorum (?P<quorum>\d+) of " + IDS + r" in its store", Dialogue.restores),
+    (r"the lighthouse is killed and restarts without its store", Dialogue.loses_its_store),
 )
 
 
@@ -249,11 +249,11 @@ def _number(text: str) -> float | str | None:
 def _differences(before: JobRecord, after: JobRecord) -> list[str]:
     said = []
     if before.quorum_id != after.quorum_id:
-        said.append(f"quorum {after.quorum_id} of {', '.join(after.members) or 'nobody known'}")
+        said.append(f"quorum {after.quorum_id} of {', '.join(after.members) or 'unknown members'}")
     if before.evicted != after.evicted:
-        said.append(f"evicted: {', '.join(after.evicted) or 'nobody'}")
+        said.append(f"evicted: {', '.join(after.evicted) or 'none'}")
     if before.bans != after.bans:
-        said.append(f"banned: {', '.join(ban.target for ban in after.bans) or 'nobody'}")
+        said.append(f"banned: {', '.join(ban.target for ban in after.bans) or 'none'}")
     if before.policy != after.policy:
         said.append("policy")
     return said

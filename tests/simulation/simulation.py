@@ -1,7 +1,7 @@
 """One job in virtual time: replica groups that train, their lighthouses, the network, and faults from a seed.
 
 The lighthouses run the product's own code: one with a store of its own, or several that share a store and elect a
-leader. ``checks`` says what must hold.
+leader. ``checks`` has the rules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Script = Generator[float | Callable[[], bool], None, None]
 
 
 class Simulation:
-    """``run`` raises ``Violation`` when a rule is broken. What is not given is drawn from the seed.
+    """``run`` raises ``Violation`` when a rule is broken. Arguments that are None are drawn from the seed.
 
     Args:
         seed: Equal seeds give equal runs.
@@ -275,7 +275,7 @@ class Simulation:
         return next((node.name for node in self.nodes.values() if node.loop.is_running()), "-")
 
     def order(self, order: Any) -> None:
-        """Give an administrator's order to the leader. It is lost when there is none."""
+        """Give an administrator's order to the leader. Without a leader the order is lost."""
         leader = self.leader
         if leader is not None and not leader.loop.asleep:
             leader.order(order)

@@ -209,7 +209,7 @@ def two_groups_at_an_equal_step_with_different_weights(sim: Simulation) -> Scrip
         yield lambda: r0.contributed and r1.contributed
         so_far, behind = r0.commits, r1.commits
         r1.fail_commit()
-        yield lambda: r0.plan is None  # it committed, or was told in time that r1 failed
+        yield lambda: r0.plan is None  # it committed, or learned in time that r1 failed
     for address in sim.nodes:
         sim.mesh.refuse(r0.name, address)
     if r0.session.connection is not None:

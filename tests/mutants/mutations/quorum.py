@@ -119,7 +119,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "members are not told of a lost member",
+        "members do not hear of a lost member",
         f"{LIGHTHOUSE}/quorum/changes/departures.py",
         "    if sessions := state.member_sessions(lambda _: True):\n",
         "    if sessions := ():\n",

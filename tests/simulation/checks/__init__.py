@@ -1,1 +1,1 @@
-"""What must hold in every simulation."""
+"""Rules that every simulation must keep."""

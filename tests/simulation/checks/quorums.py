@@ -1,12 +1,12 @@
-"""What must hold of the lighthouses, over all of them together.
+"""Rules for the lighthouses, over all of them together.
 
 * A quorum_id has one membership. In the store quorum_id and epoch only grow; for no group do they fall.
 * A quorum is announced after it was written, within the lease, and by a leader in the epoch of the store. A deposed
   leader may confirm the last quorum that it wrote until its lease ends, but not when a quorum of other groups was
-  announced meanwhile and all members are still in session with it.
+  announced in the meantime and all members are still in session with it.
 * A quorum has at least min_replicas members, none of them evicted, and all requests in it are open: their sessions
   are not over, and they were not cancelled.
-* No group is told of an eviction before it is written.
+* An eviction is written before any group hears of it.
 * The core of a job is consistent, and asks for no timer that is due at once, again and again.
 """
 
@@ -183,4 +183,4 @@ class QuorumChecks:
         if isinstance(tell.message, Evicted):
             for number in tell.to:
                 if (session := job.sessions.get(number)) and session.replica_id not in self._written_evictions:
-                    self._violated(f"{session.replica_id} is told of an eviction that is not written")
+                    self._violated(f"{session.replica_id} hears of an eviction that is not written")

@@ -1,11 +1,11 @@
-"""What must hold of the groups.
+"""Rules for the groups.
 
 * Groups at an equal (step, lineage) hold equal states, over all groups that ever lived, until a bit flips.
 * All groups take the same groups for the members of a quorum.
 * A group that allows no heal is in no round with healing.
 * A quorum goes on from a sound state if a member has one: from the one that was resumed last, then of the highest step.
 * Groups whose states are compared are found equal, as long as no bit flipped.
-* What lighthouses and groups wrote into their logs passes ``keepstep check-history``.
+* The logs of lighthouses and groups pass ``keepstep check-history``.
 * Once the faults stop, all groups soon train in one quorum, in equal states (``recovered``).
 """
 

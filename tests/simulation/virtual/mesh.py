@@ -59,6 +59,6 @@ class Mesh:
             connection.rejoin()
 
     def _end_partition(self, one: str, other: str, connections: list[Connection]) -> None:
-        for connection in connections:  # those that are over meanwhile hold messages too
+        for connection in connections:  # connections that have ended hold messages too
             connection.rejoin()
         self.rejoin(one, other)

@@ -100,7 +100,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     # ---- life
 
     def sleep(self) -> None:
-        """Stop as SIGSTOP does: nothing runs until ``wake``; callbacks queue up meanwhile."""
+        """Stop as SIGSTOP does: nothing runs until ``wake``; callbacks queue up until then."""
         self.asleep = True
 
     def wake(self) -> None:
