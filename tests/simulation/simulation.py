@@ -21,13 +21,12 @@ from tests.simulation.checks.history import Logs
 from tests.simulation.checks.quorums import QuorumChecks
 from tests.simulation.checks.states import Checkpoint, StateChecks
 from tests.simulation.checks.violation import Violation
-from tests.simulation.faults.drawing import Fault, draw_faults, inject
+from tests.simulation.faults.drawing import LAST_SECOND, Fault, draw_faults, inject
 from tests.simulation.virtual.mesh import Mesh
 from tests.simulation.virtual.network import Connection, End, Timeline
 from tests.simulation.virtual.store import SharedStore
 from tests.simulation.virtual.wires import Socket
 
-FAULT_SECONDS = 12.0
 RECOVERY_SECONDS = 120.0
 """Virtual seconds. Join, heal, collective and heartbeat timeouts, one after another, fit in."""
 LAST_RESTART_SECONDS = 8.0
@@ -47,14 +46,14 @@ class Simulation:
 
     Args:
         seed: Equal seeds give equal runs.
-        faults: All faults.
+        faults: The faults to inject.
         groups: Number of replica groups.
-        policy: Of the job.
+        policy: Policy of the job. A given policy also makes all groups allow heals.
         lighthouses: Number of lighthouses. One has a store of its own; several share one.
-        lease: Of all lighthouses, in seconds.
-        rate: Of the clocks of all lighthouses.
+        lease: ``--lease`` of all lighthouses, in seconds.
+        rate: Seconds of the lighthouses' clocks per virtual second.
         careful: Validate the core after every event.
-        quiet_at: Virtual second at which the faults end.
+        quiet_at: Virtual second after which no fault happens and the job must recover.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Simulation:
         lease: float | None = None,
         rate: float | None = None,
         careful: bool = False,
-        quiet_at: float = FAULT_SECONDS,
+        quiet_at: float = LAST_SECOND,
     ) -> None:
         random = self.random = Random(f"simulation {seed}")
         self.time = Timeline()
         self.trace: list[str] = []
         self.tracing = False
         self.raises = True
-        """False: broken rules are passed over, to see what they leave in the logs."""
+        """False: ignore broken rules, to see what they leave in the logs."""
         self._violation: Violation | None = None
         self._quiet = self._script_runs = self._done = False
         self._quiet_at = quiet_at

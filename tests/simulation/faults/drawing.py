@@ -14,12 +14,21 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 FIRST_SECOND, LAST_SECOND = 1.0, 12.0
+"""Virtual seconds between which faults happen."""
 MAX_FAULTS = 10
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: the name of the function that injects it. ``who``: a group by number. ``other``: input of ``kind``."""
+    """One fault.
+
+    Args:
+        at: Virtual second.
+        kind: Name of the function in ``faults`` that injects it.
+        who: Number of a group.
+        other: A number from 0 to 4 that ``kind`` decides with.
+        seconds: Duration.
+    """
 
     at: float
     kind: str
