@@ -1,7 +1,7 @@
-"""Messages to frames and back. Bad input is a ``ProtocolError`` that says which field of which message is wrong.
+"""Encode and decode messages. Invalid input raises ``ProtocolError``, which names the message and its field.
 
-A frame is one msgpack array: kind, then the fields in their order. Decoders are built once for each dataclass from its
-type hints; they check type and size and ignore fields that a newer peer appended.
+A frame is one msgpack array: the kind, then the fields in order. The decoders are generated from the type hints of the
+dataclasses. They check types and sizes, and ignore fields appended by a newer peer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from keepstep_mesh.protocol.messages import (
 )
 
 MAX_FRAME_BYTES = 1024 * 1024
-"""Largest frame from a worker."""
+"""Limit of a frame from a worker."""
 MAX_SERVER_FRAME_BYTES = 256 * 1024 * 1024
-"""Largest frame from a lighthouse: a full member list with everybody's data."""
+"""Limit of a frame from a lighthouse: a full member list with the data of every member."""
 MAX_TEXT = 4096
 MAX_ITEMS = 65536
 
@@ -51,7 +51,7 @@ def _text(value: Any, path: str) -> str:
     if type(value) is not str:
         raise ProtocolError(f"{path} must be a string, not {type(value).__name__}")
     if len(value) > MAX_TEXT:
-        raise ProtocolError(f"{path} has {len(value)} characters; at most {MAX_TEXT} are taken")
+        raise ProtocolError(f"{path} too long: {len(value)} characters (limit {MAX_TEXT})")
     return value
 
 
@@ -80,7 +80,7 @@ def _data(value: Any, path: str) -> Any:
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"{path} cannot be packed again: {error}") from error
     if size > MAX_DATA_BYTES:
-        raise ProtocolError(f"{path} has {size} bytes; at most {MAX_DATA_BYTES} are taken: pass a URL instead")
+        raise ProtocolError(f"{path} too large: {size} bytes (limit {MAX_DATA_BYTES}); pass a URL instead")
     return value
 
 
@@ -97,7 +97,7 @@ def _union(choices: list[Any], path_name: str) -> Decoder:
             except ProtocolError:
                 if number == len(rest) - 1:
                     raise
-        raise ProtocolError(f"{path} must be nothing else than null")
+        raise ProtocolError(f"{path} must be null")
 
     return decode
 
@@ -109,7 +109,7 @@ def _sequence(item: Any, path_name: str) -> Decoder:
         if type(value) is not list:
             raise ProtocolError(f"{path} must be a list, not {type(value).__name__}")
         if len(value) > MAX_ITEMS:
-            raise ProtocolError(f"{path} has {len(value)} items; at most {MAX_ITEMS} are taken")
+            raise ProtocolError(f"{path} too long: {len(value)} items (limit {MAX_ITEMS})")
         return tuple([decode_item(one, path) for one in value])
 
     return decode
@@ -126,7 +126,7 @@ def _record(cls: type, name: str) -> Decoder:
         if type(value) is not list:
             raise ProtocolError(f"{path} must be a list of fields, not {type(value).__name__}")
         if len(value) < required:
-            raise ProtocolError(f"{path} has {len(value)} fields; at least {required} are needed")
+            raise ProtocolError(f"{path} has {len(value)} fields; expected at least {required}")
         if len(value) > most:
             value = value[:most]
         return cls(*[one(raw, where) for (one, where), raw in zip(decoders, value, strict=False)])
@@ -140,14 +140,13 @@ _WRONG = {
     bool: "type({x}) is not bool",
     object: "{x} is not None",
 }
-"""When a field of this type has to be looked at by its decoder."""
+"""Condition under which a value of this type needs its decoder."""
 
 
 def _in_line(cls: type, hints: list[Any], decoders: list[tuple[Decoder, str]], decode: Decoder) -> Decoder:
-    """``decode`` with the checks of simple fields written out, the way ``dataclasses`` writes methods: twice as fast.
+    """Generate a ``decode`` with inlined checks of simple fields, as ``dataclasses`` generates methods: twice as fast.
 
-    Only what fails a check, and whatever is not simple, is handed to its decoder; a record of another length to
-    ``decode``.
+    Values that fail a check and fields of other types go to their decoder; records of another length to ``decode``.
     """
     names = [f"f{number}" for number in range(len(hints))]
     lines = ["def fast(value, path):", f" if type(value) is not list or len(value) != {len(names)}:"]
@@ -182,11 +181,11 @@ def _decoder(hint: Any, name: str) -> Decoder:
     if typing.get_origin(hint) is tuple:
         item, ellipsis = typing.get_args(hint)
         if ellipsis is not Ellipsis:
-            raise TypeError(f"{name}: only tuple[X, ...] travels")
+            raise TypeError(f"{name}: only tuple[X, ...] can be encoded")
         return _sequence(item, name)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _record(hint, hint.__name__)
-    raise TypeError(f"{name}: {hint!r} does not travel")
+    raise TypeError(f"{name}: {hint!r} cannot be encoded")
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}
@@ -201,27 +200,27 @@ _INFO = _record(MemberInfo, "info")
 
 
 def _plain(value: Any) -> Any:
-    """A dataclass as the list of its fields; what msgpack asks about a type that it does not know."""
+    """Return the fields of a dataclass as a list; called by msgpack for types that it does not know."""
     names = _FIELDS.get(type(value))
     if names is None:
         if not dataclasses.is_dataclass(value):
-            raise TypeError(f"{type(value).__name__} does not travel in a message; use plain msgpack values")
+            raise TypeError(f"{type(value).__name__} cannot be encoded in a message; use plain msgpack values")
         names = _FIELDS[type(value)] = tuple(f.name for f in dataclasses.fields(value))
     return [getattr(value, name) for name in names]
 
 
 def pack(value: Any) -> bytes:
-    """Any msgpack value, dataclasses included, as bytes."""
+    """Encode any msgpack value; dataclasses become lists of their fields."""
     packed: bytes = msgpack.packb(value, default=_plain)
     return packed
 
 
 def unpack(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Any:
-    """One msgpack value out of ``frame``. Raises ``ProtocolError`` for anything else."""
+    """Decode one msgpack value. Raises ``ProtocolError`` if ``frame`` is not one, or is too large."""
     if len(frame) > limit_bytes:
-        raise ProtocolError(f"frame of {len(frame)} bytes; at most {limit_bytes} are taken")
+        raise ProtocolError(f"frame too large: {len(frame)} bytes (limit {limit_bytes})")
     try:
-        # A list is allocated as long as its header says, so nested headers would cost far more than their bytes.
+        # msgpack allocates a list by the length in its header, so nested headers could cost far more than their bytes.
         return msgpack.unpackb(frame, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"frame is not msgpack: {str(error) or type(error).__name__}") from error
@@ -232,23 +231,25 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> Message:
-    """The message in ``frame``. Raises ``ProtocolError`` that names the field for anything that is not one."""
+    """Decode a message. Raises ``ProtocolError``, which names the field, if ``frame`` is invalid."""
     value = unpack(frame, limit_bytes)
     if type(value) is not list or not value or type(value[0]) is not str:
-        raise ProtocolError("a frame must be a list that starts with the kind of the message")
+        raise ProtocolError("invalid frame: expected a list that starts with the kind of the message")
     decoder = _DECODERS.get(value[0])
     if decoder is None:
-        raise ProtocolError(f"unknown kind of message {value[0][:40]!r}; this build speaks version {PROTOCOL_VERSION}")
+        raise ProtocolError(
+            f"unknown kind of message {value[0][:40]!r}; this build supports version {PROTOCOL_VERSION}"
+        )
     return typing.cast("Message", decoder(value[1:], value[0]))
 
 
 def check_info(info: MemberInfo) -> None:
-    """Raises ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+    """Raise ``ProtocolError`` or ``TypeError`` if a lighthouse would refuse ``info``."""
     _INFO(unpack(pack(info), MAX_FRAME_BYTES), "info")
 
 
 def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
-    """Frames of one answer for many requests: all but the request number is packed once."""
+    """Return a function that encodes ``answer`` for a request number. All other fields are encoded once."""
     fields = _plain(answer)
     head = msgpack.Packer().pack_array_header(1 + len(fields)) + pack(answer.kind)
     tail = b"".join(pack(one) for one in fields[1:])
@@ -256,7 +257,7 @@ def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
 
 
 def check_version(hello: Hello) -> None:
-    """Raises ``VersionError`` that says which side has to be updated."""
+    """Raise ``VersionError``, which names the side to update, if the versions do not match."""
     if hello.version < OLDEST_PROTOCOL_VERSION:
         raise VersionError(
             f"the worker speaks protocol {hello.version}, this lighthouse needs at least {OLDEST_PROTOCOL_VERSION}: "

@@ -1,7 +1,7 @@
 """Messages between a rank and rank 0 of its replica group, one frozen dataclass each; on the wire as in ``messages``.
 
 ``Heartbeat``, ``Healing``, ``Leave``, ``Goodbye``, ``Failed``, ``MemberLost``, ``RoundBroken``, ``Drain``, ``Evicted``,
-``Timing`` and ``Services`` travel here too.
+``Timing`` and ``Services`` are also sent within a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from keepstep_mesh.protocol.membership import Lineage, Quorum, StateRoot
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A local rank opens its connection to the group server."""
+    """Opens the connection of a rank to the group server."""
 
     kind: ClassVar[str] = "rank_hello"
     version: int
@@ -22,9 +22,9 @@ class RankHello:
     group_rank: int
     world_size: int
     restart: int
-    """The launcher's restart count; ranks of different counts never meet."""
+    """Restart count of the launcher; ranks with different counts never form a group."""
     keeps_list: bool = False
-    """The rank keeps the last member list: rank 0 need not send it again on this connection."""
+    """The rank keeps the last member list, so rank 0 does not send it again on this connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class RankAsk:
-    """A local rank is ready for the next step. The group asks the lighthouse when all its ranks have."""
+    """A rank is ready for the next step. The group sends its request when all its ranks are ready."""
 
     kind: ClassVar[str] = "rank_ask"
     request: int
@@ -46,18 +46,18 @@ class RankAsk:
     commit_failures: int
     timeout_ms: int
     leaving: str = ""
-    """Not empty: this rank was told to leave (SIGTERM), and so the group does."""
+    """Reason why this rank, and so the group, leaves (SIGTERM); empty: it stays."""
     layout: str = ""
     handle: str = ""
     checkpoint: str = ""
-    """What a peer's transport needs to fetch this rank's state."""
+    """Metadata with which a peer's transport fetches this rank's state."""
     root: StateRoot | None = None
-    """Of this rank's part of the state."""
+    """Root of this rank's part of the state."""
     batches_committed: int = 0
     allow_heal: bool = True
     """As in ``QuorumRequest``."""
     settings: str = ""
-    """As in ``QuorumRequest``, with every request."""
+    """As in ``QuorumRequest``, but sent with every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class RankQuorum:
     kind: ClassVar[str] = "rank_quorum"
     request: int
     attempt: int
-    """Number of the group's request; part of the key of its votes."""
+    """Number of the group's request; part of the key of votes."""
     quorum: Quorum
-    """``listed`` is empty when it is the list that was sent last on this connection (``RankHello.keeps_list``)."""
+    """``listed`` is empty if the list is the last one sent on this connection (``RankHello.keeps_list``)."""
     list_number: int = 0
-    """Changes with the member list; 0: from a rank 0 that sends every list."""
+    """Changes with the member list; 0: rank 0 sends every list."""
     heal_timeout_ms: int = 0
-    """As in the welcome."""
+    """As in ``Welcome``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RankDenied:
 
 @dataclass(frozen=True, slots=True)
 class RankVote:
-    """A local rank's vote on one attempt at one step. Votes of another key are never counted together."""
+    """The vote of a rank on one attempt at one step. Only votes with equal keys are counted together."""
 
     kind: ClassVar[str] = "rank_vote"
     epoch: int

@@ -1,19 +1,19 @@
-"""Which of several states a job goes on from. One rule for the lighthouse and for every group.
+"""Choose the state from which a job continues: one rule for the lighthouse and every group.
 
-Equal (step, lineage) means equal weights. A lineage says where weights come from:
+Equal (step, lineage) means equal weights. A lineage names the origin of weights:
 
-* ``7``: committed under quorum 7. ``resumed:5:7``: also, by a job that went on from a checkpoint under quorum 5.
-  ``synchronized:7``, ``resumed:5:synchronized:7``: also, and made equal in that step (``mark_synchronized``).
-* ``new:<replica_id>``, or empty: nothing was committed yet; of each group's own weights, or of weights equal in all.
-* ``loaded:<lineage>``: as a checkpoint of that lineage was loaded; nothing was committed since.
-* ``behind:<replica_id>:<n>``: whole and trained, but not the job's. The group took part without healing.
-* ``diverged:<replica_id>``: whole, and found to differ from the others of its (step, lineage).
-* ``torn:<replica_id>``: a broken heal left it half written.
+* ``7``: committed under quorum 7. ``resumed:5:7``: the same, by a job resumed from a checkpoint under quorum 5.
+  ``synchronized:7``, ``resumed:5:synchronized:7``: the same, made equal in that step (``mark_synchronized``).
+* ``new:<replica_id>`` or empty: nothing was committed yet; with own weights of the group, or equal ones in all groups.
+* ``loaded:<lineage>``: loaded from a checkpoint of that lineage; nothing was committed since.
+* ``behind:<replica_id>:<n>``: complete and trained, but different from the job's: the group took part without healing.
+* ``diverged:<replica_id>``: complete, but different from the other states with its (step, lineage).
+* ``torn:<replica_id>``: incomplete, because a heal failed.
 
-The job goes on from the soundest state, of those from the one that was resumed last, of those from the highest step.
-Why not simply from the highest step: after a resume from an older checkpoint, a group of the time before that comes
-back (it was frozen, or cut off) may stand at a higher step, and must not undo the resume. Why not from the highest
-quorum_id: a group that starts from nothing while the trained ones are away would undo all that they hold.
+The job continues from the soundest state, among these from the last one resumed, among these from the highest step.
+The highest step alone is not enough: a group that was frozen or partitioned while the job was resumed from an older
+checkpoint may be at a higher step, and must not undo the resume. The highest quorum_id alone is not enough: a new group
+that starts while the trained groups are away would discard their progress.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class State(Protocol):
 
 
 class Soundness(IntEnum):
-    """What a state is good for; the job goes on from the highest that is there."""
+    """Order of states; the job continues from the highest."""
 
     TORN = 0
     DIVERGED = 1
     UNTRAINED = 2
-    """Step 0. What was found to be wrong is no better than a new beginning."""
+    """At step 0. A torn or diverged state is worth less than that."""
     BEHIND = 3
-    """No state of the job, but better than a new beginning."""
+    """Not the state of the job, but trained."""
     SOUND = 4
 
 
 class Origin(NamedTuple):
-    """Of a lineage. ``resumed``: the quorum_id under which its job last went on from a checkpoint; 0: it never did."""
+    """Origin of a lineage. ``resumed``: the quorum_id of the last resume from a checkpoint; 0: none."""
 
     resumed: int
     quorum_id: int
-    """Of the last commit; 0: not known, or there was none."""
+    """Of the last commit; 0: none, or unknown."""
 
 
 def origin(lineage: Lineage) -> Origin:
@@ -90,18 +90,18 @@ def soundness(step: int, lineage: Lineage) -> Soundness:
     return Soundness.UNTRAINED if step == 0 and not origin(lineage).quorum_id else Soundness.SOUND
 
 
-def begins_anew(lineage: Lineage) -> bool:
-    """A job that goes on from this state may come to steps again that it had committed: under a new quorum_id, then."""
+def repeats_steps(lineage: Lineage) -> bool:
+    """Whether a job that continues from this state may repeat committed steps, and so needs a new quorum_id."""
     return isinstance(lineage, str) and lineage.startswith((LOADED, BEHIND, DIVERGED))
 
 
 def loaded(lineage: Lineage) -> Lineage:
-    """Of the state as a checkpoint of ``lineage`` was loaded; empty: it has none."""
+    """Return the lineage of a state loaded from a checkpoint of ``lineage``; empty: the checkpoint has none."""
     return lineage if isinstance(lineage, str) and lineage.startswith(LOADED) else f"{LOADED}{lineage}"
 
 
 def saved(lineage: Lineage) -> Lineage | None:
-    """What a checkpoint holds of it; None: nothing."""
+    """Return the lineage that a checkpoint stores; None: none."""
     if isinstance(lineage, int):
         return lineage
     lineage = lineage.removeprefix(LOADED)
@@ -111,7 +111,7 @@ def saved(lineage: Lineage) -> Lineage | None:
 
 
 def committed(reference: Lineage, quorum_id: int, *, synchronized: bool = False) -> Lineage:
-    """Of the state that a commit under ``quorum_id`` makes of one of lineage ``reference``."""
+    """Return the lineage after a commit under ``quorum_id`` on a state of lineage ``reference``."""
     is_loaded = isinstance(reference, str) and reference.startswith(LOADED)
     resumed = quorum_id if is_loaded else origin(reference).resumed
     if not resumed and not synchronized:
@@ -120,7 +120,7 @@ def committed(reference: Lineage, quorum_id: int, *, synchronized: bool = False)
 
 
 def worth(state: State) -> tuple[int, ...]:
-    """What states are compared by, in this order; of else equal ones a live state comes before a loaded checkpoint."""
+    """Return the sort key of states. A live state is worth more than an equal one from a checkpoint."""
     lineage = state.lineage
     came = origin(lineage)
     live = not (isinstance(lineage, str) and lineage.startswith(LOADED))
@@ -128,8 +128,8 @@ def worth(state: State) -> tuple[int, ...]:
 
 
 def reference_state(members: Sequence[State]) -> tuple[int, Lineage]:
-    """The (step, lineage) that the job goes on from: the one of most worth, then of most members, then of the lowest
-    replica_id. ``members`` are sorted by replica_id and not empty.
+    """Return the (step, lineage) from which the job continues: of highest worth, then of most members, then of the
+    lowest replica_id. ``members`` must be sorted by replica_id and not empty.
     """
     weight = Counter((member.step, member.lineage) for member in members)
     best = max(members, key=lambda member: (*worth(member), weight[member.step, member.lineage]))

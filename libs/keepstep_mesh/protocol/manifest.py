@@ -122,7 +122,7 @@ def pack_envelope(origin: Origin, content_bytes: bytes, chunk_digests: bytes) ->
 def read_envelope(data: bytes) -> Envelope:
     """The envelope out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
+        raise ManifestError(f"manifest too large: {len(data)} bytes (limit {MAX_MANIFEST_BYTES})")
     try:
         # What is nested in it is a few short lists; content and chunks are bytes, and no list is as long as those.
         top = msgpack.unpackb(data, max_array_len=64, max_map_len=64)
@@ -140,7 +140,7 @@ def read_envelope(data: bytes) -> Envelope:
         raise ManifestError("the root digest does not fit the manifest: it was damaged on its way")
     pack_bytes = region_positions(_read_regions(content_bytes))[-1]
     if pack_bytes > MAX_PACK_BYTES:
-        raise ManifestError(f"pack of {pack_bytes} bytes; at most {MAX_PACK_BYTES} are taken")
+        raise ManifestError(f"pack too large: {pack_bytes} bytes (limit {MAX_PACK_BYTES})")
     if len(chunks) != chunk_count(pack_bytes) * DIGEST_BYTES:
         raise ManifestError(f"{len(chunks)} bytes of chunk digests do not fit a pack of {pack_bytes} bytes")
     digests = tuple(chunks[start : start + DIGEST_BYTES] for start in range(0, len(chunks), DIGEST_BYTES))

@@ -1,4 +1,4 @@
-"""What messages say about groups and quorums: parts of messages, sent as the list of their fields."""
+"""Parts of messages that describe groups and quorums; on the wire the list of their fields."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ MAX_DATA_BYTES = 64 * 1024
 """Limit of ``MemberInfo.data``, packed."""
 
 Lineage = int | str
-"""Which weights a group holds: the quorum_id of its last commit; before the first one its incarnation, or ``""``."""
+"""Identity of a group's weights: the quorum_id of its last commit; before the first one its incarnation or ``""``."""
 
 Data = object
-"""Any msgpack value. Checked for size, never for shape."""
+"""Any msgpack value. Its size is checked, its content is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """What changes rarely about a group; sent with a request only when it changed within the session."""
+    """Properties of a group that rarely change; sent with a request only after a change."""
 
     address: str = ""
     """Base URL of the group server, ``http://host:port``."""
     store_address: str = ""
-    """Where members meet to build their process groups; ``http://host:port`` for ours, ``host:port`` for a TCPStore."""
+    """Rendezvous of the process groups: ``http://host:port`` of a group server, or ``host:port`` of a TCPStore."""
     world_size: int = 1
-    """Ranks of the group."""
+    """Number of ranks of the group."""
     layout: str = ""
     """Digest of parameter names, shapes, dtypes and bucket layout; empty while unknown."""
     data: Data = None
     handles: tuple[str, ...] = ()
-    """Per-rank reconfigure handles of the process group, if it has them."""
+    """Reconfigure handle of each rank's process group, if it has one."""
     rendezvous: int = 1
-    """Version of what its ranks understand of what members store where they meet."""
+    """Version of the rendezvous that its ranks understand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Member:
     shrink_only: bool
     info: MemberInfo
     batches_committed: int = 0
-    """0 also from a lighthouse that does not know it."""
+    """0 also from an older lighthouse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class StateRoot:
     step: int
     lineage: Lineage
     digest: str
-    """Hexadecimal. Of a group of several ranks: over those of its ranks."""
+    """Hexadecimal. For a group of several ranks: the digest of its ranks' digests."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldAnswer:
-    """The answer that a group works under: it got it and has neither committed nor failed that step yet."""
+    """The answer of the step in progress: received, and the step has neither committed nor failed yet."""
 
     epoch: int
     quorum_id: int
@@ -69,10 +69,10 @@ class HeldAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """A quorum as a client sees it: an answer with its member list put back.
+    """A quorum for a client: an answer with its member list.
 
-    In steady state all members stand at one (step, lineage) and ``listed`` is the very tuple that came when the list
-    last changed; so a round costs a client O(1), however many members there are.
+    While the members do not change, they are all at one (step, lineage), and ``listed`` is the same tuple in every
+    round. A round therefore costs a client O(1) for any number of members.
     """
 
     epoch: int
@@ -81,11 +81,11 @@ class Quorum:
     joiners: int
     step: int
     lineage: Lineage
-    """The reference state's; with ``uniform`` everybody's."""
+    """Of the reference state; if ``uniform``, of every member."""
     uniform: bool
-    """True: what ``listed`` says of steps, lineages, batches and failures is old; all stand at (step, lineage)."""
+    """True: all members are at (step, lineage); steps, lineages, batches and failures in ``listed`` are outdated."""
     listed: tuple[Member, ...]
-    """The members, sorted by replica_id, as last sent."""
+    """The members as last sent, sorted by replica_id."""
     verify: bool = False
     """As in the answer."""
     allow_heal: bool = True
@@ -93,7 +93,7 @@ class Quorum:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members with their facts of this round. O(members)."""
+        """The members with the values of this round. O(members)."""
         if not self.uniform:
             return self.listed
         return tuple(

@@ -1,10 +1,10 @@
-"""Every message of a lighthouse session, one frozen dataclass each.
+"""Messages between a worker and the lighthouse, one frozen dataclass each.
 
-On the wire a message is a msgpack array: its kind, then its fields in the order written here. Fields are only ever
-appended, with a default, so that a newer peer can talk to an older one; whatever breaks that rule raises
-``PROTOCOL_VERSION``. ``keepstep_mesh.protocol.codec`` turns messages into frames and back and checks every field.
+On the wire a message is a msgpack array: its kind, then its fields in the order of the class. New fields are appended,
+with a default, so that versions of the protocol can talk to each other; a change that breaks this raises
+``PROTOCOL_VERSION``. ``keepstep_mesh.protocol.codec`` encodes, decodes, and checks every field.
 
-Workers open a session with ``Hello`` and must have had ``Welcome`` before anything else is answered.
+A worker opens a session with ``Hello``. The lighthouse answers no other message before it has sent ``Welcome``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import ClassVar
 from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, StateRoot
 
 PROTOCOL_VERSION = 2
-"""What this build speaks. 2: ``Timing`` and ``Services``, sent to workers that speak it."""
+"""Version of this build. Version 2 added ``Timing`` and ``Services``, which are sent to workers of version 2 only."""
 OLDEST_PROTOCOL_VERSION = 1
-"""The oldest version that this build still understands."""
+"""Oldest version that this build supports."""
 
 MAX_HEAL_ERROR = 1000
-"""Characters of ``Healing.error`` that are told."""
+"""Limit of ``Healing.error``, in characters."""
 
 Detail = str | float | bool | None
-"""What a service may say of itself."""
+"""A value that a service publishes about itself."""
 
 
 # ---- worker to lighthouse
@@ -31,7 +31,7 @@ Detail = str | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a session. ``epoch_seen`` and ``quorum_id_seen`` are the highest that the group ever met (0: none)."""
+    """Opens a session. ``epoch_seen`` and ``quorum_id_seen`` are the highest that the group has received (0: none)."""
 
     kind: ClassVar[str] = "hello"
     version: int
@@ -41,34 +41,34 @@ class Hello:
     quorum_id_seen: int = 0
     held: HeldAnswer | None = None
     heartbeat_interval_ms: int = 0
-    """What the worker was told to use; 0 leaves it to the lighthouse."""
+    """Interval that the worker asks for; 0: the lighthouse chooses."""
     library: str = ""
-    """Name and version of the client, for people."""
+    """Name and version of the client, for logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequest:
-    """The group is ready for the next step. Resent as it is (same ``request``) after a reconnect."""
+    """The group is ready for the next step. Sent again unchanged (same ``request``) after a reconnect."""
 
     kind: ClassVar[str] = "ask"
     request: int
-    """Grows with every new request of this incarnation."""
+    """Number of the request; grows within an incarnation."""
     step: int
     lineage: Lineage
     shrink_only: bool
     commit_failures: int
     timeout_ms: int
-    """How long from now the asker waits."""
+    """Time from now after which the group gives up."""
     info: MemberInfo | None = None
-    """None: as in the request before on this session."""
+    """None: unchanged since the previous request of this session."""
     root: StateRoot | None = None
-    """When the answer before asked for it, and the group held the reference state."""
+    """Set if the previous answer asked for it and the group holds the reference state."""
     batches_committed: int = 0
-    """At that step."""
+    """Batches committed up to ``step``."""
     allow_heal: bool = True
-    """False: nobody is to heal in this round."""
+    """False: no group may heal in this round."""
     settings: str = ""
-    """Sent with ``info``: what decides the group's arithmetic, one line ``name value`` a setting; empty: unknown."""
+    """Settings that all groups must share, one line ``name value`` each; sent with ``info``. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +84,29 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """A heal at work: of one rank within its group, of the whole group to the lighthouse. The next request ends it."""
+    """Progress of a heal, of a rank (within a group) or of the group (to the lighthouse). The next request ends it."""
 
     kind: ClassVar[str] = "healing"
     bytes_done: int
     bytes_total: int
-    """0: not known yet."""
+    """0: unknown."""
     bytes_per_second: float
-    """Over the last seconds; once it has ended, on average."""
+    """Over the last seconds; the average once the heal has ended."""
     step: int = 0
-    """Whose state is taken over."""
+    """Step of the state that is loaded."""
     source: str = ""
-    """replica_id that it comes from; empty: not known."""
+    """replica_id of the source; empty: unknown."""
     via: str = ""
     """``CheckpointTransport.via``."""
     seconds: float = 0.0
-    """Since it began."""
+    """Time since the heal began."""
     ended: bool = False
     error: str = ""
-    """Why it failed; empty, once it has ended: it did not."""
+    """Reason of the failure; empty: the heal has not failed."""
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate; None: not known."""
+        """Estimate at the current rate; None: unknown."""
         if not self.bytes_total or self.bytes_per_second < 1:
             return None
         return max(0, self.bytes_total - self.bytes_done) / self.bytes_per_second
@@ -114,7 +114,7 @@ class Healing:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Leaving on purpose; answered with ``Goodbye``. Never sent in the middle of a step."""
+    """Graceful leave, answered with ``Goodbye``. Never sent in the middle of a step."""
 
     kind: ClassVar[str] = "leave"
     reason: str
@@ -122,14 +122,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The group goes on with another lighthouse; not a loss."""
+    """The group moves to another lighthouse. The group is not lost."""
 
     kind: ClassVar[str] = "moved"
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Rank 0 says that its group is lost as a whole (one of its ranks died)."""
+    """The whole group is lost because one of its ranks died. Sent by rank 0."""
 
     kind: ClassVar[str] = "failed"
     reason: str
@@ -140,7 +140,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """Where a service listens that registered with the lighthouse."""
+    """Address of a service that registered with the lighthouse."""
 
     service: str
     """``relay`` or ``metrics``."""
@@ -159,20 +159,20 @@ class Welcome:
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
     lighthouse: str = ""
-    """Who answers, for people."""
+    """Name of the lighthouse, for logs."""
     services: tuple[ServiceAddress, ...] = ()
     """Sorted by service and name."""
     heal_timeout_ms: int = 0
-    """How long the next quorum waits for a group that heals; 0: not told."""
+    """Time that the next quorum waits for a group that heals; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The job's policy changed: from now on these hold instead of the welcome's. Travels within a group too."""
+    """The job's policy changed: these values replace those of ``Welcome``. Also sent within a group."""
 
     kind: ClassVar[str] = "timing"
     heartbeat_interval_ms: int
-    """0: as before, or the worker's own."""
+    """0: the worker keeps its own."""
     heartbeat_timeout_ms: int
     reconnect_grace_ms: int
     heal_timeout_ms: int = 0
@@ -180,7 +180,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """All services that are known now, instead of those told before. Travels within a group too."""
+    """All services known to the lighthouse; replaces the previous list. Also sent within a group."""
 
     kind: ClassVar[str] = "services"
     services: tuple[ServiceAddress, ...]
@@ -188,39 +188,39 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class QuorumAnswer:
-    """The quorum for the coming step. ``members`` is None when the list is the one last sent on this session."""
+    """The quorum of the next step. ``members`` is None if the list is the last one sent on this session."""
 
     kind: ClassVar[str] = "quorum"
     request: int
     epoch: int
     quorum_id: int
     created_ms: int
-    """Unix time of the formation of this quorum_id."""
+    """Unix time at which this quorum_id was formed."""
     version: int
     """Number of the member list within the epoch."""
     step: int
-    """With ``members`` None every member stands at (``step``, ``lineage``); else the reference state's."""
+    """Step of the reference state. If ``members`` is None, every member is at (``step``, ``lineage``)."""
     lineage: Lineage
     joiners: int
-    """Groups that are there and not in this quorum."""
+    """Connected groups that are not in this quorum."""
     members: tuple[Member, ...] | None
     """Sorted by replica_id."""
     verify: bool = False
-    """Who holds the reference state is to say its root digest with the next request."""
+    """Members with the reference state must send its root digest with their next request."""
     allow_heal: bool = True
-    """False: a member allows no healing, so nobody heals and every member takes part as it is."""
+    """False: a member forbids healing, so every member takes part with the state it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The request got no quorum. ``code`` is one of ``DENIALS``; ``reason`` is a sentence for people."""
+    """The request failed. ``code`` is one of ``DENIALS``; ``reason`` is a sentence for logs."""
 
     kind: ClassVar[str] = "denied"
     request: int
     code: str
     reason: str
     peer_address: str = ""
-    """With code ``layout``: the group server whose parameters the job has; empty: ``reason`` names the difference."""
+    """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
 
 
 DENIALS = ("deadline", "layout", "cancelled", "superseded")
@@ -236,7 +236,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class RoundBroken:
-    """The answer held under this quorum_id did not reach every member: abort and ask again."""
+    """The answer with this quorum_id did not reach every member: abort the step and request again."""
 
     kind: ClassVar[str] = "round_broken"
     quorum_id: int
@@ -245,7 +245,7 @@ class RoundBroken:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish the step, leave, exit 0."""
+    """Order to finish the step, leave, and exit with 0."""
 
     kind: ClassVar[str] = "drain"
     reason: str
@@ -262,12 +262,12 @@ class Evicted:
 class NotLeader:
     kind: ClassVar[str] = "not_leader"
     leader: str
-    """Address of the leader, empty while there is none."""
+    """Address of the leader; empty: no lighthouse leads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The session is refused and closed. ``code`` is one of ``REFUSALS``; retrying helps only for ``not_ready``."""
+    """The lighthouse refuses and closes the session. ``code`` is one of ``REFUSALS``; retry only for ``not_ready``."""
 
     kind: ClassVar[str] = "refused"
     code: str
@@ -279,7 +279,7 @@ REFUSALS = ("version_too_old", "version_too_new", "bad_message", "banned", "repl
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """Answers ``Leave``: the group counts nowhere any more."""
+    """Answers ``Leave``: the group is no longer part of the job."""
 
     kind: ClassVar[str] = "bye"
 

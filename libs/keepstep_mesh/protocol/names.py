@@ -14,10 +14,10 @@ MAX_GROUP_NAME = MAX_REPLICA_ID - len(":00000000-0000-0000-0000-000000000000")
 
 
 def problem(name: str, what: str) -> str | None:
-    """Why ``name`` is none for a ``what``, as a sentence; None if it is one."""
+    """Return why ``name`` is invalid for a ``what``; None if it is valid."""
     if NAME.fullmatch(name) is not None:
         return None
-    return f"{name[:80]!r} is no name of a {what}: up to 128 letters, digits, '.', '_' and '-', a letter or digit first"
+    return f"invalid {what} name {name[:80]!r}: expected 1-128 characters of [A-Za-z0-9._-], a letter or digit first"
 
 
 def name_of(replica_id: str) -> str:
@@ -26,7 +26,7 @@ def name_of(replica_id: str) -> str:
 
 
 def group_name_problem(name: str) -> str | None:
-    """Why ``name`` cannot be the stable name of a replica group, as a sentence; None if it can."""
+    """Return why ``name`` is invalid as the stable name of a replica group; None if it is valid."""
     if 0 < len(name) <= MAX_GROUP_NAME and name.isprintable():
         return None
     return f"invalid name of a replica group {name[:80]!r}: expected 1 to {MAX_GROUP_NAME} printable characters"

@@ -1,9 +1,8 @@
-"""The worker's half of a lighthouse session: connect, fail over, resend, stay alive, hand on what the lighthouse says.
+"""A worker's session with the lighthouse: connect, fail over, resend requests, send heartbeats, deliver pushes.
 
-The shell of ``session_core``. Its duties, in order: a frame is decoded, the core judges it, whoever waits is woken, all
-within the read callback. One task owns the connection and makes the next one when it ends; one timer sends heartbeats,
-watches for a silent lighthouse and ends requests at their deadline. A request that is answered costs neither a task nor
-a timer.
+The shell of ``session_machine``. The read callback decodes a frame, hands it to the machine, and wakes the request that
+waits. One task owns the connection and opens the next one when it ends. One timer sends heartbeats, detects a silent
+lighthouse, and ends requests at their deadline. A request therefore needs neither a task nor a timer of its own.
 """
 
 from __future__ import annotations
@@ -56,19 +55,21 @@ from keepstep_mesh.session.session_settings import SessionSettings
 log = get_logger("keepstep.session")
 
 WELCOME_SECONDS = 5.0
-"""From hello to welcome."""
+"""Limit from ``Hello`` to ``Welcome``."""
 ANSWER_MARGIN = 0.25
-"""Seconds that a connected lighthouse gets beyond a deadline to say why there is no quorum."""
+"""Time after the deadline of a request in which a connected lighthouse may still answer with a reason."""
 LIVENESS_POLL_SECONDS = 0.01
-"""Between two looks for a sign of life."""
+"""Interval at which ``probe`` checks for a message."""
 UNREACHABLE_LOG_SECONDS = 10.0
 UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 
 
 class LighthouseSession:
-    """One group's session. All methods are called on the loop that it was started on.
+    """The session of one group. Call all methods on the event loop on which it was started.
 
-    ``on_push`` is called on that loop too and must neither block nor raise.
+    Args:
+        settings: lighthouses, job, replica_id, token, certificates.
+        on_push: called on the event loop with each push; must neither block nor raise.
     """
 
     def __init__(self, settings: SessionSettings, on_push: Callable[[Push], None]) -> None:
@@ -80,28 +81,28 @@ class LighthouseSession:
         self._addresses = Addresses(self._settings.addresses)
         self._log = log.bind(replica_id=settings.replica_id)
         self.lighthouse: str | None = None
-        """Address of the lighthouse that welcomed us, None while there is none."""
+        """Address of the current lighthouse; None while disconnected."""
         self.liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
-        """The lighthouse says what counts instead."""
+        """Replaced by the values of the lighthouse."""
         self.services: tuple[ServiceAddress, ...] = ()
-        """Those that the lighthouse told of last; kept while none is there. A change is pushed."""
+        """Services that the lighthouse announced last; kept while disconnected. Changes are pushed."""
         self.heal_timeout_ms = 0
-        """How long the job's next quorum waits for a group that heals; 0: the lighthouse has not said."""
+        """Time that the next quorum waits for a group that heals; 0: unknown."""
 
         self._link: Link | None = None
         self._trying = ""
         self._asker: asyncio.Future[Quorum] | None = None
         self._deadline = 0.0
         self._farewell: Leave | None = None
-        self._said_goodbye: asyncio.Future[None] | None = None
+        self._left: asyncio.Future[None] | None = None
         self._ended: KeepstepError | None = None
         self._last_problem = "no lighthouse was tried yet"
         self._unreachable = LogLimiter(UNREACHABLE_LOG_SECONDS)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        """Loop time of the timer."""
+        """Time at which the timer fires."""
         self.identity: Identity
-        """What it shows to a lighthouse; from ``start`` on."""
+        """Token and certificate; set by ``start``."""
         self._loop: asyncio.AbstractEventLoop
         self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
@@ -109,7 +110,7 @@ class LighthouseSession:
 
     @property
     def job_path(self) -> str:
-        """Path of the job below a lighthouse's address."""
+        """URL path of the job."""
         return f"/v1/jobs/{quote(self._settings.job, safe='')}"
 
     @property
@@ -119,17 +120,21 @@ class LighthouseSession:
 
     @property
     def quorum_id(self) -> int:
-        """Highest one seen."""
+        """Highest quorum_id seen."""
         return self._core.quorum_id
 
     # ---- life
 
     async def start(self) -> None:
-        """Returns when a lighthouse has welcomed us; it then reconnects by itself until ``close``.
+        """Connect to a lighthouse. From then on the session reconnects by itself until ``close``.
 
-        Raises ``TimeoutError`` with the last reason after ``connect_timeout``, ``AuthError`` for a refused token,
-        ``ProtocolError`` for the name of a job that is none, ``TlsError`` for files that cannot be used,
-        ``VersionError`` when either side is too old, ``Banned`` when the group may not come in.
+        Raises:
+            TimeoutError: no lighthouse welcomed the group within ``connect_timeout``; with the last reason.
+            AuthError: the token was refused.
+            ProtocolError: the name of the job is invalid.
+            TlsError: a certificate or key is invalid.
+            VersionError: the worker or the lighthouse is too old.
+            Banned: the group is banned.
         """
         if self._ended is not None:
             raise self._ended
@@ -153,35 +158,32 @@ class LighthouseSession:
             raise
 
     async def close(self) -> None:
-        """Ends the session without a word, for when ``leave`` has been said. Harmless when repeated."""
+        """Close the session without a graceful leave. Call ``leave`` before it. May be called repeatedly."""
         self._end(SessionClosed("the lighthouse session was closed"))
         if self._runner is not None and not self._runner.done():
             self._runner.cancel()
             await asyncio.wait([self._runner])
 
     async def leave(self, reason: str, timeout: float) -> None:
-        """Says that the group leaves on purpose and waits until the lighthouse has understood.
+        """Leave gracefully: send ``Leave``, again after each reconnect, until the lighthouse confirms it.
 
-        Said again over reconnects. ``TimeoutError`` when no lighthouse answers within ``timeout`` seconds. Does nothing
-        when the session has ended already.
+        Does nothing if the session has ended. Raises ``TimeoutError`` after ``timeout`` seconds without a confirmation.
         """
         if self._ended is not None:
             return
         self._farewell = Leave(reason)
-        self._said_goodbye = self._loop.create_future()
+        self._left = self._loop.create_future()
         self._send(self._farewell)
         try:
             async with asyncio.timeout(timeout):
-                await self._said_goodbye
+                await self._left
         except TimeoutError:
-            raise TimeoutError(
-                f"the lighthouse did not confirm within {timeout:g} s that we leave: {self.why()}"
-            ) from None
+            raise TimeoutError(f"no lighthouse confirmed the leave within {timeout:g} s: {self.why()}") from None
         finally:
             self._farewell = None
 
     async def failed(self, reason: str, timeout: float) -> None:
-        """Says that the group is lost as a whole and ends the session. Never raises: the process is about to exit."""
+        """Report that the whole group is lost, and end the session. Never raises: the process is about to exit."""
         link = self._link
         if not self.lighthouse:
             self._log.warning("could not report that the group failed", reason=self.why())
@@ -191,7 +193,7 @@ class LighthouseSession:
             await asyncio.wait([link.closed], timeout=timeout)
 
     async def probe(self, timeout: float) -> None:
-        """Returns once a lighthouse has given a sign of life. TimeoutError with the reason after ``timeout`` s."""
+        """Wait for a message of a lighthouse. Raises ``TimeoutError`` with the reason after ``timeout`` seconds."""
         began, asked = self._loop.time(), None
         try:
             async with asyncio.timeout(timeout):
@@ -204,7 +206,7 @@ class LighthouseSession:
                             return
                     await asyncio.sleep(LIVENESS_POLL_SECONDS)
         except TimeoutError:
-            raise TimeoutError(f"no sign of life within {timeout:g} s: {self.why()}") from None
+            raise TimeoutError(f"no answer within {timeout:g} s: {self.why()}") from None
         raise self._ended
 
     # ---- the step
@@ -223,7 +225,7 @@ class LighthouseSession:
         allow_heal: bool = True,
         settings: str = "",
     ) -> Quorum:
-        """Asks for the quorum of the coming step and waits for it: the awaited ``request_quorum``."""
+        """Request the quorum of the next step and wait for it: ``await request_quorum(...)``."""
         return await self.request_quorum(
             step=step,
             lineage=lineage,
@@ -251,16 +253,16 @@ class LighthouseSession:
         allow_heal: bool = True,
         settings: str = "",
     ) -> asyncio.Future[Quorum]:
-        """Asks for the quorum of the coming step; sent again over reconnects until ``timeout`` seconds have passed.
+        """Request the quorum of the next step. The request is sent again after each reconnect.
 
-        One request at a time. Cancelling the future withdraws the request. Its ``TimeoutError`` holds why there is no
-        quorum, ``LayoutMismatch`` says that our parameters or settings are not the job's, ``SessionClosed`` that the
-        session is over.
+        Only one request may be open. Cancelling the future withdraws the request. The future raises ``TimeoutError``
+        with the reason after ``timeout`` seconds, ``LayoutMismatch`` if parameters or settings differ from those of the
+        job, and ``SessionClosed`` if the session ends.
         """
         if self._ended is not None:
             raise self._ended
         if self._asker is not None:
-            raise KeepstepError("a quorum request is open already; one at a time, or cancel it first")
+            raise KeepstepError("a quorum request is already open; wait for it or cancel it")
         now = self._loop.time()
         timeout_ms = max(1, round(timeout * 1000))
         self._core.ask(
@@ -294,11 +296,11 @@ class LighthouseSession:
             self._withdraw_open_request()
 
     def finished_step(self) -> None:
-        """The step of the last answer was committed or has failed. From any thread: it only forgets that answer."""
+        """Forget the last answer, because its step was committed or has failed. May be called from any thread."""
         self._core.finished_step()
 
     def healing(self, progress: Healing) -> None:
-        """Tells how far the heal is. Lost while there is no lighthouse: the next one tells again."""
+        """Report the progress of a heal. Dropped while disconnected; the next report replaces it."""
         self._send(progress)
 
     # ---- the connection
@@ -315,7 +317,7 @@ class LighthouseSession:
                 self._problem(address, error)
 
     async def _connect_once(self, http: aiohttp.ClientSession, address: str) -> None:
-        """One connection from its beginning to its end; raises why it came to no session."""
+        """Open one connection and keep it until it ends. Raises the reason if it became no session."""
         self._welcomed = self._loop.create_future()
         link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         try:
@@ -332,7 +334,7 @@ class LighthouseSession:
         finally:
             link.close()
             await asyncio.wait([link.closed], timeout=1)
-            link.abort("it does not take what was said last")
+            link.abort("the peer does not read the last messages")
             self._link = None
 
     async def _hold_session(self, link: Link, address: str) -> None:
@@ -346,7 +348,7 @@ class LighthouseSession:
         reason = await link.closed
         self._addresses.lost(address, self._loop.time() - began, silent=self.liveness.silent)
         if self._ended is None:
-            self._log.warning("lighthouse session broke", lighthouse=address, reason=reason)
+            self._log.warning("lighthouse session lost", lighthouse=address, reason=reason)
 
     def _on_lost(self, reason: str) -> None:
         lighthouse, self.lighthouse = self.lighthouse, None
@@ -363,10 +365,10 @@ class LighthouseSession:
         if final is not None:
             self._end(final)
         elif self._unreachable.allows(self._loop.time()):
-            self._log.warning("no lighthouse; trying on", lighthouse=address, reason=reason)
+            self._log.warning("lighthouse unreachable; retrying", lighthouse=address, reason=reason)
 
     def _end(self, error: KeepstepError) -> None:
-        """The session is over for good; everybody who waits is told."""
+        """End the session for good, and fail whatever waits for it."""
         if self._ended is None:
             self._ended = error
         self._set_timer(None)
@@ -375,8 +377,8 @@ class LighthouseSession:
         self._fail_asker(error)
         if not self._started.done():
             self._started.set_exception(error)
-        if self._said_goodbye is not None and not self._said_goodbye.done():
-            self._said_goodbye.set_result(None)
+        if self._left is not None and not self._left.done():
+            self._left.set_result(None)
         if self._link is not None:
             self._link.close(reason=str(error))
 
@@ -388,7 +390,7 @@ class LighthouseSession:
     # ---- out
 
     def _send(self, message: ToLighthouse) -> None:
-        """Sends within the session; what is said while there is none is lost, or said again by ``_authorize``."""
+        """Send a message. While disconnected it is dropped; ``_on_welcome`` repeats requests and leaves."""
         if self.lighthouse and self._link is not None:
             self.liveness.sent(self._loop.time())
             self._link.send(codec.encode(message))
@@ -406,7 +408,7 @@ class LighthouseSession:
             self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
-        """Deadline of the request, heartbeat, and whether the lighthouse lives; then the time of the next tick."""
+        """Check the deadline of the request, the heartbeat and the lighthouse; then set the next tick."""
         now = self._loop.time()
         stalled = self._timer is not None and self.liveness.is_late(now, self._due)
         due = []
@@ -428,10 +430,10 @@ class LighthouseSession:
             case "ask":
                 link.ping()
             case "silent":
-                link.abort(f"nothing heard for {now - link.last_received:.1f} s")
+                link.abort(f"silent for {now - link.last_received:.1f} s")
 
     def why(self) -> str:
-        """Why there is no answer, as far as it is known here."""
+        """Return why no answer has arrived, as far as the worker knows."""
         if self.lighthouse:
             return f"the lighthouse {self.lighthouse} did not answer"
         return f"no lighthouse is reachable ({self._last_problem})"
@@ -467,7 +469,7 @@ class LighthouseSession:
 
     def _answered(self, answer: QuorumAnswer) -> None:
         if self.lighthouse is None:
-            raise ProtocolError("an answer before the welcome")
+            raise ProtocolError("answer before the welcome")
         quorum = self._core.answered(answer)
         if quorum is not None:
             asker, self._asker = self._asker, None
@@ -479,7 +481,7 @@ class LighthouseSession:
             case MemberLost() | RoundBroken() | Drain():
                 self._on_push(message)
             case Welcome():
-                self._authorize(message)
+                self._on_welcome(message)
             case Timing():
                 self._set_timing(message)
                 if self._ended is None:
@@ -493,7 +495,7 @@ class LighthouseSession:
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
                 self._addresses.follow(as_safe(base_url(leader), self._trying) if leader else "")
-                self._move(f"it does not lead; {leader or 'nobody'} does")
+                self._move(f"it is not the leader; {leader or 'no lighthouse'} is")
             case Evicted(reason=reason):
                 self._on_push(message)
                 self._end(SessionClosed(f"evicted: {reason}"))
@@ -503,11 +505,11 @@ class LighthouseSession:
                 else:
                     self._move(reason)
             case _:
-                raise ProtocolError(f"{message.kind!r} is not for workers")
+                raise ProtocolError(f"unexpected message {message.kind!r} from a lighthouse")
 
-    def _authorize(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         if self._welcomed.done():
-            raise ProtocolError("welcomed twice")
+            raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
         self.lighthouse = self._trying
@@ -520,16 +522,16 @@ class LighthouseSession:
         elif self._asker is not None:
             self._send_request(max(1, round((self._deadline - now) * 1000)))
         self._tick()
-        self._log.info("in session with a lighthouse", lighthouse=self.lighthouse, epoch=self.epoch)
+        self._log.info("session with a lighthouse opened", lighthouse=self.lighthouse, epoch=self.epoch)
         self._on_push(Connected(self.lighthouse, self.epoch))
         self._set_services(welcome.services)
         if not self._started.done():
             self._started.set_result(None)
 
-    def _set_timing(self, told: Welcome | Timing) -> None:
-        self.liveness.interval = told.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
-        self.liveness.timeout = told.heartbeat_timeout_ms / 1000 or self.liveness.timeout
-        self.heal_timeout_ms = told.heal_timeout_ms
+    def _set_timing(self, message: Welcome | Timing) -> None:
+        self.liveness.interval = message.heartbeat_interval_ms / 1000 or self._settings.heartbeat_interval
+        self.liveness.timeout = message.heartbeat_timeout_ms / 1000 or self.liveness.timeout
+        self.heal_timeout_ms = message.heal_timeout_ms
 
     def _set_services(self, services: tuple[ServiceAddress, ...]) -> None:
         if services != self.services:
@@ -537,7 +539,7 @@ class LighthouseSession:
             self._on_push(Services(services))
 
     def _move(self, reason: str) -> None:
-        """Goes to another lighthouse."""
+        """Move to another lighthouse."""
         self._send(Moved())
         if not self._welcomed.done():
             self._welcomed.set_exception(ConnectionRefusedError(reason))

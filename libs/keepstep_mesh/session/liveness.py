@@ -1,7 +1,7 @@
-"""Whether the other end of a session lives, and when it wants to hear of us. Pure: time is an argument.
+"""Detect a silent peer, and schedule heartbeats. Pure: time is an argument.
 
-Half the heartbeat timeout without a sign of life, and it is asked (a ping); another half without one, and it is silent.
-Who slept meanwhile (*stalled*) has heard nothing for a reason of its own, and asks once more.
+After half the heartbeat timeout without a message the peer gets a ping; after another half it counts as silent. A
+process that was paused in between (*stalled*) sends another ping first, because it could not receive anything.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Literal
 
 
 class Liveness:
-    """``interval``, ``timeout``: of heartbeats, seconds; times are those of the loop."""
+    """``interval`` and ``timeout`` of heartbeats in seconds; times are those of the event loop."""
 
     def __init__(self, interval: float, timeout: float) -> None:
         self.interval = interval
         self.timeout = timeout
         self.silent = False
-        """Whether the last session ended because of it."""
+        """Whether the last session ended because the peer was silent."""
         self._last_sent = 0.0
         self._asked: float | None = None
 
     def begins(self, now: float) -> None:
-        """A session is there."""
+        """Start with a new session."""
         self._last_sent = now
         self._asked, self.silent = None, False
 
@@ -30,15 +30,15 @@ class Liveness:
 
     @property
     def beat_due(self) -> float:
-        """When a heartbeat is to be sent, if nothing else is before."""
+        """Time of the next heartbeat, if no message is sent before."""
         return self._last_sent + self.interval
 
     def is_late(self, now: float, due: float) -> bool:
-        """Whether a timer that was due at ``due`` fires so late that we slept."""
+        """Return whether a timer due at ``due`` fires so late that this process was paused."""
         return now - due > self.timeout / 4
 
     def judge(self, now: float, heard: float, *, stalled: bool) -> Literal["lives", "ask", "silent"] | None:
-        """``heard``: the last sign of life. None: it was asked, and has time to answer."""
+        """Judge a peer last heard at ``heard``. None: a ping was sent, and its limit has not passed."""
         half = self.timeout / 2
         if now - heard < half:
             self._asked = None

@@ -1,4 +1,4 @@
-"""What a session tells on its own account, and what an error of the lighthouse is for who asked. Pure."""
+"""Events of a session, and the errors that answers of the lighthouse become. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepstep_mesh.protocol.messages import Denied, Drain, Evicted, MemberLost, 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Welcomed by a lighthouse; open requests have been sent again."""
+    """The session was opened; an open request was sent again."""
 
     lighthouse: str
     epoch: int
@@ -28,7 +28,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The session broke; another one is being opened."""
+    """The session was lost; the worker reconnects."""
 
     lighthouse: str
     reason: str
@@ -38,18 +38,18 @@ Push = MemberLost | RoundBroken | Drain | Evicted | Services | Disconnected | Co
 
 
 def of_connecting(error: Exception, problem: str) -> KeepstepError | None:
-    """What ends the attempts to find a lighthouse; None: another attempt may succeed. ``problem``: in words."""
+    """Return the error that ends the attempts to connect; None: retry. ``problem``: text of the error."""
     if not isinstance(error, UpgradeError):
         return None
     if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return AuthError(f"{problem}. Is KEEPSTEP_TOKEN the token of that lighthouse?")
     if error.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.MISDIRECTED_REQUEST) and error.said:
-        return ProtocolError(problem)  # what is wrong with the job's name, or the lighthouse's, stays wrong
+        return ProtocolError(problem)  # a retry would fail as well
     return None
 
 
 def of_session(refused: Refused) -> KeepstepError | None:
-    """None: another lighthouse may take it."""
+    """Return the error of a refused session; None: try another lighthouse."""
     if refused.code == "not_ready":
         return None
     if refused.code.startswith("version_"):

@@ -1,15 +1,15 @@
-"""What a worker knows of its lighthouse, and what follows from it. Pure: no clock, randomness, logging or I/O.
+"""State of a worker's session with the lighthouse. Pure: no clock, randomness, logging or I/O.
 
-1. epoch and quorum_id only grow. A lighthouse that greets with a lower epoch, or answers with a lower epoch or
-   quorum_id, is refused: the shell goes to another one, and the next hello says what was seen.
-2. One request is open at most. It is sent again, with the same number and all it says, on every new connection, until
-   it is answered, denied or withdrawn.
-3. A member list is the lighthouse's to repeat: it belongs to one connection and is forgotten with it.
-4. An answer is held from when it comes until the step is finished or the next request is made.
-5. The first pass over the addresses is made without waiting, so that a broken connection is back within the reconnect
-   grace; then each pass waits longer. An address that was connected for a while is tried first when it breaks. One
-   that fell silent is tried last and for a short time, which grows: meanwhile somebody else may have taken over, and
-   whoever still names it the leader is not believed.
+1. epoch and quorum_id only grow. The worker refuses a lighthouse with a lower epoch or quorum_id and moves to another
+   one; the next ``Hello`` carries the highest values seen.
+2. At most one request is open. It is sent again unchanged, with the same number, on every new connection until it is
+   answered, denied or withdrawn.
+3. A member list belongs to one connection, and is forgotten with it.
+4. An answer is held until its step is finished or the next request is made.
+5. The first pass over the addresses does not wait, so that a broken connection is restored within the reconnect grace;
+   later passes back off. After a connection that lasted a while breaks, its address is tried first. The address of a
+   lighthouse that fell silent is tried last, with a short limit that grows, even if another lighthouse still names it
+   the leader, because a standby has probably taken over.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from keepstep_mesh.protocol.messages import (
 )
 
 PASS_BACKOFF = Backoff(first=0.02, most=1.0)
-"""Before the second pass over the addresses, and each further one."""
+"""Delay before the second and each further pass over the addresses."""
 SESSION_CONNECT_SECONDS = 5.0
-"""What an address is given for TCP, TLS and the upgrade."""
+"""Limit of TCP, TLS and the WebSocket upgrade of one address."""
 SILENT_FIRST = 0.5
-"""The same for one that fell silent; doubles each time that it does not answer, up to the other."""
+"""The same after a lighthouse fell silent; doubles up to the other with each attempt that gets no answer."""
 SETTLED_SECONDS = 1.0
-"""A connection that lasted this long starts the passes anew when it ends."""
+"""After a connection that lasted this long, the passes start again without delay."""
 
 
 class StaleLighthouseError(ProtocolError):
-    """A lighthouse that is behind what this group has already seen."""
+    """The lighthouse has a lower epoch or quorum_id than this group has seen."""
 
 
 class Addresses:
-    """Which lighthouse to try next, and after how long."""
+    """Chooses the next lighthouse to try, and the delay before it."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._all = tuple(dict.fromkeys(addresses))
@@ -56,10 +56,10 @@ class Addresses:
         self._leader = ""
         self._followed: set[str] = set()
         self._silent: dict[str, float] = {}
-        """Addresses that gave no answer when they were tried last, and how long the next one is waited for."""
+        """Limit of the next attempt for each address that gave no answer to the last one."""
 
     def next(self, chance: float) -> tuple[float, str]:
-        """(seconds to wait, address to try). ``chance`` in [0, 1) spreads clients that lost the same lighthouse."""
+        """Return (delay in seconds, address). ``chance`` in [0, 1) spreads clients that lost the same lighthouse."""
         if self._leader:
             leader, self._leader = self._leader, ""
             return 0.0, leader
@@ -70,15 +70,15 @@ class Addresses:
         return PASS_BACKOFF.seconds(self._passes, chance), self._left.popleft()
 
     def connect_seconds(self, address: str) -> float:
-        """How long ``address`` is waited for."""
+        """Return the limit of a connection to ``address``."""
         return self._silent.get(address, SESSION_CONNECT_SECONDS)
 
     def timed_out(self, address: str) -> None:
-        """It did not answer within ``connect_seconds``."""
+        """Note that ``address`` did not answer within ``connect_seconds``."""
         self._silent[address] = min(SESSION_CONNECT_SECONDS, 2 * self._silent.get(address, SILENT_FIRST / 2))
 
     def follow(self, leader: str) -> None:
-        """A lighthouse says that ``leader`` leads: it is next, once in a pass; last when it is silent."""
+        """Try ``leader`` next, as a lighthouse advised; once in a pass, and last if it fell silent."""
         if not leader or leader in self._followed:
             return
         self._followed.add(leader)
@@ -88,7 +88,7 @@ class Addresses:
             self._left.append(leader)
 
     def lost(self, address: str, lasted_seconds: float, *, silent: bool = False) -> None:
-        """The session with ``address`` broke after ``lasted_seconds``; ``silent``: nothing was heard of it any more."""
+        """Note that the session with ``address`` ended. ``silent``: because the lighthouse fell silent."""
         if silent:
             self._silent[address] = SILENT_FIRST
         else:
@@ -110,15 +110,15 @@ class Addresses:
 
 
 class SessionCore:
-    """The facts that outlive a connection (``epoch``, ``quorum_id``, ``held``, ``open``) and those that do not."""
+    """State that outlives a connection (``epoch``, ``quorum_id``, ``held``, ``open``), and state that does not."""
 
     def __init__(self, replica_id: str, library: str = "", heartbeat_interval_ms: int = 0) -> None:
         self.epoch = 0
         self.quorum_id = 0
-        """Highest seen, as ``epoch``."""
+        """Highest quorum_id seen; ``epoch``: highest epoch seen."""
         self.held: HeldAnswer | None = None
         self.open: QuorumRequest | None = None
-        """Asked and not answered; with its info."""
+        """The request without an answer; with its info."""
         self._replica_id = replica_id
         self._library = library
         self._heartbeat_interval_ms = heartbeat_interval_ms
@@ -130,7 +130,7 @@ class SessionCore:
         self._listed_version: int | None = None
 
     def hello(self) -> Hello:
-        """The first message of a new connection. Forgets what the last connection knew."""
+        """Return the first message of a new connection, and forget the state of the last connection."""
         self._known_info = None
         self._listed, self._listed_version = (), None
         return Hello(
@@ -145,7 +145,7 @@ class SessionCore:
         )
 
     def welcomed(self, welcome: Welcome) -> None:
-        """Raises ``StaleLighthouseError`` for a lighthouse that must not be asked anything."""
+        """Apply ``Welcome``. Raises ``StaleLighthouseError``."""
         self._refuse_stale(welcome.epoch, self.quorum_id)
         self.epoch = welcome.epoch
         self.quorum_id = max(self.quorum_id, welcome.quorum_id)
@@ -164,7 +164,7 @@ class SessionCore:
         allow_heal: bool = True,
         settings: str = "",
     ) -> QuorumRequest:
-        """Opens the next request. ``ProtocolError`` or ``TypeError`` for an info that no lighthouse would take."""
+        """Open the next request. Raises ``ProtocolError`` or ``TypeError`` if ``info`` is invalid."""
         if info is not self._checked_info:
             codec.check_info(info)
             self._checked_info = info
@@ -175,7 +175,7 @@ class SessionCore:
         return self.open
 
     def to_send(self, timeout_ms: int) -> QuorumRequest | None:
-        """The open request as this connection needs it: without the info and settings that it already has."""
+        """Return the open request without the info and settings that were already sent on this connection."""
         request = self.open
         if request is None:
             return None
@@ -197,16 +197,16 @@ class SessionCore:
         )
 
     def withdraw(self, request: int) -> bool:
-        """The asker is gone, or was denied. True when this was the open request."""
+        """Close a request that was denied or cancelled. Return whether it was open."""
         if self.open is None or self.open.request != request:
             return False
         self.open = None
         return True
 
     def answered(self, answer: QuorumAnswer) -> Quorum | None:
-        """The quorum for the asker; None when nobody waits for this answer any more.
+        """Return the quorum; None if the request of this answer is no longer open.
 
-        Raises ``StaleLighthouseError`` for an answer from the past, ``ProtocolError`` for a list that was never sent.
+        Raises ``StaleLighthouseError``, or ``ProtocolError`` if the answer refers to a list that was never sent.
         """
         self._refuse_stale(answer.epoch, answer.quorum_id)
         uniform = answer.members is None

@@ -1,4 +1,4 @@
-"""What a worker needs to know to open its session with the lighthouse."""
+"""Settings of a session with the lighthouse."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from keepstep_mesh.security.tokens import ClientToken
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """``addresses``: ``http://host:port``, ``https://...`` or ``host:port`` of every lighthouse. Times in seconds.
+    """Settings of a session with the lighthouse. Times are in seconds.
 
-    ``tls``: for https; without files the CAs of the system are trusted. Files of token and certificates are read again
-    before each connection if they have changed.
+    ``addresses``: ``http://host:port``, ``https://...`` or ``host:port`` of every lighthouse. ``tls``: for https;
+    without files the CAs of the system are trusted. Changed files are reloaded before each connection.
     """
 
     addresses: tuple[str, ...]
@@ -22,11 +22,11 @@ class SessionSettings:
     replica_id: str
     token: str | ClientToken | None = None
     connect_timeout: float = 60.0
-    """How long ``start`` tries."""
+    """Limit of ``start``."""
     heartbeat_interval: float = 0.1
-    """A wish; the lighthouse has the last word."""
+    """A request; the lighthouse decides."""
     library: str = ""
-    """Name and version of the client, for people."""
+    """Name and version of the client, for logs."""
     tls: TlsFiles = field(default_factory=TlsFiles)
 
     @classmethod
@@ -38,7 +38,7 @@ class SessionSettings:
         connect_timeout: float,
         heartbeat_interval: float = 0.1,
     ) -> SessionSettings:
-        """With the job, the token and the certificates that the environment names."""
+        """Read job, token and certificates from the environment."""
         _, job = from_environment("JOB") or ("", "default")
         return cls(
             addresses=addresses,

@@ -71,7 +71,7 @@ from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
-from keepstep_mesh.protocol.lineage import begins_anew, origin, reference_state
+from keepstep_mesh.protocol.lineage import origin, reference_state, repeats_steps
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
 
@@ -430,7 +430,7 @@ class JobCore:
         known = (origin(lineage).quorum_id for lineage in lineages)
         # above ours if states come from a job of another lighthouse
         reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
-        anew = any(map(begins_anew, lineages)) and begins_anew(reference_state(requests)[1])
+        anew = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
         if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
             return ()
         if not same:

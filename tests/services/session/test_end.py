@@ -36,7 +36,7 @@ async def test_leaving_is_said_again_on_the_next_connection() -> None:
 
 async def test_leaving_gives_up_when_nobody_confirms() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, _):
-        with pytest.raises(TimeoutError, match=r"did not confirm within 0\.05 s that we leave"):
+        with pytest.raises(TimeoutError, match=r"no lighthouse confirmed the leave within 0\.05 s"):
             await worker.session.leave("done", 0.05)
 
 

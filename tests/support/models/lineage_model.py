@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.step.progress import GroupProgress
 from keepstep_mesh.protocol.lineage import DIVERGED as DIVERGED_NAME
-from keepstep_mesh.protocol.lineage import NEW, begins_anew, origin
+from keepstep_mesh.protocol.lineage import NEW, origin, repeats_steps
 from keepstep_mesh.protocol.membership import Lineage, Member, MemberInfo, Quorum
 
 INFO = MemberInfo("http://here")
@@ -196,7 +196,7 @@ class Model:
         reached = max(origin(one.lineage).quorum_id for one in groups)
         same = ids == world.members and not any(one.failed for one in groups) and reached <= world.quorum_id
         quorum_id = world.quorum_id
-        if not same or begins_anew(plan.lineage):
+        if not same or repeats_steps(plan.lineage):
             quorum_id = max(quorum_id, reached) + 1
         reference = groups[plan.cohort[0]]
         broken = _judged(reference, groups)

@@ -58,7 +58,7 @@ HOSTILE = {
     "garbage": (b"\xff" * 100, "no keepstep manifest|not msgpack"),
     "a pickle": (pickle.dumps({"a": 1}), "no keepstep manifest|not msgpack"),
     "another map": (msgpack.packb({"a": 1}), "no keepstep manifest"),
-    "too long": (bytes(MAX_MANIFEST_BYTES + 1), "at most"),
+    "too long": (bytes(MAX_MANIFEST_BYTES + 1), "too large"),
     "a newer version": (forge(version=2), "version 2; this build reads version 1"),
     "another digest": (forge(chunk_digest="md5"), "chunk_digest of the manifest is md5"),
     "chunks of one byte": (forge(chunk_bytes=1), "chunk_bytes"),
@@ -83,7 +83,7 @@ HOSTILE = {
             rows=[ROW, ["uint8", [0], None, 1, 0, None]],
             regions=[1 << 46] * 2,
         ),
-        "at most",
+        "pack too large",
     ),
     "more than there is memory": (
         forge(rows=[["uint8", [1 << 39], None, 0, 0, None]], regions=[1 << 39]),

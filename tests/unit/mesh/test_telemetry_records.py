@@ -97,7 +97,7 @@ def test_a_required_field_that_is_missing_is_named(name: str) -> None:
         (WORKER, STEP, {"reason": b"x"}, "reason must be a string"),
         (WORKER, STEP, {"busy_seconds": "1"}, "busy_seconds must be a finite number"),
         (WORKER, STEP, {"values": {b"loss": 1.0}}, "a name in values must be a string"),
-        (RELAY, UPLOAD, {"job": ""}, "no name of a job"),
+        (RELAY, UPLOAD, {"job": ""}, "invalid job name"),
         (RELAY, EVENT, {"detail": {"a": [[[[[[[[1]]]]]]]]}}, "detail is nested too deeply"),
     ],
 )

@@ -330,7 +330,7 @@ def test_a_group_that_was_not_heard_of_for_a_day_goes_and_one_that_waits_stays()
     ("change", "said"),
     [
         ({"source": "nobody"}, "source must be one of"),
-        ({"job": "a/b"}, "no name of a job"),
+        ({"job": "a/b"}, "invalid job name"),
         ({"name": ""}, "must not be empty"),
         ({"first": -1}, "first must be an integer"),
         ({"records": {}}, "records must be a list"),
@@ -338,7 +338,7 @@ def test_a_group_that_was_not_heard_of_for_a_day_goes_and_one_that_waits_stays()
         ({"records": [{"kind": "step", "t": float("nan")}]}, "t must be a finite number"),
         ({"records": [{**step(T, 1), "seconds": "1"}]}, "seconds must be"),
         ({"records": [{**step(T, 1), "values": [1]}]}, "values must be a map"),
-        ({"source": "relay", "records": [{**event(T, "lost"), "job": "../x"}]}, "no name of a job"),
+        ({"source": "relay", "records": [{**event(T, "lost"), "job": "../x"}]}, "invalid job name"),
         ({"source": "lighthouse", "records": [{**event(T, "lost"), "detail": []}]}, "detail must be a map"),
     ],
 )

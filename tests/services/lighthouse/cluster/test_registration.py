@@ -142,7 +142,7 @@ async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_n
     ("path", "body", "said"),
     [
         ("/v1/services/oven/x", {"address": "http://a:1"}, "'oven' is no kind of service; there are metrics, relay"),
-        ("/v1/services/relay/%20x", {"address": "http://a:1"}, "is no name of a service"),
+        ("/v1/services/relay/%20x", {"address": "http://a:1"}, "invalid service name"),
         ("/v1/services/relay/x", {}, "a field is missing; there are address, details, ttl_seconds"),
         ("/v1/services/relay/x", {"address": "a"}, "is no address; write http://host:port"),
         ("/v1/services/relay/x", {"address": "a:1"}, "address must be one http://host:port"),

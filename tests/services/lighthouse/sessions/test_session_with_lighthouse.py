@@ -188,6 +188,6 @@ async def test_a_lighthouse_with_tokens_wants_the_workers() -> None:
 
 async def test_the_name_of_a_job_that_is_none_ends_the_start_at_once_with_the_lighthouses_words() -> None:
     async with lighthouse() as one:
-        with pytest.raises(ProtocolError, match=r"answers 400 .*: 'no such name' is no name of a job: up to"):
+        with pytest.raises(ProtocolError, match=r"answers 400 .*: invalid job name 'no such name': expected"):
             async with Group(one.address, job="no such name"):
                 pass

@@ -28,7 +28,7 @@ def test_a_job_whose_name_is_none_is_an_error_at_once_in_the_lighthouses_words(m
     monkeypatch.setenv("KEEPSTEP_JOB", "no such name")
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     try:
-        with pytest.raises(KeepstepError, match="'no such name' is no name of a job"):
+        with pytest.raises(KeepstepError, match="invalid job name 'no such name'"):
             Manager(ProcessGroupGloo(), lighthouse_addr=server.address(), replica_id="a")
     finally:
         server.shutdown()

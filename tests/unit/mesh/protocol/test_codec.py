@@ -124,7 +124,7 @@ def test_an_error_names_the_field_and_what_is_wrong_with_it() -> None:
         codec.decode(msgpack.packb(["hello", 1, 1, 7]))
     with pytest.raises(ProtocolError, match=r"ask\.step must be in \[0, 2\^63\), not -1"):
         codec.decode(msgpack.packb(["ask", 1, -1, "", False, 0, 1000]))
-    with pytest.raises(ProtocolError, match=r"hello has 1 fields; at least 3 are needed"):
+    with pytest.raises(ProtocolError, match=r"hello has 1 fields; expected at least 3"):
         codec.decode(msgpack.packb(["hello", 1]))
     with pytest.raises(ProtocolError, match=r"unknown kind of message 'nonsense'"):
         codec.decode(msgpack.packb(["nonsense"]))
@@ -138,7 +138,7 @@ def test_a_boolean_is_no_integer() -> None:
 
 
 def test_a_frame_beyond_the_limit_is_not_even_parsed() -> None:
-    with pytest.raises(ProtocolError, match="at most 100 are taken"):
+    with pytest.raises(ProtocolError, match="limit 100"):
         codec.decode(b"\x91" * 101, limit_bytes=100)
 
 
@@ -151,7 +151,7 @@ def test_a_header_that_promises_a_huge_list_costs_nothing() -> None:
 
 
 def test_long_texts_and_lists_are_refused() -> None:
-    with pytest.raises(ProtocolError, match=r"leave\.reason has 5000 characters"):
+    with pytest.raises(ProtocolError, match=r"leave\.reason too long: 5000 characters"):
         codec.decode(codec.encode(Leave("x" * 5000)))
     many = MemberInfo(handles=("",) * (codec.MAX_ITEMS + 1))
     with pytest.raises(ProtocolError):
@@ -161,9 +161,9 @@ def test_long_texts_and_lists_are_refused() -> None:
 def test_user_data_has_a_limit_that_both_sides_check() -> None:
     just = MemberInfo(data=b"x" * (MAX_DATA_BYTES - 3))
     codec.check_info(just)
-    with pytest.raises(ProtocolError, match=rf"info\.data has {MAX_DATA_BYTES + 1} bytes"):
+    with pytest.raises(ProtocolError, match=rf"info\.data too large: {MAX_DATA_BYTES + 1} bytes"):
         codec.check_info(MemberInfo(data=b"x" * (MAX_DATA_BYTES - 2)))
-    with pytest.raises(TypeError, match="object does not travel"):
+    with pytest.raises(TypeError, match="object cannot be encoded"):
         codec.check_info(MemberInfo(data=object()))
 
 

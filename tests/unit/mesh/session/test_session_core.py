@@ -157,7 +157,7 @@ def test_the_info_travels_once_in_a_connection_and_again_when_it_changes() -> No
 
 def test_an_info_that_cannot_travel_is_refused_before_anything_is_open() -> None:
     core = core_in_session()
-    with pytest.raises(ProtocolError, match=r"info\.data has 70005 bytes"):
+    with pytest.raises(ProtocolError, match=r"info\.data too large: 70005 bytes"):
         ask(core, info=MemberInfo(data=b"x" * 70_000))
     assert core.open is None
 
