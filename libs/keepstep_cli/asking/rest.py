@@ -1,4 +1,4 @@
-"""The lighthouse's REST surface as the command uses it: fails over, and turns every failure into advice."""
+"""Client of the lighthouse's REST API for commands: it fails over, and turns every failure into advice."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 10.0
 READ_SECONDS = 600.0
-"""For a manifest or a chunk, on a slow line."""
+"""Timeout for a manifest or a chunk, on a slow link."""
 MAX_ANSWER_BYTES = 64 << 20
 MAX_LINE_BYTES = 16 << 20
 """Of an event that is followed."""
 SILENCE_SECONDS = 45.0
-"""Of a lighthouse that is followed: it says at least every 15 s that there is nothing new."""
+"""Maximum silence of a followed lighthouse, which sends a ping at least every 15 s."""
 FOLLOW_PATIENCE_SECONDS = 30.0
-"""How long a follower asks for a lighthouse that goes on where the last one broke off."""
+"""Time for which a follower looks for another lighthouse after the last one failed."""
 ASK_AGAIN_SECONDS = 0.5
 NO_LIGHTHOUSE = (
-    "what answers there is no keepstep lighthouse (torchft's speaks another language: trainers of keepstep need "
-    "`keepstep up` or `keepstep lighthouse` in its place)"
+    "not a keepstep lighthouse (torchft's has another protocol: trainers of keepstep need `keepstep up` or "
+    "`keepstep lighthouse` instead)"
 )
 
 
@@ -51,7 +51,7 @@ def run(asking: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def read_token(token_file: Path | None) -> ClientToken:
-    """The token in the file of the flag, else that of the environment, if there is one."""
+    """Return the token of the flag's file, or else of the environment; None without one."""
     from keepstep_mesh.errors import AuthError
     from keepstep_mesh.security.tokens import ClientToken
 
@@ -66,7 +66,7 @@ def read_token(token_file: Path | None) -> ClientToken:
 
 
 def _escaped(name: str) -> str:
-    """As one part of a path: ``.`` and ``..`` too are names there, not folders."""
+    """Quote ``name`` as one part of a path, also ``.`` and ``..``."""
     return quote(name, safe="", errors="surrogateescape") if name.strip(".") else name.replace(".", "%2E")
 
 
@@ -85,7 +85,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 class Lighthouse:
-    """Whichever of ``addresses`` (comma separated) answers within ``timeout`` seconds. Paths are below /v1."""
+    """Client of the first of ``addresses`` that answers within ``timeout`` seconds. Paths are below /v1."""
 
     what = "lighthouse"
     default: str | None = DEFAULT_LIGHTHOUSE
@@ -93,7 +93,7 @@ class Lighthouse:
     flags = "--lighthouse or KEEPSTEP_LIGHTHOUSE"
     impostor = NO_LIGHTHOUSE
     has_leader = True
-    """It may send us to another of its kind."""
+    """Whether it may redirect to another lighthouse."""
     forms: tuple[str, ...] = ("application/json", "text/event-stream")
     """Content types of its answers."""
 
@@ -106,7 +106,7 @@ class Lighthouse:
         *,
         told: bool = False,
     ) -> None:
-        """``told``: a lighthouse told the addresses, so that the token itself is not for them."""
+        """``told``: a lighthouse named the addresses, so send them a derived token, and not the token itself."""
         from keepstep_mesh.config.settings import split_addresses
 
         try:
@@ -119,7 +119,7 @@ class Lighthouse:
         self._told = told
 
     def relay(self, address: str, timeout: float) -> Relay:
-        """One that it knows, asked with the same certificate, and what is derived from the same token."""
+        """Return a client of a relay that it named, with the same certificate and a derived token."""
         return Relay(address, self._token, self._tls, timeout, told=True)
 
     async def get(self, *path: str, **query: int) -> Any:
@@ -127,14 +127,14 @@ class Lighthouse:
             return await self._object(answer)
 
     async def read(self, *path: str, limit: int, **query: int) -> bytes:
-        """The answer as bytes. ``Refused`` when there are more than ``limit``."""
+        """Return the answer as bytes. Raises ``Refused`` if it is longer than ``limit``."""
         from keepstep_mesh.net.http import read_answer
 
         async with self._answer("GET", path, READ_SECONDS, params=query) as answer:
             return await read_answer(answer, limit)
 
     async def delete(self, *path: str, **query: str) -> Any:
-        """The answer; None when it is empty."""
+        """Return the answer; None if it is empty."""
         async with self._answer("DELETE", path, self._timeout, params=query) as answer:
             return None if answer.status == HTTPStatus.NO_CONTENT else await self._object(answer)
 
@@ -157,9 +157,9 @@ class Lighthouse:
     async def follow(
         self, *path: str, after: int, told: Callable[[str], None], **query: int
     ) -> AsyncGenerator[Any, None]:
-        """The data of server-sent events. When a lighthouse breaks off, those of the next that answers, from there on.
+        """Yield the data of server-sent events; after a failure, continue with the next lighthouse that answers.
 
-        ``told`` hears of that. ``Unreachable`` when none answers for ``FOLLOW_PATIENCE_SECONDS``.
+        ``told`` receives a message then. Raises ``Unreachable`` if none answers for ``FOLLOW_PATIENCE_SECONDS``.
         """
         import asyncio
 
@@ -188,7 +188,7 @@ class Lighthouse:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     async def _follow_one(self, path: tuple[str, ...], query: dict[str, int]) -> AsyncGenerator[Any, None]:
-        """None as soon as it is there, then the events."""
+        """Yield None when the stream is open, then the events."""
         async with self._answer("GET", path, None, params=query) as answer:
             if answer.content_type != "text/event-stream":
                 raise Unreachable(f"{answer.url.origin()}: {self.impostor}")
@@ -204,7 +204,7 @@ class Lighthouse:
     async def _answer(
         self, method: str, path: tuple[str, ...], timeout: float | None, **how: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """``timeout``: for all of it; None: none. A long one ends after ``SILENCE_SECONDS`` without a byte, too."""
+        """``timeout``: for the whole request; None: no limit, except ``SILENCE_SECONDS`` without a byte."""
         import aiohttp
         from yarl import URL
 
@@ -262,11 +262,11 @@ class Lighthouse:
 
     def _advised(self, error: AuthError) -> str:
         source = "" if self._token is None else self._token.source
-        shown = f"What was shown came from {source}. " if source else ""
+        shown = f"The token came from {source}. " if source else ""
         return f"{error}\n{shown}Give a token that may do this with --token-file or KEEPSTEP_TOKEN."
 
     def _is_ours(self, answer: aiohttp.ClientResponse) -> bool:
-        """Whether this is what it would answer, by its form."""
+        """Whether the answer has the expected form."""
         if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
             return False
         if answer.status >= HTTPStatus.BAD_REQUEST:
@@ -281,6 +281,6 @@ class Relay(Lighthouse):
     default = None
     starts = "`keepstep up` or `keepstep relay`"
     flags = "--relay or KEEPSTEP_RELAY"
-    impostor = "what answers there is no keepstep relay"
+    impostor = "not a keepstep relay"
     has_leader = False
     forms = ("application/json", "application/octet-stream")

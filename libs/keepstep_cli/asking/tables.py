@@ -27,7 +27,7 @@ INCARNATION = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[
 ROOT_CHARACTERS = 16
 """Of a root digest that are shown."""
 WIDE = 1000
-"""Columns where there is no terminal: a line for a program is never broken."""
+"""Width without a terminal: lines for programs are never wrapped."""
 
 
 def short(text: str) -> str:
@@ -215,9 +215,9 @@ def show_comparison(comparison: dict[str, Any]) -> None:
         _print(f"{at}all have equal weights" + (", the others said nothing" if comparison["missing"] else ""))
     elif comparison["diverged"]:
         done = {"heal": "healed", "drain": "healed and drained", "report": "nothing is done"}[comparison["action"]]
-        _print(escape(short(f"{at}not as most are: {', '.join(comparison['diverged'])}; {done}")))
+        _print(escape(short(f"{at}differ from the majority: {', '.join(comparison['diverged'])}; {done}")))
     else:
-        _print(f"{at}{len(roots)} roots, none of them that of most, so nobody can tell who is right; nothing is done")
+        _print(f"{at}{len(roots)} different roots without a majority; no action")
 
 
 def show_event(event: dict[str, Any]) -> None:

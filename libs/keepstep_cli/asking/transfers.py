@@ -1,4 +1,4 @@
-"""What ``keepstep transfers`` shows: heals, of which the lighthouse knows, and uploads, of which each relay does."""
+"""Collect and show transfers: heals from the lighthouse, uploads from each relay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepstep_cli.errors import Refused
 
 REFRESH_SECONDS = 1.0
 RELAY_ANSWER_SECONDS = 3.0
-"""How long a relay has to answer: one that does not is named, and holds up no look for longer."""
+"""Timeout of a relay; the table names relays that do not answer."""
 BAR_WIDTH = 16
 DONE = ("part", "committed")
 """States of checkpoints to which nothing more comes."""
@@ -35,7 +35,7 @@ Found = dict[str, Any]
 
 
 async def look(lighthouse: Lighthouse, job: str) -> Found:
-    """The heals and uploads of ``job`` that are under way. Raises what asking the lighthouse raises."""
+    """Return the current heals and uploads of ``job``. Raises the errors of the lighthouse's client."""
     heals = (await lighthouse.get("jobs", job, "transfers"))["heals"]
     services = (await lighthouse.get("cluster"))["services"]
     relays = [{"name": one["name"], "address": one["address"]} for one in services if one["kind"] == "relay"]
@@ -44,7 +44,7 @@ async def look(lighthouse: Lighthouse, job: str) -> Found:
 
 
 async def _uploads(lighthouse: Lighthouse, job: str, relay: Found) -> list[Found]:
-    """Notes in ``relay`` why it did not answer."""
+    """Record in ``relay`` why it did not answer."""
     relay["trouble"] = None
     try:
         answer = await lighthouse.relay(relay["address"], RELAY_ANSWER_SECONDS).get("jobs", job, "checkpoints")
@@ -69,9 +69,9 @@ def _upload(relay: str, checkpoint: Found) -> Found:
 
 
 async def follow_transfers(lighthouse: Lighthouse, job: str, told: Callable[[str], None], *, as_json: bool) -> None:
-    """Until cancelled; or until none has answered for ``FOLLOW_PATIENCE_SECONDS``, of which ``told`` hears first.
+    """Show transfers until cancelled, or until no lighthouse has answered for ``FOLLOW_PATIENCE_SECONDS``.
 
-    A job that is not there yet is waited for.
+    Waits for a job that does not exist yet. ``told`` receives messages about failures.
     """
     answered, waits = -math.inf, False
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def print_json(found: Found) -> None:
 
 
 def _shower(stack: ExitStack) -> Callable[[Found], None]:
-    """A table that stays in its place on a terminal; elsewhere one under the other, while they differ."""
+    """Show a table in place on a terminal; elsewhere print each table that differs from the last."""
     if sys.stdout.isatty():
         live = stack.enter_context(Live(auto_refresh=False, console=console()))
         return lambda found: live.update(_picture(found, live.console), refresh=True)

@@ -1,4 +1,4 @@
-"""Whether the lighthouse keeps a replica group out."""
+"""Ask the lighthouse whether a replica group is banned."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from keepstep_cli.errors import Refused
 from keepstep_cli.running.supervisor import BanLearned
 
 LEAST_SECONDS = 0.5
-"""Of a ban that the lighthouse says still holds, though by our clock it is over."""
+"""Seconds to wait if a ban is over by the local clock, but the lighthouse still reports it."""
 
 
 async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> BanLearned:
-    """For how long ``group`` is banned, under the name that it left in the folder ``names``, else its own."""
+    """Return the time for which ``group`` is banned, by the name in its file in ``names``, or else its own."""
     file = names / group
     name = (file.read_text(errors="replace") if file.exists() else "") or group
     return BanLearned(group, await _ban_left(lighthouse, job, name), name)
 
 
 async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None:
-    """Seconds for which ``name`` is banned from ``job``; 0: it is not. None: no lighthouse says."""
+    """Return the seconds for which ``name`` is banned from ``job``; 0: not banned; None: no lighthouse answers."""
     try:
         bans = (await lighthouse.get("jobs", job))["bans"]
     except ClickException as error:

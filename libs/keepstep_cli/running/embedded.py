@@ -1,4 +1,4 @@
-"""Services of the job's own, under its supervisor and on loopback: a lighthouse that survives its SIGKILL, a relay."""
+"""Run the job's own lighthouse and relay under its supervisor, on loopback. The lighthouse survives a SIGKILL."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from keepstep_cli.running.supervisor import GroupSpec
 NAME = "lighthouse"
 MAX_HEALTH_BYTES = 4096
 _claims: list[socket.socket] = []
-"""Held until this process ends."""
+"""Sockets that are held until this process ends."""
 TLS_VARIABLES = ("KEEPSTEP_LIGHTHOUSE_TLS_", "TORCHFT_LIGHTHOUSE_TLS_")
 
 
 def place(usual: int = DEFAULT_PORT) -> tuple[int, str | None]:
-    """``usual`` if it is free, so that ``keepstep status`` needs no flag; else any port, and the address of the
-    lighthouse that is there, if it is one.
+    """Return ``usual`` if it is free, so that ``keepstep status`` needs no flag; else any free port, and the address of
+    the lighthouse that listens on ``usual``, if one does.
     """
     try:
         free_port(usual)
@@ -38,10 +38,10 @@ def place(usual: int = DEFAULT_PORT) -> tuple[int, str | None]:
 
 
 def _claim(port: int) -> None:
-    """OSError when another process that still lives has claimed ``port``.
+    """Claim ``port``. Raises OSError if another live process has claimed it.
 
-    A lighthouse takes a second to listen. Of two runs that begin together both would find the port free, and the groups
-    of one would come to the lighthouse of the other, as groups of its job.
+    A lighthouse takes a second to listen. Without the claim, two runs that begin together would both find the port
+    free, and the groups of one run would connect to the lighthouse of the other.
     """
     claim = socket.socket(socket.AF_UNIX)
     try:
@@ -63,7 +63,7 @@ def _is_lighthouse(address: str) -> bool:
 def lighthouse_program(
     port: int, state_dir: Path, environment: Mapping[str, str], flags: tuple[str, ...] = ()
 ) -> Program:
-    """``flags``: of ``keepstep lighthouse``, beyond those that are set here. What it knows is kept in ``state_dir``."""
+    """Return a lighthouse with its state in ``state_dir``. ``flags``: more flags of ``keepstep lighthouse``."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise Missing(
             "a lighthouse needs prometheus_client: pip install -e '.[services]' in keepstep's folder, or give "
@@ -74,13 +74,13 @@ def lighthouse_program(
         "--store": f"sqlite://{state_dir / 'lighthouse.sqlite'}",
         "--event-log": str(state_dir / "events.jsonl"),
     }
-    # It is on loopback, and the ranks are told http.
+    # It listens on loopback, and ranks get an http address.
     own = {name: value for name, value in environment.items() if not name.startswith(TLS_VARIABLES)}
     return _service(NAME, settings, own, flags)
 
 
 def relay_program(lighthouse: str, environment: Mapping[str, str]) -> Program:
-    """A relay that keeps nothing over a restart; the ranks learn its address from ``lighthouse``."""
+    """Return a relay without a disk; ranks learn its address from ``lighthouse``."""
     return _service("relay", {"--bind": "127.0.0.1:0", "--lighthouse": lighthouse}, environment)
 
 

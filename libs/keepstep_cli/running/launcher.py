@@ -1,7 +1,7 @@
-"""The shell around ``supervisor``: starts processes, hands over what they print, tells the core who died.
+"""Start processes, forward their output, and report their ends: the shell around ``supervisor``.
 
-In this order: an event arrives, the core decides, the shell does it. A group's processes are known to be gone, and what
-they left in their sessions killed, before the core hears of their end; so a new incarnation never meets an old one.
+An event arrives, the core decides, the shell acts, in this order. Before the core learns of the end of a group, all its
+processes have ended and their sessions are killed, so a new incarnation never meets an old one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from keepstep_cli.running.supervisor import (
 )
 
 OUTPUT_GRACE_SECONDS = 2.0
-"""How long what a dead rank printed may take to arrive; then somebody else holds its pipe."""
+"""Maximum wait for the last output of a dead rank; after that, another process holds its pipe."""
 CANNOT_START = 127
 HOPELESS = frozenset((errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOEXEC))
-"""What starting a program may fail with that no other try will mend."""
+"""Errors of starting a program that no retry can fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A group as the shell knows it: what to start for each of its ranks."""
+    """A group for the shell: the command and environments of its ranks."""
 
     spec: GroupSpec
     command: tuple[str, ...]
@@ -53,19 +53,19 @@ class Program:
 
 
 class Audience(Protocol):
-    """Who hears of everything."""
+    """Receiver of output and messages."""
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
-        """A rank printed this; to its standard error if ``error``."""
+        """Receive a line of a rank; ``error``: from its standard error."""
 
     def note(self, group: str, sentence: str) -> None:
-        """The supervisor did or saw something."""
+        """Receive a message of the supervisor."""
 
 
 class Launcher:
-    """Runs one job. ``run`` once; ``stop`` and ``kill`` from the same loop at any time.
+    """Run one job. Call ``run`` once, and ``stop`` and ``kill`` from the same loop at any time.
 
-    ``ask_ban``: answers for how long the name of a group is banned; by default nobody's is.
+    ``ask_ban`` returns how long the name of a group is banned; by default no name is.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Launcher:
         self._watchers: asyncio.TaskGroup
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """First: ends all cleanly. Second: kills."""
+        """End all groups cleanly on the first call, kill them on the second."""
         self._events.put_nowait(Stop(signum))
 
     def kill(self, group: str, signum: int = signal.SIGKILL) -> None:
-        """What a failure would do: no warning, and the supervisor is not told."""
+        """Signal the ranks of a group as a failure would, without notice to the supervisor."""
         for process in self._processes[group].values():
             process.send(signum)
 
     async def run(self) -> int:
-        """Exit code of the job: see ``Supervisor.exit_code``. However it ends, no process is left."""
+        """Run the job and return its exit code (``Supervisor.exit_code``). Leaves no process behind."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._look)
         try:
@@ -150,7 +150,7 @@ class Launcher:
             self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
 
     async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
-        """One rank from its start to its end."""
+        """Run one rank from its start to its end."""
         output, errors = await process.output()
         readers = [
             asyncio.create_task(read_lines(output, partial(self._line, name, rank, error=False))),
@@ -186,13 +186,13 @@ class Launcher:
             self._nobody_listens()
 
     def _nobody_listens(self) -> None:
-        """Who read us has left: end, as any filter does. What is printed from here on goes nowhere."""
+        """End the job, as any filter does when its reader has closed the pipe. Discard all further output."""
         self._audience = Silence()
         self.stop(signal.SIGPIPE)
 
 
 class Silence:
-    """An audience that has left."""
+    """An audience that discards everything."""
 
     def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
         pass
@@ -203,7 +203,7 @@ class Silence:
 
 @contextmanager
 def stop_on_signals(launcher: Launcher) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP become stops while inside."""
+    """Turn SIGINT, SIGTERM, and SIGHUP into stops inside the block."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for signum in signals:
@@ -216,7 +216,7 @@ def stop_on_signals(launcher: Launcher) -> Iterator[None]:
 
 
 def replica_programs(job: ranks.JobSpec, base: Mapping[str, str]) -> list[Program]:
-    """The replica groups of ``job``: ``r0``, ``r1`` ..."""
+    """Return the replica groups of ``job``: ``r0``, ``r1`` ..."""
 
     def program(group: int) -> Program:
         def environments(restart: int) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What ranks print, line by line, each line under the name of its rank."""
+"""Print the output of ranks, line by line, each line with the name of its rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TextIO
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 LONGEST_LINE = 16 * 1024
-"""Bytes; what is longer is broken into several lines."""
+"""Maximum bytes of a line; longer ones are split."""
 IDLE_OUTPUT_SECONDS = 0.5
-"""A line without an end is shown after this long without a word more."""
+"""Seconds without output after which a line without a line end is printed."""
 
 LineReceiver = Callable[[str], None]
 
 
 async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> None:
-    """Hands over each line as text without its end, until the stream ends. A carriage return ends a line as well."""
+    """Pass each line on as text without its end, until the stream ends. A carriage return ends a line too."""
     pending = b""
     while True:
         try:
@@ -42,33 +42,33 @@ async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> Non
 
 
 class PrefixedOutput:
-    """Writes lines of many ranks to one stream as ``[r0/1] line``; coloured by group if it is a terminal."""
+    """Write lines of many ranks to one stream as ``[r0/1] line``, colored by group on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._colour = stream.isatty()
 
     def write(self, group: str, rank: int | None, line: str) -> None:
-        """``rank`` None: about the group as a whole. Raises BrokenPipeError when nobody reads any more."""
+        """Write one line; ``rank`` None: about the group. Raises BrokenPipeError if the reader closed the stream."""
         prefix = f"[{group}]" if rank is None else f"[{group}/{rank}]"
         if self._colour:
             prefix = f"\x1b[{COLOURS[zlib.crc32(group.encode()) % len(COLOURS)]}m{prefix}\x1b[0m"
         try:
             self._write(f"{prefix} {line}\n".encode(self._stream.encoding, "replace"))
         except BrokenPipeError:
-            # What is still buffered must go somewhere, or Python complains when it exits.
+            # Redirect the rest of the buffer, or Python prints an error when it exits.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             raise
 
     def _write(self, data: bytes) -> None:
-        """Straight to the file. Python's buffered streams lose 8 KiB when a signal, for us the death of a rank, cuts a
-        write to a full pipe short (seen with 3.11).
+        """Write to the descriptor. Python's buffered streams lose 8 KiB when a signal, here of a dead rank,
+        interrupts a write to a full pipe (seen with 3.11).
         """
         descriptor = self._stream.fileno()
         while data:
             try:
                 data = data[os.write(descriptor, data) :]
-            except BlockingIOError:  # whoever started us shares its end, and made it so
+            except BlockingIOError:  # the parent process shares the descriptor and made it non-blocking
                 select.select([], [descriptor], [])

@@ -1,4 +1,4 @@
-"""One rank of a replica group as a process: its environment (torchrun's names), its start, its end."""
+"""Run one rank of a replica group as a process: its environment (torchrun's names), its start, its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What all ranks of all groups share."""
+    """Settings of all ranks of all groups."""
 
     command: tuple[str, ...]
     replicas: int
@@ -33,40 +33,40 @@ class JobSpec:
     run_id: str
     max_restarts: int
     token_file: Path | None = None
-    """Beats what the environment says."""
+    """Overrides the environment."""
     tls: TlsFiles = field(default_factory=TlsFiles)
     first_group: int = 0
-    """Number of the first group started here, where one job is started on several machines."""
+    """Number of the first group on this machine, for a job on several machines."""
     replicas_in_job: int | None = None
-    """Groups of the whole job; None: all are started here."""
+    """Number of groups of the whole job; None: all run on this machine."""
     names: Path | None = None
-    """Folder where each group leaves the name that it has at the lighthouse, in a file of the name that it has here."""
+    """Folder in which each group writes its name at the lighthouse, to a file with its local name."""
 
 
 def group_name(job: JobSpec, group: int) -> str:
-    """``r0``: what the group is called here, and at the lighthouse unless its script says otherwise."""
+    """Return ``r0``, the local name of the group, and its name at the lighthouse unless its script sets another."""
     return f"r{job.first_group + group}"
 
 
 def command_line(program: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """A Python file is run with this Python, unbuffered; anything else as it stands."""
+    """Return the command: this Python for a Python file, unbuffered; otherwise the program itself."""
     if program.endswith(".py"):
         return (sys.executable, "-u", program, *arguments)
     return (program, *arguments)
 
 
 def program_problem(program: str) -> str | None:
-    """Why ``program`` cannot be run, as a sentence; None if it can."""
+    """Return a sentence about why ``program`` cannot run; None if it can."""
     path = Path(program)
     if program.endswith(".py"):
-        return None if path.is_file() else f"there is no file {program}; the current folder is {Path.cwd()}"
+        return None if path.is_file() else f"file {program} not found; the current folder is {Path.cwd()}"
     if "/" not in program:
         if shutil.which(program) is not None:
             return None
-        here = f"; write ./{program} for the one in the current folder" if path.is_file() else ""
-        return f"there is no program {program} on the PATH{here}"
+        here = f"; write ./{program} for the file in the current folder" if path.is_file() else ""
+        return f"program {program} not found on the PATH{here}"
     if not path.exists():
-        return f"there is no file {program}; the current folder is {Path.cwd()}"
+        return f"file {program} not found; the current folder is {Path.cwd()}"
     if path.is_dir():
         return f"{program} is a folder, not a program"
     if not os.access(path, os.X_OK):
@@ -75,7 +75,7 @@ def program_problem(program: str) -> str | None:
 
 
 def free_port(port: int = 0) -> int:
-    """``port`` if it is free, else OSError; 0: any. It may be taken by the time that it is used."""
+    """Return ``port`` if it is free (0: any free port), else raise OSError. It may be in use again later."""
     with socket.create_server(("127.0.0.1", port)) as server:
         found: int = server.getsockname()[1]
         return found
@@ -84,7 +84,7 @@ def free_port(port: int = 0) -> int:
 def rank_environment(
     job: JobSpec, group: int, local_rank: int, *, restart: int, master_port: int, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """``base`` with what torchrun sets for one node of its own and with what keepstep's Manager reads."""
+    """Return ``base`` with torchrun's variables for a node of its own, and with those of keepstep's Manager."""
     size = str(job.nproc_per_replica)
     number = job.first_group + group
     environment = dict(base)
@@ -109,13 +109,13 @@ def rank_environment(
         "KEEPSTEP_LIGHTHOUSE": job.lighthouse,
         "KEEPSTEP_JOB": job.job,
     }
-    # Python programs that are started by another name: what they print is shown when they print it.
+    # for Python programs with another name: show their output at once
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.pop("KEEPSTEP_NAME_FILE", None)
     if job.names is not None:
         environment["KEEPSTEP_NAME_FILE"] = str(job.names / group_name(job, group))
     if job.token_file is not None:
-        # The file, not what is in it: the ranks read it again when it changes.
+        # The file and not its content: ranks read it again when it changes.
         environment.pop("KEEPSTEP_TOKEN", None)
         environment["KEEPSTEP_TOKEN_FILE"] = str(job.token_file.absolute())
     for name in ("cert", "key", "ca"):
@@ -123,16 +123,16 @@ def rank_environment(
             environment[f"KEEPSTEP_TLS_{name.upper()}"] = str(file.absolute())
     ranks_here = job.replicas * job.nproc_per_replica
     if ranks_here > 1:
-        # Each rank would otherwise start a thread for every core, and they would fight over them.
+        # Otherwise each rank starts a thread for every core, and they compete for the cores.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_here)))
     return environment
 
 
 class RankProcess:
-    """A child in a session of its own (a terminal's Ctrl-C reaches only us) that the kernel kills when we die."""
+    """A child in its own session, so that Ctrl-C reaches only the parent. It is killed if the parent dies."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """OSError when it cannot be started. Main thread only: the kernel watches the thread that forked."""
+        """Start the process; raises OSError. Main thread only: the kernel watches the thread that forked."""
         parent = os.getpid()
         libc = ctypes.CDLL(None, use_errno=True)
 
@@ -155,7 +155,7 @@ class RankProcess:
         self._transports: list[asyncio.ReadTransport] = []
 
     async def output(self) -> tuple[asyncio.StreamReader, asyncio.StreamReader]:
-        """Its standard output and standard error. Once."""
+        """Return its standard output and standard error. Call it once."""
         loop = asyncio.get_running_loop()
         readers = []
         for pipe in (self._popen.stdout, self._popen.stderr):
@@ -166,21 +166,21 @@ class RankProcess:
         return readers[0], readers[1]
 
     def look(self) -> None:
-        """To be called at SIGCHLD. Notices its end and kills what it left in its session (data loaders, mostly)."""
+        """Notice its end and kill the rest of its session (mostly data loaders). Call it on SIGCHLD."""
         if self._exited.is_set() or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        self._kill_session()  # before it is reaped: until then its number cannot be another's
+        self._kill_session()  # before it is reaped, so that its pid cannot be reused
         self._popen.wait()
         self._exited.set()
 
     async def wait(self) -> int:
-        """Its exit code, negative for a signal, the moment it is gone, whoever else still holds its pipes."""
+        """Return its exit code (negative for a signal) when it has ended, even if another process holds its pipes."""
         self.look()
         await self._exited.wait()
         return self._popen.wait()
 
     def send(self, signum: int) -> None:
-        """SIGKILL goes to its whole session; other signals to it alone: it ends its own helpers."""
+        """Send SIGKILL to its whole session, and other signals only to it, because it ends its own helpers."""
         if self._exited.is_set():
             return
         if signum == signal.SIGKILL:
@@ -193,6 +193,6 @@ class RankProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Closes the pipes."""
+        """Close the pipes."""
         for transport in self._transports:
             transport.close()

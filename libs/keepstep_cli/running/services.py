@@ -1,4 +1,4 @@
-"""What the commands that run a service share: imports, logs, settings, the line that says where it listens."""
+"""Shared code of commands that run a service: imports, logs, settings, the line with its address."""
 
 from __future__ import annotations
 

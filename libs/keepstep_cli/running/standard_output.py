@@ -1,4 +1,4 @@
-"""Standard output of a command: what it does not take ends the command with a sentence and an exit code of its own."""
+"""Standard output of a command. A failed write ends the command with a message and an exit code of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _File(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            # What is still buffered must go somewhere, or Python complains when it exits.
+            # Redirect the rest of the buffer, or Python prints an error when it exits.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -27,9 +27,9 @@ class _File(io.FileIO):
 
 
 def check_standard_output() -> None:
-    """From now on its writes raise ``Unwritable``, unless something else has taken its place. Closed, it is /dev/null.
+    """Make writes to standard output raise ``Unwritable``, unless it was replaced. If it is closed, use /dev/null.
 
-    Names may have what a terminal or a locale has not: that is escaped.
+    Escapes characters that the terminal or locale does not support.
     """
     stream = sys.stdout
     if stream is None:

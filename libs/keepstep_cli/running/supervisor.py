@@ -1,25 +1,24 @@
-"""What to do about the processes of a job: when to restart, when to kill, when all is done. Pure: no I/O, no clock.
+"""Decide when to restart and when to kill the processes of a job, and when it is over. Pure: no I/O, no clock.
 
-A *group* is some ranks that live and die together. The rules:
+A *group* is a set of ranks that live and die together. The rules:
 
-1.  A rank that exits with 0 is done. A group all of whose ranks are done is finished and is not started again.
+1.  A rank that exits with 0 is done. A group whose ranks are all done is finished and does not restart.
 2.  A rank that ends in any other way fails its group: the other ranks get SIGTERM and, after ``grace`` seconds,
-    SIGKILL. The group is started again, as a whole, once its last rank is gone.
-3.  Restarts wait for ``backoff``, drawn from the upper
-    half of that so that groups that died together do not come back together. A group that ran for ``ran_well``
-    seconds starts again at the first delay.
-4.  After ``max_restarts`` restarts a group is given up, and at once when a rank of it can never be started. The others
-    go on: they may well finish without it.
-5.  A *service* (the embedded lighthouse) is restarted whatever its exit code and however often, is not waited for, and
-    is ended when every group is finished or given up.
-6.  A group one of whose ranks ended with ``EXIT_EVICTED`` is not started again while its name is banned. The core asks
-    when the last rank is gone (``AskBan``), when the ban should be over, and in between every ``ban_check`` seconds,
-    because a ban may be lifted. While nobody can say, it counts as banned.
-7.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and starts nothing any more; services end
-    last, so that groups can still say that they leave. The second sends SIGKILL to everything at once.
+    SIGKILL. When the last rank has ended, the whole group restarts.
+3.  Restarts wait for a delay of ``backoff``, drawn from its upper half, so that groups that died together do not
+    restart together. A group that ran for ``ran_well`` seconds restarts with the first delay.
+4.  After ``max_restarts`` restarts the supervisor gives a group up, or at once if one of its ranks can never start.
+    The other groups go on, and may finish without it.
+5.  A *service* (the embedded lighthouse) restarts after every exit code, without a limit. The supervisor does not wait
+    for it, and ends it when every group is finished or given up.
+6.  A group with a rank that ended with ``EXIT_EVICTED`` does not restart while its name is banned. The core asks when
+    the last rank has ended (``AskBan``), when the ban should be over, and in between every ``ban_check`` seconds,
+    because a ban may be lifted. Without an answer, the group counts as banned.
+7.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
+    so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
 
-``handle`` takes an event, the monotonic time in seconds and a number drawn from [0, 1), and answers with what to do, in
-order. ``deadline`` is when a ``Tick`` is wanted next. All else of this package that has to do with processes obeys.
+``handle`` takes an event, the monotonic time in seconds, and a number drawn from [0, 1). It returns the actions in
+order. ``deadline`` is the time of the next ``Tick``. The rest of this package carries the actions out.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from keepstep_mesh.net.backoff import Backoff
 MAX_RESTARTS = 100
 RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
 EXIT_EVICTED = 77
-"""As ``keepstep.runtime.exits`` has it, which `keepstep --help` has no time to import."""
+"""The value of ``keepstep.runtime.exits``, whose import would slow down ``keepstep --help``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """When a group is started again; seconds."""
+    """Limits and delays of restarts, in seconds."""
 
     max_restarts: int = MAX_RESTARTS
     backoff: Backoff = RESTART_BACKOFF
     ran_well: float = 30.0
     grace: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
     ban_check: float = 5.0
 
 
@@ -61,12 +60,12 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """First of all."""
+    """The first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """``code`` as subprocess has it: negative is a signal's number. ``hopeless``: it did not start, and never will."""
+    """A rank ended. ``code``: negative for a signal. ``hopeless``: it did not start, and never will."""
 
     group: str
     rank: int
@@ -76,16 +75,16 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Somebody wants an end. ``signum`` becomes the exit code, 128 + signum."""
+    """A request to end the job. The exit code is 128 + ``signum``."""
 
     signum: int = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
 class BanLearned:
-    """Answers ``AskBan``. Seconds that the ban goes on; 0: there is none; None: nobody could say.
+    """Answer to ``AskBan``: seconds until the ban ends; 0: not banned; None: no lighthouse answered.
 
-    ``name``: that of the group at the lighthouse, where it is another.
+    ``name``: the name of the group at the lighthouse, if it differs.
     """
 
     group: str
@@ -95,7 +94,7 @@ class BanLearned:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The deadline has passed. Harmless at any other time."""
+    """The deadline has passed. At any other time it has no effect."""
 
 
 Event = Begin | RankExited | BanLearned | Stop | Tick
@@ -113,7 +112,7 @@ class StartGroup:
 
 @dataclass(frozen=True, slots=True)
 class SignalGroup:
-    """To those ranks that still run."""
+    """Send a signal to the ranks that still run."""
 
     group: str
     signum: int
@@ -128,7 +127,7 @@ class AskBan:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One sentence for people."""
+    """A message for the operator."""
 
     group: str
     sentence: str
@@ -140,11 +139,11 @@ Action = StartGroup | SignalGroup | AskBan | Note
 class Phase(enum.Enum):
     RUNNING = "running"
     ENDING = "ending"
-    """Told to end; some ranks are still there."""
+    """Signalled to end; some ranks still run."""
     BANNED = "banned"
-    """Evicted, and banned as far as is known."""
+    """Evicted, and banned as far as known."""
     WAITING = "waiting"
-    """For its restart."""
+    """Waiting for its restart."""
     FINISHED = "finished"
     GIVEN_UP = "given up"
     STOPPED = "stopped"
@@ -162,18 +161,18 @@ class _Group:
     evicted: bool = False
     hopeless: bool = False
     ban_noted: str = ""
-    """What was last said about its ban."""
+    """The last message about its ban."""
     restarts: int = 0
-    """How often it was started again."""
+    """Number of restarts."""
     short_lives: int = 0
-    """How many in a row ended before ``ran_well``."""
+    """Number of consecutive runs that ended before ``ran_well``."""
     started_at: float = 0.0
     deadline: float | None = None
-    """ENDING: of SIGKILL; WAITING: of the restart; BANNED: of the next question."""
+    """ENDING: time of SIGKILL; WAITING: of the restart; BANNED: of the next question."""
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code >= 0:
         return f"exited with {code}"
     try:
@@ -193,7 +192,7 @@ class Supervisor:
         self._stops = 0
         self._stop_signal: int = signal.SIGTERM
         self._closing = False
-        """All groups are over, the services are being ended."""
+        """All groups have ended, and the services are ending."""
 
     def phase(self, group: str) -> Phase:
         return self._groups[group].phase
@@ -202,11 +201,11 @@ class Supervisor:
         return self._groups[group].restarts
 
     def deadline(self) -> float | None:
-        """Monotonic time of the next ``Tick`` wanted."""
+        """Return the monotonic time of the next ``Tick``."""
         return min((one.deadline for one in self._groups.values() if one.deadline is not None), default=None)
 
     def exit_code(self) -> int | None:
-        """None while anything runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n."""
+        """None while a process runs or will run; 0 finished, 1 a group was given up, 128 + n stopped by signal n."""
         phases = [one.phase for one in self._groups.values()]
         if not all(phase in OVER for phase in phases):
             return None
@@ -236,7 +235,7 @@ class Supervisor:
         return actions
 
     def validate(self) -> None:
-        """All invariants; raises AssertionError with a sentence."""
+        """Check all invariants; raises AssertionError."""
         for group in self._groups.values():
             name = group.spec.name
             assert bool(group.alive) == (group.phase in {Phase.RUNNING, Phase.ENDING}), f"{name}: phase against ranks"

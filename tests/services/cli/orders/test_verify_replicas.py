@@ -36,7 +36,7 @@ async def test_verify_replicas_names_the_group_that_differs_and_exits_with_1() -
         said = await compared(job, "a" * 64, "b" * 64, "a" * 64)
         assert said.code == 1, said.err
         assert re.search(r"r1:1 +b{16} +differs", said.out), said.out
-        assert "step 2, 3 groups: not as most are: r1:1; healed" in said.out
+        assert "step 2, 3 groups: differ from the majority: r1:1; healed" in said.out
 
 
 async def test_verify_replicas_of_two_that_differ_says_that_nobody_can_tell() -> None:
@@ -44,7 +44,7 @@ async def test_verify_replicas_of_two_that_differ_says_that_nobody_can_tell() ->
         said = await compared(job, "a" * 64, "b" * 64)
         assert said.code == 1, said.err
         assert "differs" not in said.out
-        assert "nobody can tell who is right; nothing is done" in said.out
+        assert "without a majority; no action" in said.out
 
 
 async def test_verify_replicas_has_json() -> None:

@@ -52,7 +52,7 @@ async def test_a_server_of_another_kind_is_told_from_a_lighthouse(
     async with page("<html>hello</html>", kind, status) as address:
         said = await keepstep(command[0], "--lighthouse", address, *command[1:])
         assert said.code == 3
-        assert f"{address}: what answers there is no keepstep lighthouse" in said.err
+        assert f"{address}: not a keepstep lighthouse" in said.err
         assert "torchft" in said.err
         assert "keepstep up`, or say" not in said.err
         assert "<html>" not in said.err
@@ -64,7 +64,7 @@ async def test_json_of_another_server_is_told_from_a_lighthouses(command: tuple[
     async with page(text, "application/json", 200) as address:
         said = await keepstep(command[0], "--lighthouse", address, *command[1:])
         assert said.code == 3
-        assert f"{address}: what answers there is no keepstep lighthouse" in said.err
+        assert f"{address}: not a keepstep lighthouse" in said.err
 
 
 async def test_the_first_lighthouse_that_answers_is_asked() -> None:

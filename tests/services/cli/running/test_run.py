@@ -261,14 +261,14 @@ def test_a_full_disk_under_its_output_loses_lines_and_not_the_job(tmp_path: Path
 def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None:
     done = keepstep(tmp_path, "run", "--replicas", "1", "--", "nothing.py")
     assert done.returncode == 2
-    assert "there is no file nothing.py" in done.stderr
+    assert "file nothing.py not found" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("./nothing-at-all", "there is no file ./nothing-at-all"),
-        ("nosuchprog", "there is no program nosuchprog on the PATH"),
+        ("./nothing-at-all", "file ./nothing-at-all not found"),
+        ("nosuchprog", "program nosuchprog not found on the PATH"),
         ("plain", "write ./plain for the one in the current folder"),
         ("./plain", "./plain may not be executed"),
         ("./folder", "./folder is a folder"),

@@ -49,7 +49,7 @@ async def test_run_starts_nothing_where_the_lighthouse_refuses_its_token(tmp_pat
             assert said.code == 4
             assert said.out == ""
             assert told in said.err
-        assert f"What was shown came from the file {tmp_path / 'token'}." in said.err
+        assert f"The token came from the file {tmp_path / 'token'}." in said.err
         said = await keepstep("run", "--replicas", "1", *job.at, "--", "echo", "started", KEEPSTEP_TOKEN=WORKER)
         assert (said.code, said.out) == (0, "[r0/0] started\n")
 
