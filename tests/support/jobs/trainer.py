@@ -10,7 +10,7 @@ TRAINER_BATCH_NORM=1     add a batch norm layer
 TRAINER_WIDTH            width of the hidden layer
 TRAINER_MIN_REPLICAS     ``min_replica_size`` of the Manager
 TRAINER_FLIP_AT          step after which one bit of a weight flips
-TRAINER_PAUSE_AT         step at which to wait until TRAINER_PAUSE_FILE exists
+TRAINER_PAUSE_AT         steps, with commas between, at each of which to wait until TRAINER_PAUSE_FILE-<step> exists
 TRAINER_CHUNK_SECONDS    heal directly, and sleep so long after each chunk
 TRAINER_HOLD_HEAL_AT     bytes of a direct heal after which to wait until TRAINER_PAUSE_FILE exists
 TRAINER_WORKERS          forked DataLoader processes that draw the batches; they start after the first committed step,
@@ -144,7 +144,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(torch.initial_seed())
     steps = int(os.environ.get("TRAINER_STEPS", "0"))
     flip_at = int(os.environ.get("TRAINER_FLIP_AT", "-1"))
-    pause_at = int(os.environ.get("TRAINER_PAUSE_AT", "-1"))
+    pauses = {int(step) for step in os.environ.get("TRAINER_PAUSE_AT", "").split(",") if step}
     pace = float(os.environ.get("TRAINER_PACE", "0.01"))
     workers = int(os.environ.get("TRAINER_WORKERS", "0"))
     drawn = batches_of_workers(workers, len(inputs)) if workers else None
@@ -176,11 +176,11 @@ def main() -> None:
                 say("flipped", step=manager.current_step())
                 flip_at = -1
             time.sleep(pace)  # the pace that the test asks for
-            if manager.current_step() == pause_at:
-                say("paused", step=pause_at)
-                while not pause_file.exists():
+            if (step := manager.current_step()) in pauses:
+                pauses.remove(step)
+                say("paused", step=step)
+                while not pause_file.with_name(f"{pause_file.name}-{step}").exists():
                     time.sleep(0.02)  # until the test, another process, lets it continue
-                pause_at = -1
     except SystemExit as reason:
         say("left", reason=str(reason), step=manager.current_step())
         raise

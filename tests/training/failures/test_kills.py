@@ -9,7 +9,7 @@ import pytest
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import violation_lines
-from tests.support.jobs.job import Job, discarded
+from tests.support.jobs.job import Group, Job, discarded
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -99,18 +99,22 @@ async def test_a_synchronous_quorum_heals_before_the_step():
 
 
 async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weights(tmp_path):
-    go_on = tmp_path / "go-on"
-    pause = {"TRAINER_PAUSE_AT": "60", "TRAINER_PAUSE_FILE": str(go_on)}
+    pause = {"TRAINER_PAUSE_AT": "6,60", "TRAINER_PAUSE_FILE": str(tmp_path / "go-on")}
+
+    def is_at(group: Group, step: int) -> bool:
+        return any((event["event"], event["step"]) == ("paused", step) for event in group.lines if "step" in event)
+
     async with Job("--heartbeat-timeout", "1.5") as job:
         a, b = [await job.start(name, **pause) for name in ("a", "b")]
-        await job.until(lambda: a.step() > 5 and b.step() > 5, "both train")
+        await job.until(lambda: is_at(a, 6) and is_at(b, 6), "both are at step 6")
         b.kill(number=signal.SIGSTOP)
-        await job.until(lambda: any(e["event"] == "paused" for e in a.lines), "a is at step 60, alone")
+        (tmp_path / "go-on-6").touch()
+        await job.until(lambda: is_at(a, 60), "a is at step 60, alone")
         a.kill(number=signal.SIGSTOP)
         b.kill(number=signal.SIGCONT)
-        await job.until(lambda: any(e["event"] == "paused" for e in b.lines), "b is at step 60, alone")
+        await job.until(lambda: is_at(b, 60), "b is at step 60, alone")
         assert a.committed()[60] != b.committed()[60], "they were to be apart"
-        go_on.touch()
+        (tmp_path / "go-on-60").touch()
         a.kill(number=signal.SIGCONT)
         await job.until(lambda: len([s for s in a.committed() if s > 60 and s in b.committed()]) > 5, "together again")
         together = [s for s in a.committed() if s > 60 and s in b.committed()]

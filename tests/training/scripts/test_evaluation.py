@@ -27,7 +27,7 @@ async def test_of_two_groups_the_other_waits_without_limit_and_discards_its_batc
         before = len(discarded(b))
         await job.until(lambda: len(discarded(b)) >= before + 3, "b asks in vain")
         assert b.step() == PAUSE_AT, "one of two groups is no majority"
-        (job.directory / "evaluated").touch()
+        (job.directory / f"evaluated-{PAUSE_AT}").touch()
         await job.advance(a, b, steps=10)
         job.assert_all_live()
         assert job.assert_identical() > 0
@@ -39,7 +39,7 @@ async def test_of_two_groups_the_other_waits_in_start_quorum_if_that_is_synchron
         before = len(discarded(b))
         await job.until(lambda: sum("asking again" in line for line in b.output) >= 3, "b asks in vain")
         assert b.step() == PAUSE_AT
-        (job.directory / "evaluated").touch()
+        (job.directory / f"evaluated-{PAUSE_AT}").touch()
         await job.advance(a, b, steps=10)
         job.assert_all_live()
         assert len(discarded(b)) == before
@@ -51,7 +51,7 @@ async def test_of_three_groups_the_others_go_on_and_the_one_heals() -> None:
         a, b, c = await start(job, "abc")
         await job.advance(b, c, steps=20)
         assert a.step() == PAUSE_AT
-        (job.directory / "evaluated").touch()
+        (job.directory / f"evaluated-{PAUSE_AT}").touch()
         await job.advance(a, b, c, steps=10)
         job.assert_all_live()
         assert job.assert_identical() > 0
