@@ -1,15 +1,18 @@
-"""Healing straight from a healthy group: it serves a snapshot over HTTP, the joiner receives it into place."""
+"""Heal directly from a healthy group, which serves a snapshot over HTTP."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
-from keepstep.checkpointing.direct.http_client import Fetch
+from keepstep.checkpointing.direct.direct_fetch import DirectChunks
 from keepstep.checkpointing.direct.http_server import CheckpointServer
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.state.restoring import Spare
 from keepstep.checkpointing.state.staging import Snapshot, StagingArea
 from keepstep.checkpointing.state.state_manifest import build_manifest
@@ -25,14 +28,19 @@ log = get_logger("keepstep.checkpointing")
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """One server per transport, on a port of its own; two threads, however many readers.
+    """Serves snapshots over HTTP on a port of its own, and receives those of other groups.
+
+    The server takes two threads, whatever the number of readers.
 
     Args:
-        timeout: longest that a reader waits here for a step to be staged, and that it may take for one chunk of 8 MiB.
-        num_chunks: parallel streams of ``recv_checkpoint``, at most 32; 0 and 1: one, on the calling thread.
-        hostname: address to serve on and to advertise; default: that of the interface with the default route.
-        token: of the job. Readers must show what is derived from it (``ClientToken``), as this transport does.
-        uplink: bytes a second that all readers together may take from the network; None: no limit.
+        timeout: longest time that a reader waits for a step to be staged, and that it may take for one chunk of 8 MiB.
+        num_chunks: parallel streams of ``recv_checkpoint``, at most 32. 0 and 1: one, on the calling thread.
+        hostname: address to serve on and to advertise. Default: that of the interface with the default route.
+        token: token of the job; readers must present the token that is derived from it. None: any reader is served.
+        uplink: limit for all readers together, in bytes per second. None: no limit.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, ``num_chunks`` negative, or ``uplink`` not positive.
     """
 
     accepts_into = True
@@ -48,22 +56,24 @@ class HTTPTransport(CheckpointTransport[T]):
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, not {timeout}")
         if num_chunks < 0:
-            raise ValueError(f"num_chunks is a number of streams, not {num_chunks}")
+            raise ValueError(f"num_chunks must be at least 0, not {num_chunks}")
         self._num_chunks = num_chunks
-        self._token = ClientToken.of(token)
         self._hostname = hostname or outward_address()
-        self._budget = RateLimiter(uplink)
-        self._server = CheckpointServer(self._hostname, timeout.total_seconds(), self._token, self._budget)
-        if not self._token and not self._server.is_loopback:
+        self.token = ClientToken.of(token)
+        self.rate_limiter = RateLimiter(uplink)
+        self.server = CheckpointServer(self._hostname, timeout.total_seconds(), self.token, self.rate_limiter)
+        if not self.token and not self.server.is_loopback:
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
-        self._staging = StagingArea(self._server.cut_off)
+        self._staging = StagingArea(self.server.cut_off)
         self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")
         self._hashing: Future[None] | None = None
-        self._staged: Snapshot | None = None
+        self.staged: Snapshot | None = None
+        """The snapshot of the last ``send_checkpoint``."""
         self._lock = threading.Lock()
-        self._fetches: set[Fetch] = set()
+        self._transfers: set[Transfer] = set()
+        """In progress."""
         self._spare: Spare | None = None
-        """What a failed ``recv_checkpoint`` has left for the next."""
+        """Memory that a failed ``recv_checkpoint`` left for the next one."""
         self._shut_down = False
 
     @property
@@ -72,44 +82,50 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def metadata(self) -> str:
         """``http://host:port``"""
-        return f"http://{in_url(self._hostname)}:{self._server.port}"
+        return f"http://{in_url(self._hostname)}:{self.server.port}"
 
     def address(self) -> str:
-        """Where a step's manifest is, once the step is appended: ``http://host:port/checkpoint/``."""
+        """URL of a step's manifest, without the step: ``http://host:port/checkpoint/``."""
         return f"{self.metadata()}/checkpoint/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push.
 
-        Raises ``UnsupportedValue`` that names the path of a value that cannot be stored.
+        Raises:
+            UnsupportedValue: the state has a value that cannot be stored; the error names its path.
         """
         del dst_ranks
         if self._shut_down:
             raise RuntimeError("the transport is shut down")
-        self._spare = None  # it has a state that others want: no attempt to get one follows
-        self._server.serve(None)
-        self._staged = None
-        if self._hashing is not None:  # of the snapshot before: long done, unless steps take milliseconds
+        self._spare = None  # this group has the state: it will not receive it
+        self.server.serve(None)
+        self.staged = None
+        if self._hashing is not None:  # of the previous snapshot; done, unless steps take milliseconds
             self._hashing.result(timeout.total_seconds())
         snapshot = self._staging.stage(step, state_dict)
         snapshot.hold()
         self._hashing = self._hasher.submit(_hash, snapshot)
-        self._staged = snapshot
+        self.staged = snapshot
         self.allow_checkpoint(step)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """See ``CheckpointTransport``."""
         del dst_ranks
-        self._server.refuse(step, reason)
+        self.server.refuse(step, reason)
 
     def allow_checkpoint(self, step: int) -> None:
-        """Serves the staged snapshot again, after ``disallow_checkpoint``. ``ValueError`` if it is of another step."""
-        if self._staged is None or self._staged.step != step:
+        """Serve the staged snapshot again, after ``disallow_checkpoint``.
+
+        Raises:
+            ValueError: the snapshot of ``step`` is not staged.
+        """
+        if self.staged is None or self.staged.step != step:
             raise ValueError(f"step {step} is not staged: send_checkpoint stages it")
-        self._server.serve(self._staged)
+        self.server.serve(self.staged)
 
     def disallow_checkpoint(self) -> None:
-        self._server.serve(None)
+        """See ``CheckpointTransport``."""
+        self.server.serve(None)
 
     def recv_checkpoint(
         self,
@@ -124,65 +140,75 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """See ``CheckpointTransport``.
 
-        What a call that fails has received is kept, in ``into`` or in memory here, and the next call fetches only what
-        differs.
+        A call that fails keeps what it received, in ``into`` or in memory of this transport. The next call fetches only
+        what differs.
         """
         del src_rank
-        longest = None if limit is None else limit.total_seconds()
-        fetch = self._fetch(metadata, step, timeout.total_seconds(), progress, longest)
+        chunks = partial(DirectChunks, streams=self._num_chunks)
+        return self.receive(metadata, step, timeout, chunks, into=into, progress=progress, limit=limit)
+
+    def receive(
+        self,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        chunks: Callable[[Transfer], ChunkSource],
+        *,
+        into: T | None,
+        progress: Progress | None,
+        limit: timedelta | None,
+    ) -> T:
+        """``recv_checkpoint`` with another source of chunks, which ``chunks`` makes for the transfer."""
+        transfer = Transfer(
+            *(metadata, step, timeout.total_seconds(), chunks),
+            token=self.token,
+            progress=progress,
+            limit=None if limit is None else limit.total_seconds(),
+            spare=self._spare,
+        )
         with self._lock:
-            self._fetches.add(fetch)
+            self._transfers.add(transfer)
         if self._shut_down:
-            fetch.abort("the transport is shut down")
+            transfer.abort("the transport is shut down")
         try:
-            state: T = fetch.run(into)
+            state: T = transfer.run(into)
             self._spare = None
             return state
         except BaseException:
-            self._spare = fetch.spare
+            self._spare = transfer.take_spare()
             raise
         finally:
             with self._lock:
-                self._fetches.discard(fetch)
-
-    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None, limit: float | None) -> Fetch:
-        return Fetch(
-            *(metadata, step, timeout),
-            token=self._token,
-            streams=self._num_chunks,
-            progress=progress,
-            limit=limit,
-            spare=self._spare,
-        )
+                self._transfers.discard(transfer)
 
     def source_lost(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
-        for fetch in self._fetching():
-            fetch.source_lost(reason)
+        for transfer in self._in_progress():
+            transfer.source_lost(reason)
 
     def abort_receive(self, reason: str) -> None:
         """See ``CheckpointTransport``."""
-        for fetch in self._fetching():
-            fetch.abort(reason)
+        for transfer in self._in_progress():
+            transfer.abort(reason)
 
-    def _fetching(self) -> list[Fetch]:
+    def _in_progress(self) -> list[Transfer]:
         with self._lock:
-            return list(self._fetches)
+            return list(self._transfers)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Ends every transfer, in both directions. May be called more than once."""
+        """End all transfers, in both directions. May be called more than once."""
         self._shut_down = True
         self.abort_receive("the transport is shut down")
-        self._server.stop(wait)
+        self.server.stop(wait)
         self._hasher.shutdown(wait)
-        self._staged = self._spare = None
+        self.staged = self._spare = None
         self._staging.drop()
 
 
 def _hash(snapshot: Snapshot) -> None:
     try:
         snapshot.manifest.set_result(build_manifest(Origin(step=snapshot.step), snapshot.content_bytes, snapshot.pack))
-    except BaseException as error:  # noqa: BLE001  # the readers raise it
+    except BaseException as error:  # noqa: BLE001  # readers raise it
         snapshot.manifest.set_exception(error)
     finally:
         snapshot.release()

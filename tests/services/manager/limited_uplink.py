@@ -21,7 +21,7 @@ class LimitedUplink(RelayTransport[dict[str, Any]]):
         self._rate = bytes_per_second
         self._free_at = 0.0
         self.sent = 0
-        loop = self._server._loop
+        loop = self.direct.server._loop
         self._really_send = loop.sock_sendall
         loop.sock_sendall = self._send  # type: ignore[method-assign]
 

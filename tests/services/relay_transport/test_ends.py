@@ -75,7 +75,7 @@ async def test_who_is_still_connecting_ends_at_once_too():
     with switched_off() as relay, Groups([relay], joiners=2) as groups:
         groups.stage()
         receiving = asyncio.create_task(groups.receiving())
-        await asyncio.to_thread(eventually, lambda: any(fetch._open for fetch in groups.joiners[0]._fetches))
+        await asyncio.to_thread(eventually, lambda: any(one._open for one in groups.joiners[0].direct._transfers))
         assert await seconds_to_end(groups, receiving) < AT_ONCE
 
 
@@ -85,7 +85,7 @@ async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():
         receiving = asyncio.create_task(groups.receiving())
 
         def waits():
-            connections = [one for fetch in groups.joiners[0]._fetches for one in tuple(fetch._open)]
+            connections = [one for to in groups.joiners[0].direct._transfers for one in tuple(to._open)]
             return any(name in one.address and one._lookup is not None for one in connections)
 
         await asyncio.to_thread(eventually, waits)

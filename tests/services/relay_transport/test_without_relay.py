@@ -49,14 +49,14 @@ async def test_joiners_take_most_of_it_from_each_other(together: bool) -> None:
         await groups.heal(url=source.url)
         assert source.passed < 2.5 * SIZE * MIB, "instead of 4 copies"
         assert "peers" in {one.via for one in groups.joiners}
-        assert not any(one._server._leases for one in groups.sources), "nothing is held for readers that are done"
+        assert not any(one.direct.server._leases for one in groups.sources), "nothing is held for readers that are done"
 
 
 async def test_one_that_nobody_can_reach_takes_and_all_heal(groups: Joiners, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups.joiners[1], "metadata", lambda: "http://127.0.0.1:1")
     groups.stage()
     await groups.heal()
-    assert all(one._server._lent is None for one in groups.joiners), "nobody lends memory that is in use again"
+    assert all(one.direct.server._lent is None for one in groups.joiners), "nobody lends memory that is in use again"
 
 
 async def test_one_that_gives_up_in_the_middle_holds_up_nobody() -> None:
@@ -115,7 +115,7 @@ async def test_a_source_of_an_older_version_serves_them_all_itself(
 async def test_a_chunk_of_which_a_joiner_lies_is_taken_from_another(groups: Joiners) -> None:
     """Its memory was overwritten, say."""
     groups.stage()
-    liar = groups.joiners[0]._server
+    liar = groups.joiners[0].direct.server
     lend = liar.lend
     wrong = memoryview(bytes(CHUNK_MIB * MIB))
     lies: list[bytes] = []

@@ -204,7 +204,7 @@ def test_a_state_that_cannot_be_stored_is_an_error_and_the_next_one_is_served(tr
 def test_wrong_arguments_are_errors_at_once():
     with pytest.raises(ValueError, match="timeout must be positive"):
         HTTPTransport(timedelta(0), 0)
-    with pytest.raises(ValueError, match="number of streams"):
+    with pytest.raises(ValueError, match="num_chunks must be at least 0"):
         HTTPTransport(MINUTE, -1)
 
 
@@ -220,7 +220,7 @@ def test_shutdown_frees_a_receiver_that_waits(transports):
     source, joiner = transports(), transports()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(joiner.recv_checkpoint, 0, source.metadata(), 1, MINUTE)
-        eventually(lambda: source._server._connections)
+        eventually(lambda: source.server._connections)
         joiner.shutdown()
         with pytest.raises(TransferError, match="shut down"):
             waiting.result(30)

@@ -218,7 +218,7 @@ def answer(body, status="200 OK", length=None):
     ("sent", "error", "words"),
     [
         (answer(pickle.dumps(Evil())), ManifestError, "no keepstep manifest|not msgpack"),
-        (answer(b"", length=1 << 40), ManifestError, "manifest of 1099511627776 bytes"),
+        (answer(b"", length=1 << 40), ManifestError, "manifest too long: 1099511627776 bytes"),
         (answer(b"x", length="-5"), TransferError, "does not speak this protocol"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", TransferError, "does not speak this protocol"),
         (b"x" * 20000, TransferError, "no end of header"),
@@ -306,9 +306,9 @@ def test_idle_connections_are_bounded(transports):
     source.send_checkpoint([1], 1, state_of(1, 1), MINUTE)
     threads = threading.active_count()
     idle = [socket.create_connection(address(source), timeout=60) for _ in range(MAX_CONNECTIONS + 50)]
-    eventually(lambda: len(source._server._connections) == MAX_CONNECTIONS)
+    eventually(lambda: len(source.server._connections) == MAX_CONNECTIONS)
     assert threading.active_count() == threads
     for one in idle:
         one.close()
-    eventually(lambda: not source._server._connections)
+    eventually(lambda: not source.server._connections)
     assert same(transports().recv_checkpoint(0, source.metadata(), 1, MINUTE), state_of(1, 1))

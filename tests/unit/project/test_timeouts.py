@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from keepstep.checkpointing.direct import http_client
+from keepstep.checkpointing.direct import transfer
 from keepstep.checkpointing.relayed import relay_fetch, relay_upload
 from keepstep.group import group_server, rank_link, slow_quorum_log
 from keepstep.lifecycle import membership
@@ -133,7 +133,7 @@ RULES = {
         relay_fetch.FETCH_PATIENCE_SECONDS < relay_fetch.LOST_SECONDS < POLICY.heal_timeout
     ),
     "a connection that stalls is replaced before the heal is late": (
-        http_client.STALL_SECONDS < POLICY.heal_timeout and http_client.STALL_SECONDS < RELAY.body_timeout
+        transfer.STALL_SECONDS < POLICY.heal_timeout and transfer.STALL_SECONDS < RELAY.body_timeout
     ),
     "an upload reconnects before the relay aborts it": (
         relay_upload.STALL_SECONDS + relay_upload.UPLOAD_BACKOFF.most < UPLOADS.upload_seconds

@@ -1,23 +1,26 @@
-"""Healing through the relays: uploaded once, by all healthy groups together, fetched by any number of joiners.
+"""Heal through relays: all healthy groups together upload the state once, and any number of joiners fetches it.
 
-Every source serves its snapshot itself too. Where no relay is known, several joiners of one source take each chunk from
-it once, and pass it on; a single one is served as by ``HTTPTransport``.
+Every source serves its snapshot too. Where the job has no relay, several joiners of one source take each chunk from it
+once and pass it on; a single one is served as by ``HTTPTransport``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from keepstep.checkpointing.direct.connection import Endpoint
-from keepstep.checkpointing.direct.http_client import Fetch
+from keepstep.checkpointing.direct.direct_fetch import DirectChunks
 from keepstep.checkpointing.direct.peer_choice import SOURCE
+from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.http_transport import HTTPTransport
 from keepstep.checkpointing.relayed.relay_client import Credentials
-from keepstep.checkpointing.relayed.relay_fetch import RelayFetch
+from keepstep.checkpointing.relayed.relay_fetch import RelayedChunks
 from keepstep.checkpointing.relayed.relay_upload import Upload
-from keepstep.checkpointing.transport import Exchange, Progress
+from keepstep.checkpointing.transport import CheckpointTransport, Exchange, Progress
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
@@ -27,17 +30,20 @@ T = TypeVar("T")
 log = get_logger("keepstep.checkpointing")
 
 
-class RelayTransport(HTTPTransport[T]):
-    """The Manager's transport unless it is given another.
+class RelayTransport(CheckpointTransport[T]):
+    """The Manager's default transport: an ``HTTPTransport``, whose chunks also travel through relays and joiners.
 
     Args:
-        timeout: see ``HTTPTransport``; an upload takes no longer either.
-        relays: addresses of the relays, asked before each transfer; empty: transfers are direct.
+        timeout: see ``HTTPTransport``; also the time limit of an upload.
+        relays: returns the addresses of the relays, before each transfer. Empty: transfers are direct.
         num_chunks: parallel streams of a direct transfer.
-        hostname, token: see ``HTTPTransport``. A relay is shown what is derived from the token for its address.
-        tls: for relays at https addresses.
-        uplink: see ``HTTPTransport``; uploads are a part of it.
+        hostname: see ``HTTPTransport``.
+        token: see ``HTTPTransport``. A relay is shown the token that is derived from it for the relay's address.
+        tls: certificates for relays at https addresses. None: those of the system.
+        uplink: see ``HTTPTransport``; uploads count too.
     """
+
+    accepts_into = True
 
     def __init__(
         self,
@@ -50,57 +56,102 @@ class RelayTransport(HTTPTransport[T]):
         uplink: float | None = None,
     ) -> None:
         self._credentials = Credentials(ClientToken.of(token), tls or TlsFiles())
-        super().__init__(timeout, num_chunks, hostname, token, uplink)
+        self.direct: HTTPTransport[T] = HTTPTransport(timeout, num_chunks, hostname, token, uplink)
+        self._num_chunks = num_chunks
         self._relays = relays
         self._exchange: Exchange | None = None
-        self._brought: set[str] = set()
+        self._brought: AbstractSet[str] = frozenset()
+        """Who sent chunks of the last ``recv_checkpoint``, or of the one in progress, unless it is direct."""
         self._by_relay = False
         self._uploads: list[Upload] = []
         """The newest, and older ones that are about to end."""
 
     @property
     def via(self) -> str:
+        """See ``CheckpointTransport``: ``direct``, ``relay``, or ``peers`` for other joiners."""
         if not self._brought - {SOURCE}:
             return "direct"
         return "relay" if self._by_relay else "peers"
 
     @property
     def needs_all_sources(self) -> bool:
+        """See ``CheckpointTransport``."""
         return bool(self._known_relays())
 
     def prepare(self, exchange: Exchange) -> None:
         """See ``CheckpointTransport``."""
         self._exchange = exchange
 
+    def metadata(self) -> str:
+        """See ``HTTPTransport``."""
+        return self.direct.metadata()
+
+    def address(self) -> str:
+        """See ``HTTPTransport``."""
+        return self.direct.address()
+
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """See ``HTTPTransport``; this source's share is uploaded in the background."""
+        """See ``HTTPTransport``. A background thread uploads the share of this source to the relays."""
         self._uploads = [one for one in self._uploads if one.is_running]
         for one in self._uploads:
-            one.abort()  # of an older step: nobody waits for it
-        super().send_checkpoint(dst_ranks, step, state_dict, timeout)
-        relays, exchange, snapshot = self._known_relays(), self._exchange, self._staged
+            one.abort()  # of an older step: no joiner waits for it
+        self.direct.send_checkpoint(dst_ranks, step, state_dict, timeout)
+        relays, exchange, snapshot = self._known_relays(), self._exchange, self.direct.staged
         if not relays or exchange is None or exchange.step != step or snapshot is None or not snapshot.hold():
             return
-        self._uploads.append(Upload(snapshot, exchange, relays, timeout.total_seconds(), self._budget))
+        self._uploads.append(Upload(snapshot, exchange, relays, timeout.total_seconds(), self.direct.rate_limiter))
         self._uploads[-1].start()
 
-    def _fetch(self, metadata: str, step: int, timeout: float, progress: Progress | None, limit: float | None) -> Fetch:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.refuse_checkpoint(dst_ranks, step, reason)
+
+    def allow_checkpoint(self, step: int) -> None:
+        """See ``HTTPTransport``."""
+        self.direct.allow_checkpoint(step)
+
+    def disallow_checkpoint(self) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.disallow_checkpoint()
+
+    def recv_checkpoint(
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        into: T | None = None,
+        progress: Progress | None = None,
+        limit: timedelta | None = None,
+    ) -> T:
+        """See ``HTTPTransport``."""
+        del src_rank
+        chunks = self._chunk_source(step)
+        return self.direct.receive(metadata, step, timeout, chunks, into=into, progress=progress, limit=limit)
+
+    def _chunk_source(self, step: int) -> Callable[[Transfer], ChunkSource]:
         relays, exchange = self._known_relays(), self._exchange
-        self._brought = set()
-        if exchange is None or exchange.step != step or exchange.replica_id not in exchange.joiners:
-            return super()._fetch(metadata, step, timeout, progress, limit)
-        if not relays and len(exchange.beside) < 2:
-            return super()._fetch(metadata, step, timeout, progress, limit)
-        fetch = RelayFetch(
-            *(metadata, exchange, relays, self._server, self.metadata(), timeout),
-            token=self._token,
-            progress=progress,
-            limit=limit,
-            spare=self._spare,
-        )
-        self._brought = fetch.brought
-        self._by_relay = bool(relays)
-        return fetch
+        self._brought = frozenset()
+        is_joiner = exchange is not None and exchange.step == step and exchange.replica_id in exchange.joiners
+        if exchange is None or not is_joiner or not (relays or len(exchange.beside) > 1):
+            return partial(DirectChunks, streams=self._num_chunks)
+
+        def relayed(transfer: Transfer) -> ChunkSource:
+            server, address = self.direct.server, self.metadata()
+            chunks = RelayedChunks(transfer, exchange, relays, server, address, self.direct.token)
+            self._brought, self._by_relay = chunks.brought, bool(relays)
+            return chunks
+
+        return relayed
+
+    def source_lost(self, reason: str) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.source_lost(reason)
+
+    def abort_receive(self, reason: str) -> None:
+        """See ``CheckpointTransport``."""
+        self.direct.abort_receive(reason)
 
     def _known_relays(self) -> list[Endpoint]:
         found = []
@@ -108,14 +159,14 @@ class RelayTransport(HTTPTransport[T]):
             try:
                 found.append(self._credentials.endpoint(address))
             except ValueError as error:
-                log.warning("relay left out", reason=str(error))
+                log.warning("relay ignored", reason=str(error))
         return found
 
     def shutdown(self, wait: bool = True) -> None:
         """See ``HTTPTransport``."""
-        super().shutdown(wait=False)
+        self.direct.shutdown(wait=False)
         for one in self._uploads:
             one.abort()
         for one in self._uploads if wait else ():
             one.join()
-        super().shutdown(wait)
+        self.direct.shutdown(wait)

@@ -110,7 +110,7 @@ def test_every_override_of_the_environment_reaches_where_the_value_is_used(light
         assert (m._settings.timeout, m._settings.quorum_timeout) == (timedelta(seconds=1.5), timedelta(seconds=2.5))
         assert (m._context.settings.session.connect_timeout, m._context.settings.quorum_retries) == (3.5, 4)
         assert m._context.reconfigurer._timeout == timedelta(seconds=1.5)
-        assert m._context.transport._server._timeout == 1.5
+        assert m._context.transport.direct.server._timeout == 1.5
         m.start_quorum()
         assert m._attempt is not None
         assert m._attempt.timeout == 2.5

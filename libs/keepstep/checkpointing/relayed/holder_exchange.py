@@ -1,0 +1,125 @@
+"""Tells other joiners which chunks are here, and learns which they have: through a relay, or through the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from keepstep.checkpointing.direct import holders
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Endpoint, Refusal
+from keepstep.checkpointing.direct.peer_choice import Swarm
+from keepstep.checkpointing.direct.transfer import Transfer
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.relayed.fetch_state import FetchState
+from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, holder_name
+from keepstep.checkpointing.transport import Exchange
+from keepstep_mesh.config.logging import get_logger
+
+MAX_PEERS = 16
+"""Other joiners that one joiner asks for chunks."""
+HOLDER_REPORT_SECONDS = 0.016
+"""Interval between two requests; longer with many joiners."""
+HOLDER_REPORT_SECONDS_PER_JOINER = 0.002
+BAD_REQUEST = 400
+
+log = get_logger("keepstep.checkpointing")
+
+
+class HolderExchange:
+    """The exchange of one joiner during one transfer.
+
+    Args:
+        joiners: number of joiners of this exchange.
+        address: where this joiner serves chunks.
+        patience: seconds without a byte, after which a connection counts as broken.
+        met: called with the name and the address of each other joiner, once, at most ``MAX_PEERS`` times.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        state: FetchState,
+        swarm: Swarm,
+        exchange: Exchange,
+        joiners: int,
+        address: str,
+        patience: float,
+        met: Callable[[str, str], None],
+    ) -> None:
+        self._transfer = transfer
+        self._state = state
+        self._changed = state.changed
+        self._swarm = swarm
+        self._checkpoint = LiveCheckpoint(exchange)
+        self._name = holder_name(exchange.replica_id)
+        self._interval = max(HOLDER_REPORT_SECONDS, HOLDER_REPORT_SECONDS_PER_JOINER * joiners)
+        self._address = address
+        self._patience = patience
+        self._met = met
+        self._peers: set[str] = set()
+        self.complete = False
+        """Whether the others know that this joiner has all chunks, or nobody keeps a list of them."""
+
+    def run(self) -> None:
+        """Exchange until the transfer ends or closes; at once when all chunks are here."""
+        connection: Connection | None = None
+        try:
+            while self._transfer.ended is None and not self._state.closing:
+                finished = self._swarm.finished
+                try:
+                    if connection is None:
+                        connection = self._transfer.open(self._list_keeper(), self._patience)
+                    others = self._exchange(connection)
+                    self.complete = finished
+                    self._use(others)
+                except (BrokenConnection, TransferError) as error:
+                    log.debug("exchange of chunk lists failed", step=self._transfer.step, reason=str(error))
+                    if not self._state.relays and isinstance(error, Refusal) and error.status == BAD_REQUEST:
+                        self.complete = True  # an older source, which does not know this request
+                        return
+                    if connection is not None:
+                        self._transfer.close(connection)
+                        connection = None
+                self._pause(failed=connection is None)
+        finally:
+            if connection is not None:
+                self._transfer.close(connection)
+
+    def _list_keeper(self) -> Endpoint:
+        """The process that keeps the list of joiners and their chunks."""
+        if not self._state.relays:
+            return self._transfer.source
+        return self._state.relays[min(self._state.working_relays() or self._state.relays)]
+
+    def _exchange(self, connection: Connection) -> dict[str, tuple[str, int]]:
+        """Address and chunks of the others, by name."""
+        has, chunks = self._swarm.done, self._swarm.chunks
+        if self._state.relays:
+            return self._checkpoint.hold(connection, self._address, has, chunks)
+        line = holders.told(self._name, self._address, has, chunks)
+        _, length = connection.ask("GET", f"/holders/{self._transfer.lease}", line)
+        others = holders.read_holders(self._transfer.read_short(connection, length))
+        with self._changed:
+            for gone in self._swarm.peers.keys() - others.keys():  # it serves no chunks any more
+                self._swarm.forget(gone)
+        return others
+
+    def _use(self, others: Mapping[str, tuple[str, int]]) -> None:
+        for name, (address, _) in others.items():
+            if name not in self._peers and len(self._peers) < MAX_PEERS:
+                self._peers.add(name)
+                self._met(name, address)
+        with self._changed:
+            for name, (_, has) in others.items():
+                if name in self._swarm.peers:
+                    self._swarm.tells(name, has)
+            self._changed.notify_all()
+
+    def _pause(self, *, failed: bool) -> None:
+        """Wait for the next request: shorter when the others know everything, until they have all chunks too."""
+
+        def over() -> bool:
+            untold = self._swarm.finished and not self.complete
+            return self._transfer.ended is not None or self._state.closing or (untold and not failed)
+
+        with self._changed:
+            self._changed.wait_for(over, self._interval / 4 if self.complete else self._interval)
