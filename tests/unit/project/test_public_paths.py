@@ -12,7 +12,8 @@ import keepstep
 
 PUBLIC = {
     "": (
-        "DistributedDataParallel DistributedSampler Manager Optimizer ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL"
+        "DistributedDataParallel DistributedSampler Manager Optimizer "
+        "ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL"
     ),
     "checkpointing": "CheckpointTransport HTTPTransport",
     "checkpointing.http_transport": "HTTPTransport",
@@ -29,8 +30,11 @@ PUBLIC = {
         "ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper ProcessGroupXCCL"
     ),
 }
-"""Of torchft-nightly 2026.10.26: modules below ``torchft``, with their public names that keepstep has. ``ProcessGroupBaby*`` is missing,
-and ``manager.ExceptionWithTraceback`` has no counterpart: ``Manager.errored`` returns the exception itself."""
+"""Of torchft-nightly 2026.10.26: its modules, with their public names that keepstep has.
+
+``ProcessGroupBaby*`` is missing. ``manager.ExceptionWithTraceback`` has no counterpart: ``Manager.errored`` returns the
+exception itself.
+"""
 
 MISSING = {"collectives", "local_sgd", "parameter_server", "quantization"}
 """Modules that keepstep does not have yet; docs/coming-from-torchft.md lists them."""
