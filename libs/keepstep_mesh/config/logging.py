@@ -2,7 +2,7 @@
 
 ``get_logger`` is for every module. In a process that configures nothing (a training script) events go to the
 ``logging`` logger of that name as one line of text, so that the script's own set-up rules. ``configure`` is for
-processes of ours: it routes all logs, those of libraries too, to one stream. What looks like a token is never written.
+processes of ours: it routes all logs, those of libraries too, to one stream. Texts that look like tokens are removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What variables mean, but for those of the flags of services. ``docs/reference.md`` is made of it."""
+"""Meaning of environment variables, except those of the flags of services; source of ``docs/reference.md``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_LAUNCHERS: Mapping[str, str] = {
     "TORCHELASTIC_RESTART_COUNT": "how often the group was restarted",
     "TORCHELASTIC_USE_AGENT_STORE": "`True`: the launcher serves the store, not rank 0",
 }
-"""What torchrun and ``keepstep run`` set."""
+"""Variables that torchrun and ``keepstep run`` set."""
 OF_SERVICES: Mapping[str, str] = {
     "KEEPSTEP_WORKER_TOKEN": "the token of the role `worker`; beats the file, as the next two",
     "KEEPSTEP_SERVICE_TOKEN": "of the role `service`",

@@ -1,5 +1,6 @@
-"""How a service stays known: it registers with a lighthouse and says again, every third of its time to live, that it
-is there, over restarts and changes of lighthouses. The lighthouse tells workers where it is.
+"""Keep a service registered with a lighthouse: register, renew every third of the time to live, fail over.
+
+The lighthouse sends the address of the service to workers.
 
     async with registered(lighthouses, Registration("relay", "relay-1", "http://10.0.0.7:29520"), token=token):
         ...
@@ -25,7 +26,7 @@ from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.session_machine import Addresses
 
 REGISTRATION_SECONDS = 5.0
-"""For one request to one lighthouse, at most a third of the time to live."""
+"""Limit of one request, but at most a third of the time to live."""
 DEREGISTER_SECONDS = 2.0
 REGISTRATION_LOG_SECONDS = 10.0
 
@@ -36,8 +37,8 @@ log = get_logger("keepstep.registration")
 class Registration:
     """``kind``: ``relay`` or ``metrics``. ``name``: unique among them, the same after a restart.
 
-    ``address``: ``http://host:port`` as workers reach it. ``ttl``: seconds after which a service that says nothing is
-    forgotten. ``details``: a few facts for people, no more than 4 KiB.
+    ``address``: ``http://host:port`` for workers. ``ttl``: seconds after which a registration that is not renewed ends.
+    ``details``: shown to operators, at most 4 KiB.
     """
 
     kind: str
@@ -48,19 +49,19 @@ class Registration:
 
 
 class Registrar:
-    """Made by ``registered``."""
+    """Keeps one registration; created by ``registered``."""
 
     def __init__(
         self, lighthouses: Iterable[str], registration: Registration, identity: Identity, looks_for: str | None
     ) -> None:
         self.lighthouse: str | None = None
-        """The one that took the registration last; None while none does."""
+        """Address of the lighthouse that holds the registration; None: none."""
         self.trouble: str | None = "not registered yet"
-        """Why there is none, for ``/readyz`` and people."""
+        """Reason why the service is not registered, for ``/readyz`` and logs; None: it is."""
         self.known = asyncio.Event()
-        """Set while a lighthouse has the registration."""
+        """Set while the service is registered."""
         self.found: str | None = None
-        """Address of a service of the kind that is looked for, as the lighthouse said at the last renewal."""
+        """Address of a service of kind ``looks_for``, as of the last renewal."""
         self._registration = registration
         self._looks_for = looks_for
         self._identity = identity
@@ -69,7 +70,7 @@ class Registrar:
         self._failures_logged = LogLimiter(REGISTRATION_LOG_SECONDS)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Register and renew, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             delay, lighthouse = self._addresses.next(random.random())  # noqa: S311 - spreads clients
@@ -105,10 +106,10 @@ class Registrar:
             addresses = (one["address"] for one in services if one["kind"] == self._looks_for)
             self.found = next((as_safe(one, lighthouse) for one in addresses), None)
         except (KeepstepError, TimeoutError, LookupError, TypeError, ValueError) as error:
-            log.debug("the lighthouse does not say who else is there", reason=explained(error, lighthouse))
+            log.debug("could not read the services of the lighthouse", reason=explained(error, lighthouse))
 
     async def say_goodbye(self) -> None:
-        """Tells the lighthouse, if there is one, that the service goes. Never raises: a record ends by itself too."""
+        """Deregister the service. Never raises: the registration also ends by itself."""
         if self.lighthouse is None:
             return
         try:
@@ -146,12 +147,20 @@ async def registered(
     tls: TlsFiles | None = None,
     looks_for: str | None = None,
 ) -> AsyncIterator[Registrar]:
-    """Registers in the background while the context is open, then says goodbye.
+    """Keep a service registered in the background while the context is open, then deregister it.
 
-    ``lighthouses``: base URLs, at least one (else ``ValueError``). ``token``: of the service or admin role, or what
-    tells the one of the moment. ``tls``: for https; ``TlsError`` when its files cannot be used. ``looks_for``: a kind
-    of service whose address ``Registrar.found`` is to be. It never fails for want of a lighthouse: it tries on, and
-    ``Registrar.trouble`` says why.
+    Without a reachable lighthouse it retries; ``Registrar.trouble`` has the reason.
+
+    Args:
+        lighthouses: base URLs, at least one.
+        registration: kind, name and address of the service.
+        token: of the role service or admin, or a function that returns the current one.
+        tls: certificates for https.
+        looks_for: kind of service whose address ``Registrar.found`` has.
+
+    Raises:
+        ValueError: no lighthouse was given.
+        TlsError: a certificate or key is invalid.
     """
     registrar = Registrar(lighthouses, registration, Identity(token, tls), looks_for)
     keeper = asyncio.create_task(registrar.run(), name=f"registration of {registration.name}")

@@ -52,9 +52,9 @@ def reachable(url: str) -> str:
 
 
 def outward_address() -> str:
-    """Address of the interface with the default route, loopback when there is none. Sends nothing."""
+    """Return the address of the interface with the default route, else loopback. Sends nothing."""
     try:
-        return address_towards("192.0.2.1")  # TEST-NET-1: routed like any address, owned by nobody
+        return address_towards("192.0.2.1")  # TEST-NET-1: routed like any address, but unused
     except OSError:
         return "127.0.0.1"
 
@@ -77,7 +77,7 @@ class Lookup:
         return [*socket.getaddrinfo(*self._to, type=socket.SOCK_STREAM, flags=flags)]
 
     def _look_up(self) -> None:
-        with contextlib.suppress(InvalidStateError):  # interrupted meanwhile
+        with contextlib.suppress(InvalidStateError):  # interrupted before
             try:
                 self._found.set_result(self._look())
             except (OSError, ValueError) as error:

@@ -35,7 +35,7 @@ async def _look_up(*to: Any, **options: Any) -> Any:
     found: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def look() -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled before
             try:
                 found.set_result(socket.getaddrinfo(*to, **options))
             except Exception as error:  # noqa: BLE001  raised where it is awaited

@@ -39,9 +39,9 @@ _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 _opening = threading.RLock()
 """Held while a socket is opened and claimed, and during a fork: no child inherits a socket between the two."""
 _claimed: dict[int, int] = {}
-"""Descriptor -> inode. The entry of a closed socket stays until its descriptor is claimed anew, and matches nothing."""
+"""Descriptor -> inode. The entry of a closed socket matches nothing; it stays until its descriptor is claimed again."""
 _searches: set[Callable[[], Found]] = set()
-"""Of each ``claim_opened`` that has not ended."""
+"""Search function of each open ``claim_opened``."""
 _owners: weakref.WeakValueDictionary[int, ForkAware] = weakref.WeakValueDictionary()
 _order = itertools.count()
 
@@ -90,10 +90,10 @@ def claim_opened(search: Callable[[], Found]) -> Iterator[None]:
         yield
     finally:
         try:
-            with _opening:  # or a descriptor that was found, closed and claimed anew would get its old inode back
+            with _opening:  # or a descriptor that was found, closed and claimed again would get its old inode back
                 for descriptor, number in opened():
                     _claimed[descriptor] = number
-                    with contextlib.suppress(OSError):  # closed meanwhile
+                    with contextlib.suppress(OSError):  # closed in between
                         os.set_inheritable(descriptor, False)
         finally:
             _searches.discard(opened)
@@ -155,7 +155,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Takes no lock: whoever held it may not be there."""
+    """Take no lock: the thread that held it may not exist in this process."""
     global _opening
     _opening = threading.RLock()
     try:

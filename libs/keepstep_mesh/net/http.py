@@ -45,7 +45,7 @@ BODY_SECONDS = 10.0
 """Longest that the body of a request may take to come."""
 
 UNCOMPRESSED = {hdrs.ACCEPT_ENCODING: "identity"}
-"""What is not unpacked cannot grow beyond the limit of an answer."""
+"""A body that is not decompressed cannot grow beyond the limit of an answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -96,10 +96,10 @@ def client_session(
 
 
 class Identity:
-    """What a client shows and whom it trusts, read again before each session if the files have changed.
+    """Token and certificates of a client; changed files are reloaded before each session.
 
-    ``token``: one, or what tells the one of the moment. ``tls``: without files the CAs of the system are trusted.
-    Raises ``TlsError`` for files that cannot be used.
+    ``token``: a token, or a function that returns the current one. ``tls``: without files the CAs of the system are
+    trusted. Raises ``TlsError`` if a certificate or key is invalid.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ def application(
     allow_hosts: Collection[str] = (),
     places: Callable[[], Collection[str]] = tuple,
 ) -> web.Application:
-    """An app that lets nobody through whom the table does not, and turns every error into problem details.
+    """Return an application that enforces the access of each route and answers errors with problem details.
 
-    ``tokens``: those of the moment. ``loopback``: it listens on loopback only; without tokens it then answers requests
-    to loopback and to ``allow_hosts`` only. ``places``: where it is; tokens derived for there are taken.
+    ``tokens``: returns the current ones. ``loopback``: the service listens on loopback only; without tokens it then
+    accepts requests to loopback and ``allow_hosts`` only. ``places``: derived tokens of these places are accepted.
     """
     gate = _Gate(tokens, loopback, allow_hosts, places)
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_problems])
@@ -276,7 +276,7 @@ class _Gate:
     places: Callable[[], Collection[str]]
 
     def check(self, request: web.Request, access: Access) -> Token | None:
-        """Who asks; None for an open route. Raises ``AuthError``."""
+        """Return the token of the client; None for an open route. Raises ``AuthError``."""
         tokens = self.tokens()
         if self.loopback and not tokens:
             problem = host_problem(request.headers.get(hdrs.HOST), self.allow_hosts)
@@ -342,7 +342,7 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         return Problem(HTTPStatus.BAD_REQUEST, f"the body cannot be read: {error}").response()
     except ConnectionError as error:
         log.debug("the client is gone", path=request.path, reason=str(error))
-        return web.Response(status=HTTPStatus.BAD_REQUEST)  # for nobody
+        return web.Response(status=HTTPStatus.BAD_REQUEST)  # the client has gone
     except Exception:
         log.exception("request failed", method=request.method, path=request.path)
         return Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the service; its log has the traceback").response()

@@ -1,4 +1,4 @@
-"""The sockets of this process, whoever opened them."""
+"""All sockets of this process, also those that other libraries opened."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def process_sockets() -> Iterator[tuple[int, socket.socket]]:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             found = _duplicate(int(name))
-        except OSError:  # no socket, or closed meanwhile
+        except OSError:  # not a socket, or closed in between
             continue
         with found:
             yield int(name), found
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Another descriptor of the same socket: the one that we look at cannot be closed and used anew meanwhile.
+    """Duplicate the descriptor of a socket, so that it cannot be closed and reused while it is inspected.
 
-    Nothing but a socket is duplicated: to close any descriptor of a file drops this process's POSIX locks on it.
+    Only sockets are duplicated: closing any descriptor of a file drops the POSIX locks of this process on it.
 
     :raises OSError: it is no socket.
     """

@@ -6,7 +6,7 @@ handled inside the read callback of the loop. aiohttp's own reader puts every fr
 it: 1.3 to 2.5 times the time of a quorum round. The wire is plain RFC 6455 without extensions: any WebSocket client can
 open a session.
 
-Who uses a link: ``connect`` (worker) or ``accept`` (lighthouse), then ``send`` at will, from the loop's thread only.
+Usage: ``connect`` (worker) or ``accept`` (lighthouse), then ``send``, from the thread of the event loop only.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Link(asyncio.Protocol):
     async def connect(self, http: aiohttp.ClientSession, url: str) -> None:
         """Opens a WebSocket to ``url``. ``http`` must stay open as long as the link.
 
-        Raises ``aiohttp.ClientError`` or ``OSError`` when nobody answers, ``UpgradeError`` when the answer is another.
+        Raises ``aiohttp.ClientError`` or ``OSError`` without an answer, ``UpgradeError`` if the answer is no upgrade.
         """
         key = base64.b64encode(os.urandom(16)).decode()
         upgrade: dict[str, str] = {hdrs.UPGRADE: "websocket", hdrs.CONNECTION: "Upgrade"}
@@ -139,7 +139,7 @@ class Link(asyncio.Protocol):
     def close(self, code: int = CLOSE_NORMAL, reason: str = "closed here") -> None:
         """Sends what is unsent, then a close frame, then ends the connection. ``reason`` is given to both sides.
 
-        Over asyncio's TLS what is still unsent is dropped when the peer says something meanwhile.
+        With asyncio's TLS, unsent data is dropped if the peer sends something before.
         """
         if not self._transport.is_closing():
             self._send_frame(_CLOSE, code.to_bytes(2, "big") + reason.encode()[:100])
@@ -162,7 +162,7 @@ class Link(asyncio.Protocol):
             head = bytes((_FIN | opcode, masked | 126, size >> 8, size & 0xFF))
         else:
             head = bytes((_FIN | opcode, masked | 127)) + size.to_bytes(8, "big")
-        # Masks protect proxies from scripts in browsers (RFC 6455 10.3). There is no script here: the key is zero,
+        # Masks protect proxies from scripts in browsers (RFC 6455 10.3). This client runs no scripts: the key is zero,
         # and masking with it changes nothing.
         self._transport.write(head + _NO_MASK + payload if masked else head + payload)
         if self._paused and self._transport.get_write_buffer_size() > self._unsent_bytes:

@@ -120,11 +120,11 @@ def pack_envelope(origin: Origin, content_bytes: bytes, chunk_digests: bytes) ->
 
 
 def read_envelope(data: bytes) -> Envelope:
-    """The envelope out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
+    """Read the envelope of untrusted bytes. Raises ``ManifestError`` with the reason if it is invalid."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest too large: {len(data)} bytes (limit {MAX_MANIFEST_BYTES})")
     try:
-        # What is nested in it is a few short lists; content and chunks are bytes, and no list is as long as those.
+        # Its lists are few and short, because content and chunks are bytes.
         top = msgpack.unpackb(data, max_array_len=64, max_map_len=64)
     except _UNREADABLE as error:
         raise ManifestError(f"manifest is not msgpack: {str(error) or type(error).__name__}") from error
@@ -148,7 +148,7 @@ def read_envelope(data: bytes) -> Envelope:
 
 
 def _read_regions(content_bytes: bytes) -> list[int]:
-    """The lengths of the regions. What stands before them in ``content`` is passed over without being built."""
+    """Return the lengths of the regions. The parts of ``content`` before them are skipped, not decoded."""
     reader = msgpack.Unpacker(max_buffer_size=MAX_MANIFEST_BYTES, max_array_len=MAX_REGIONS)
     try:
         reader.feed(content_bytes)

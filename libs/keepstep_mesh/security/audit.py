@@ -1,4 +1,4 @@
-"""Who asked for what: every order is logged with its outcome, every refusal too, but no flood of them."""
+"""The client in lines of the audit log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepstep_mesh.security.tokens import Role
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is at the other end. ``role`` and ``name`` are its token's, None and empty when it has no good one.
+    """A client. ``role`` and ``name`` are those of its token; None and empty without a valid token.
 
     ``certificate``: the common name (else the first alternative name) of its certificate, with mutual TLS.
     """

@@ -1,6 +1,6 @@
-"""What is made of files and made again when they change: tokens, certificates.
+"""Values read from files, and reloaded when the files change: tokens, certificates.
 
-A new file that is broken is reported, once, and what was made of the old one stays.
+An invalid new file is logged once; the old value stays in use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Stamp = tuple[int, int, int] | None
 
 
 class ReloadedFiles(Generic[T]):
-    """``value`` is what ``read`` made of ``files``. Methods may be called from any thread.
+    """Holds in ``value`` what ``read`` returned for ``files``. Methods may be called from any thread.
 
-    ``what``: a word for logs. Whatever ``read`` raises the first time is the caller's.
+    ``what`` names the files in logs. The constructor raises what ``read`` raises.
     """
 
     def __init__(self, what: str, files: Iterable[Path], read: Callable[[], T]) -> None:
@@ -35,7 +35,7 @@ class ReloadedFiles(Generic[T]):
         self.value = read()
 
     def refresh(self, *, force: bool = False) -> bool:
-        """Reads again if a file has changed since, or by ``force``. Whether there is a new value. Never raises."""
+        """Reload if a file has changed, or if ``force``. Return whether the value is new. Never raises."""
         with self._lock:
             stamps = self._look()
             if not self.files or (stamps == self._stamps and not force):
@@ -57,7 +57,7 @@ class ReloadedFiles(Generic[T]):
 
 
 def _stamp(file: Path) -> Stamp:
-    """Differs when the file was written or replaced; symbolic links (as Kubernetes mounts secrets) are followed."""
+    """Return a value that changes when the file is written or replaced. Follows symbolic links, as in Kubernetes."""
     try:
         found = file.stat()
     except OSError:

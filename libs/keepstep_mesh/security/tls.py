@@ -117,7 +117,7 @@ def watched_client_context(files: TlsFiles) -> ReloadedFiles[ssl.SSLContext] | N
 
 
 def as_safe(address: str, asked: str) -> str:
-    """``address``, to which ``asked`` sends us: what was said over TLS, the token too, is said over TLS elsewhere."""
+    """Return ``address``, to which ``asked`` redirects: with https if ``asked`` uses it, because the token follows."""
     return address.replace("http://", "https://", 1) if asked.startswith("https://") else address
 
 
@@ -137,7 +137,7 @@ _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LO
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether nobody was met at all; else somebody is there, and TLS, or what was said, is the trouble."""
+    """Return whether no connection was made. Otherwise TLS or the answer is the fault."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return _ssl_fault(error) is None
     return isinstance(error, TimeoutError)
@@ -153,7 +153,7 @@ def _unconnected(error: aiohttp.ClientConnectorError) -> str:
 
 
 def explained(error: BaseException, address: str) -> str:
-    """What went wrong when ``address`` was asked, with what to do where TLS is the reason."""
+    """Return the reason of a failed request to ``address``, with advice if TLS is the cause."""
     said = str(error) or type(error).__name__
     fault = _ssl_fault(error)
     if isinstance(error, aiohttp.ClientConnectorError) and fault is None:

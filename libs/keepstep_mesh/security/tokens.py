@@ -132,7 +132,7 @@ class Tokens:
         return found
 
     def for_services(self) -> str | None:
-        """What a service shows to another of the same tokens: the first service token, else the first admin one."""
+        """Return the token for other services with the same tokens: the first service token, else admin token."""
         found = {token.role: token.value for token in reversed(self.all)}
         return found.get(Role.SERVICE) or found.get(Role.ADMIN)
 
@@ -154,13 +154,13 @@ class Tokens:
 
 
 def place_of(kind: str, address: str) -> str:
-    """Where a derived token is taken: by a service of this kind at ``address``; http or https does not matter."""
+    """Return the place for which a token is derived: a service of this kind at ``address``, with http or https."""
     return f"{kind} {urlsplit(address).netloc.lower()}"
 
 
 @lru_cache(maxsize=1024)
 def derived(token: str, place: str) -> str:
-    """What a holder of ``token`` shows at ``place`` (``place_of``) instead."""
+    """Derive from ``token`` the one that is valid at ``place`` (``place_of``) only."""
     return hmac.digest(token.encode(), f"keepstep service {place}".encode(), "sha256").hex()
 
 
@@ -212,19 +212,19 @@ def _read(file: Path, what: str) -> str:
 
 
 class ClientToken:
-    """What a client shows to services, and what the processes of its job show to each other.
+    """The token of a client for services, and the derived one for the other processes of its job.
 
-    ``KEEPSTEP_TOKEN``, else the file ``KEEPSTEP_TOKEN_FILE``, which is read again when it changes: its first line is
-    shown, each of its lines is taken from peers, so that those that have a new token and those that have the old one
-    still meet. Peers talk in plain HTTP; so that nobody learns the token from that, they show what is derived from it.
-    ``AuthError`` when the file cannot be read. Any thread may use it.
+    Read from ``KEEPSTEP_TOKEN``, else from the file ``KEEPSTEP_TOKEN_FILE``, which is reloaded when it changes. The
+    first line of the file is sent; every line is accepted from peers, so that old and new tokens work during a
+    rotation. Peers use plain HTTP, so they send a derived token, which does not reveal the token. Raises ``AuthError``
+    if the file cannot be read. Safe to use from any thread.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         fixed, path = environ.get("KEEPSTEP_TOKEN"), environ.get("KEEPSTEP_TOKEN_FILE")
         file = Path(path) if path and not fixed else None
         self.source = f"the file {file}" if file else "KEEPSTEP_TOKEN" if fixed else ""
-        """For people; empty: there is none."""
+        """Source of the token, for messages; empty: no token."""
         files = () if file is None else (file,)
         self._tokens = ReloadedFiles("token", files, lambda: _client_tokens(fixed, file))
         self._looked = time.monotonic()
@@ -240,7 +240,7 @@ class ClientToken:
         return next(iter(self._current()), None)
 
     def peer_headers(self) -> dict[str, str]:
-        """What goes with a request to a peer."""
+        """Return the headers of a request to a peer."""
         shown = self.shown
         return {"Authorization": f"Bearer {_for_peers(shown)}"} if shown else {}
 
