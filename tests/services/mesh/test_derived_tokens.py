@@ -144,7 +144,7 @@ async def test_a_service_that_listens_in_learns_nothing_that_anybody_else_takes(
                     good_metrics.live("default")
                     await asyncio.sleep(0.05)
             assert relay_ear.was_asked("POST /v1/jobs/default/checkpoints")
-            assert "update it first if it is of an older release" in caplog.text
+            assert "if it runs an older release, update it first" in caplog.text
 
             learned = relay_ear.values | metrics_ear.values
             assert not learned & RAW

@@ -269,7 +269,7 @@ def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path: Path) -> None
     [
         ("./nothing-at-all", "file ./nothing-at-all not found"),
         ("nosuchprog", "program nosuchprog not found on the PATH"),
-        ("plain", "write ./plain for the one in the current folder"),
+        ("plain", "write ./plain for the file in the current folder"),
         ("./plain", "./plain may not be executed"),
         ("./folder", "./folder is a folder"),
     ],
