@@ -45,8 +45,8 @@ async def test_answers_that_are_no_json_are_told_as_such_and_end_with_the_troubl
         await page.until(SHOWN)
         mesh.garbage = True
         mesh.cut()
-        await page.until(f"({PROBLEM}).includes('it sent no JSON')")
-        await page.until("document.querySelector('#live').textContent.includes('it sent no JSON')")
+        await page.until(f"({PROBLEM}).includes('is not JSON')")
+        await page.until("document.querySelector('#live').textContent.includes('is not JSON')")
         assert await page.run("document.querySelector('#live').dataset.live") == "no"
         mesh.garbage = False
         await page.until(f"{LIVE} && ({PROBLEM}) === ''")
@@ -70,7 +70,7 @@ async def test_the_jobs_are_shown_while_no_lighthouse_is_known(tmp_path):
     async with metrics() as real, client(real.address) as asking, chromium(tmp_path) as browser:
         await asking.tell(Teller("a:1"), step(time.time(), 1))
         page = await browser.open(f"{real.address}/#/cluster")
-        await page.until(f"({PROBLEM}).includes('this service knows no lighthouse')")
+        await page.until(f"({PROBLEM}).includes('not registered with a lighthouse')")
         assert await page.run("document.querySelector('[aria-label=Jobs] tbody').textContent.startsWith('job11')")
 
 

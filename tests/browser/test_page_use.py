@@ -183,7 +183,7 @@ async def test_a_job_that_all_have_left_is_not_said_to_train(tmp_path):
         page = await browser.open(endpoint.url)
         await page.until(f"{HEADLINE} === '1 of 1 group in the quorum, all training.'")
         mesh.leave("trainer-0")
-        await page.until(f"{HEADLINE} === 'No group is there.'")
+        await page.until(f"{HEADLINE} === 'No group is running.'")
         assert page.complaints == []
 
 
@@ -195,7 +195,7 @@ async def test_a_heal_of_which_the_size_is_not_known_has_no_share(tmp_path):
         page = await browser.open(endpoint.url)
         await page.until(SHOWN)
         said = "document.querySelector('.heals').textContent"
-        assert await page.run(said) == "trainer-1 heals from trainer-01.0 MiB, 1.0 MiB/s"
+        assert await page.run(said) == "trainer-1 is healing from trainer-01.0 MiB, 1.0 MiB/s"
         assert await page.run("document.querySelector('progress').position") == -1
 
 

@@ -1,11 +1,11 @@
-// Talking to the service: requests with the token, and the stream that comes back by itself.
+// Requests to the service with the token, and the event stream, which reconnects.
 
 const SILENCE = 25_000; // ms; the service pings every 10 s
 const FIRST_PAUSE = 500;
 const LONGEST_PAUSE = 5_000;
 const REQUEST = 20_000;
 
-/** What went wrong with a request, in words for people. `status` is 0 where the service did not say it. */
+/** An error of a request, with a message for operators. `status` is 0 without an answer of the service. */
 export class ApiError extends Error {
   constructor(status, detail) {
     super(detail);
@@ -13,7 +13,7 @@ export class ApiError extends Error {
   }
 }
 
-/** `ask(why)`: resolves with a token when the service wants one, or with null. `renewed()`: it is another one now. */
+/** `ask(why)` resolves with a token, or with null. `renewed()` is called when the token changes. */
 export class Api {
   constructor(ask, renewed) {
     this.ask = ask;
@@ -48,7 +48,7 @@ export class Api {
     }
   }
 
-  /** A response that is not an error. Asks for a token as long as the service says 401; `limit()` is the signal of one try. */
+  /** Returns a successful response. Asks for a token while the service answers 401. `limit()`: abort signal of one try. */
   async send(path, options, limit) {
     for (;;) {
       const used = this.token;
@@ -62,14 +62,14 @@ export class Api {
   }
 
   /**
-   * Follows server-sent events until `signal`, while the page can be seen: `heard(kind, data)` for each; `live(true)`
-   * when connected, and `live(false, milliseconds until the next try, why if the service said so)` when not.
+   * Follows server-sent events until `signal`, while the page is visible. Calls `heard(kind, data)` for each event,
+   * `live(true)` when connected, and `live(false, milliseconds to the next try, reason)` when disconnected.
    */
   async follow(path, { heard, live, signal }) {
     let last = "";
     let pause = FIRST_PAUSE;
     while (!signal.aborted) {
-      await seen(signal); // a browser has six connections to a service: a tab in the background leaves its own to others
+      await seen(signal); // browsers allow six connections to a service: a hidden tab frees its own
       let cut, spoken;
       let why = "";
       const limit = () => {
@@ -78,7 +78,7 @@ export class Api {
         document.addEventListener("visibilitychange", () => cut.abort(), { signal: cut.signal });
         return AbortSignal.any([signal, cut.signal]);
       };
-      // By the wall clock: timers stand still while a laptop sleeps, and its connections die then.
+      // By the wall clock: timers stop while a laptop sleeps, and its connections break.
       const watch = setInterval(() => Math.abs(Date.now() - spoken) > SILENCE && cut.abort(), 1000);
       try {
         const response = await this.send(path, { headers: last ? { "Last-Event-ID": last } : {} }, limit);
@@ -95,7 +95,7 @@ export class Api {
         else if (!(error instanceof TypeError || error.name === "AbortError")) console.error(error);
       } finally {
         clearInterval(watch);
-        cut.abort(); // what could not be read is not left open
+        cut.abort(); // close a half-read response
       }
       if (signal.aborted) return;
       live(false, pause, why);
@@ -105,7 +105,7 @@ export class Api {
   }
 }
 
-/** Resolves when the page can be seen, or is left. */
+/** Resolves when the page becomes visible or is closed. */
 function seen(signal) {
   if (!document.hidden) return null;
   return new Promise((resolve) => {
@@ -117,13 +117,13 @@ function seen(signal) {
 function explained(error) {
   if (error instanceof ApiError || error.name === "AbortError") return error;
   if (error.name === "TimeoutError") return new ApiError(0, `The metrics service did not answer within ${REQUEST / 1000} s.`);
-  if (error instanceof SyntaxError) return new ApiError(0, "What answered is not the metrics service: it sent no JSON. Is there a proxy before it?");
-  return new ApiError(0, "The metrics service does not answer.");
+  if (error instanceof SyntaxError) return new ApiError(0, "The answer is not JSON: it does not come from the metrics service. Check the proxy in front of it.");
+  return new ApiError(0, "The metrics service is unreachable.");
 }
 
 const within = (milliseconds, signal) => AbortSignal.any([AbortSignal.timeout(milliseconds), ...(signal ? [signal] : [])]);
 
-/** Server-sent events of a body: {event, id, data}. */
+/** Parses the server-sent events of a body: {event, id, data}. */
 async function* messages(body) {
   let message = { event: "message", id: "", data: [] };
   for await (const line of lines(body)) {

@@ -1,4 +1,4 @@
-// Which page is shown, the token, the theme, and whether what is shown is live.
+// Page navigation, the token, the theme, and the connection status.
 
 import { Api, ApiError } from "./api.js";
 import { ClusterPage } from "./cluster.js";
@@ -11,8 +11,8 @@ const JOBS_REFRESH = 10_000; // ms
 const RETRY = 2_000;
 const THEMES = ["auto", "light", "dark"];
 const ORDERS = {
-  drain: { title: "Drain", what: "It ends its step and leaves. No step is lost, and the others go on without it.", done: "is told to drain" },
-  evict: { title: "Evict", what: "It is put out at once, in the middle of its step, which the others retry. If what started it starts it again, it may come back.", done: "is evicted" },
+  drain: { title: "Drain", what: "The group finishes its step and leaves. No step is lost; the other groups continue.", done: "is draining" },
+  evict: { title: "Evict", what: "The group is removed at once, in the middle of its step; the other groups retry the step. If its launcher restarts it, it can join again.", done: "was evicted" },
 };
 
 const api = new Api(askToken, show);
@@ -24,7 +24,7 @@ let orders = 0;
 const jobRows = new Rows(byId("jobs"), (job) => ({ node: el("option", { value: job }, job), update: () => {} }));
 jobRows.none = el("option", { value: "" }, "none yet");
 
-/** Resolves with a token; with null where it is `optional` and none was given. Who asks meanwhile has the same answer. */
+/** Resolves with a token, or with null if it is `optional` and the user gave none. Concurrent calls share one dialog. */
 function askToken(wrong, optional = false) {
   const [dialog, value, cancel] = ["token", "token-value", "token-cancel"].map(byId);
   const open = () => {
@@ -36,7 +36,7 @@ function askToken(wrong, optional = false) {
   open();
   asked ??= new Promise((resolve) => {
     dialog.addEventListener("close", function closed() {
-      if (dialog.open) return; // it is told late: of the question before
+      if (dialog.open) return; // a late event of the previous dialog
       const given = dialog.returnValue === "yes" ? value.value.trim() : null;
       if (!given && cancel.hidden) {
         open();
@@ -56,7 +56,7 @@ async function jobs() {
   const shown = wanted().job;
   if (shown && !found.some((one) => one.job === shown)) found.push({ job: shown });
   jobRows.show(found, (one) => one.job);
-  byId("jobs").value = shown ?? ""; // none of them on the page of the cluster, so that each can be chosen
+  byId("jobs").value = shown ?? ""; // nothing selected on the cluster page, so that every job can be chosen
   return found.filter((one) => one.last_seen != null);
 }
 
@@ -69,7 +69,7 @@ function decoded(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // a stray % of an address that somebody typed
+    return text; // a stray % in a typed address
   }
 }
 
@@ -77,7 +77,7 @@ function tell(error) {
   byId("problem").hidden = !error;
   if (!error) return;
   if (!(error instanceof ApiError)) console.error(error);
-  say(byId("problem"), error instanceof ApiError ? error.message : `What the metrics service said cannot be shown: ${error.message}`);
+  say(byId("problem"), error instanceof ApiError ? error.message : `Cannot show the answer of the metrics service: ${error.message}`);
 }
 
 function live(yes, pause, why) {
@@ -99,7 +99,7 @@ async function order(job, action, name) {
   dialog.showModal();
   await new Promise((resolve) => {
     dialog.addEventListener("close", function closed() {
-      if (dialog.open && mine === orders) return; // it is told late: of the question before
+      if (dialog.open && mine === orders) return; // a late event of the previous dialog
       dialog.removeEventListener("close", closed);
       resolve();
     });
@@ -137,7 +137,7 @@ async function show() {
     setTimeout(() => mine === shows && show(), RETRY);
     return;
   }
-  if (mine !== shows) return; // somebody went on
+  if (mine !== shows) return; // another page was opened in the meantime
   if (kind !== "cluster" && !job && known.length) {
     location.replace(`#/job/${encodeURIComponent(known.reduce((a, b) => (b.last_seen > a.last_seen ? b : a)).job)}`);
     return;
@@ -169,12 +169,12 @@ byId("token").addEventListener("cancel", (event) => byId("token-cancel").hidden 
 byId("token-cancel").addEventListener("click", () => byId("token").close());
 byId("sign").addEventListener("click", async () => (api.token = await askToken("", true)));
 byId("order-reason").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || !event.target.value.trim()) return; // Enter alone cancels: it may still be held down
+  if (event.key !== "Enter" || !event.target.value.trim()) return; // Enter without a reason cancels: the key may still be down
   event.preventDefault();
   byId("order-yes").click();
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // its address would be that of another page
+  event.preventDefault(); // its address is that of another page
   byId("page").focus();
 });
 byId("jobs").addEventListener("change", (event) => (location.hash = `#/job/${encodeURIComponent(event.target.value)}`));

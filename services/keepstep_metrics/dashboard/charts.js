@@ -1,4 +1,4 @@
-// Charts over time, drawn by uPlot. All of a page share their range and their cursor.
+// Charts over time, drawn by uPlot. The charts of a page share range and cursor.
 
 import { colour, rem } from "./timeline.js";
 import { el } from "./dom.js";
@@ -14,7 +14,7 @@ const LINES = [
 const RATIO = 0.92;
 
 export class Chart {
-  /** `names` of the lines; `format(value)` for the axis and the legend; `range()` gives {since, until}; `zoom` as in Timeline. */
+  /** `names`: of the lines; `format(value)`: for axis and legend; `range()` returns {since, until}; `zoom`: as in Timeline. */
   constructor(title, names, format, { range, zoom }) {
     this.body = el("div", { class: "chart" });
     this.node = el("figure", {}, el("figcaption", {}, title), this.body);
@@ -53,24 +53,24 @@ export class Chart {
     }).observe(this.body);
   }
 
-  /** Columns: unix seconds, and one list for each line, in the order of `names`. */
+  /** Columns: Unix seconds, and one list per line, in the order of `names`. */
   show(t, ...columns) {
     this.plot.setData([t, ...columns.map((one) => one ?? t.map(() => null))]);
   }
 
-  /** It is not used again; uPlot would keep it for the cursor that all share. */
+  /** Removes the chart from the shared cursor, which would keep it alive. */
   close() {
     this.plot.destroy();
   }
 
-  /** Names a line; without a name it is not in the legend. */
+  /** Renames a line; a line without a name is not in the legend. */
   rename(index, label) {
     const cell = this.plot.root.querySelectorAll(".u-legend .u-label")[index + 1];
     cell.textContent = label ?? "";
     cell.closest(".u-series").hidden = !label;
   }
 
-  /** In the colours of the moment. */
+  /** Redraws in the current colours. */
   repaint() {
     this.plot.redraw(false);
     for (const [i, marker] of [...this.plot.root.querySelectorAll(".u-marker")].entries()) {
@@ -79,13 +79,13 @@ export class Chart {
   }
 }
 
-/** Shows the points themselves only where lines cannot: a value between two that are missing. */
+/** Draws points only where a line cannot: for a value between two missing ones. */
 function alone(plot, series) {
   const values = plot.data[series];
   return values.filter((value) => value != null).length < 3;
 }
 
-/** From zero, unless all values are far from it and close to each other. */
+/** Starts the axis at zero, unless all values are close together and far from zero. */
 function near(_, low, high) {
   if (low == null) return [0, 1];
   const from = low > 0 && low / high > RATIO ? low - (high - low || low) * 0.2 : Math.min(0, low);

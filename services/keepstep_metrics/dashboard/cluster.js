@@ -1,4 +1,4 @@
-// The page of the mesh itself: lighthouses and who leads, the services they know, the store, and all jobs.
+// The cluster page: jobs, lighthouses, their store, and registered services.
 
 import { Rows, el, panel, say, table, textRow } from "./dom.js";
 import { clock, number, percent } from "./words.js";
@@ -6,7 +6,7 @@ import { clock, number, percent } from "./words.js";
 const REFRESH = 3_000; // ms
 const JOBS = [["job", "name"], ["groups", "num"], ["step", "num"], ["goodput", "num"], ["last seen", ""]];
 const LIGHTHOUSES = [["address", ""], ["role", ""], ["epoch", "num"], ["trouble", ""]];
-const SERVICES = [["service", ""], ["name", ""], ["address", ""], ["says", "wide"]];
+const SERVICES = [["service", ""], ["name", ""], ["address", ""], ["details", "wide"]];
 
 export class ClusterPage {
   constructor({ api, live, tell, jobs }) {
@@ -14,9 +14,9 @@ export class ClusterPage {
     this.stop = new AbortController();
     this.store = el("p");
     const [found, lighthouses, services] = [table("Jobs", JOBS), table("Lighthouses", LIGHTHOUSES), table("Services", SERVICES)];
-    this.jobRows = new Rows(found.body, jobRow, "no job has been seen yet");
-    this.lighthouses = new Rows(lighthouses.body, () => textRow(LIGHTHOUSES, (one) => [one.address, one.leader ? "leads" : "stands by", number(one.epoch), one.trouble ?? ""]), "none is known");
-    this.services = new Rows(services.body, () => textRow(SERVICES, (one) => [one.kind, one.name, one.address, details(one.details)]), "none is registered");
+    this.jobRows = new Rows(found.body, jobRow, "no jobs yet");
+    this.lighthouses = new Rows(lighthouses.body, () => textRow(LIGHTHOUSES, (one) => [one.address, one.leader ? "leader" : "standby", number(one.epoch), one.trouble ?? ""]), "none known");
+    this.services = new Rows(services.body, () => textRow(SERVICES, (one) => [one.kind, one.name, one.address, details(one.details)]), "none registered");
     this.node = el("div", { class: "job" }, panel("Jobs", found.box), panel("Lighthouses", lighthouses.box, el("h3", {}, "Store"), this.store), el("section", { class: "panel full" }, el("h2", {}, "Services"), services.box));
     api.follow("v1/stream", { heard: () => {}, live, signal: this.stop.signal });
     this.refresh();

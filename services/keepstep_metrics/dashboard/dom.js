@@ -1,6 +1,6 @@
-// Building and updating the page. What comes from the API only ever becomes text: nothing here parses HTML.
+// Builds and updates the page. Data of the API only become text nodes: nothing here parses HTML.
 
-/** An element. `on...` attributes are listeners; true is an empty attribute; false and null are none. */
+/** Creates an element. `on...` attributes are listeners; true is an empty attribute; false and null are omitted. */
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -11,17 +11,17 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Sets the text of a node, and leaves alone what is the same. */
+/** Sets the text of a node if it differs. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** A panel of the page with its heading. */
+/** Creates a panel with a heading. */
 export function panel(title, ...children) {
   return el("section", { class: "panel" }, el("h2", {}, title), ...children);
 }
 
-/** A table in a box that scrolls. Columns are [heading, class]. */
+/** Creates a table in a scrolling box. Columns are [heading, class]. */
 export function table(label, columns) {
   const body = el("tbody");
   const heads = columns.map(([text, kind]) => el("th", { scope: "col", class: kind }, text));
@@ -29,7 +29,7 @@ export function table(label, columns) {
   return { body, box: el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, whole) };
 }
 
-/** Rows that are kept by key, so that an update changes only what changed. `make(key)` gives {node, update(item)}. */
+/** Rows by key; an update changes only the rows that differ. `make(key)` returns {node, update(item)}. */
 export class Rows {
   constructor(parent, make, none = "none") {
     this.parent = parent;
@@ -42,7 +42,7 @@ export class Rows {
     const byKey = new Map(items.map((item) => [keyOf(item), item]));
     for (const [key, row] of this.known) {
       if (byKey.has(key)) continue;
-      row.node.remove(); // first, so that those behind it stay where they are, and keep the focus
+      row.node.remove(); // first, so that the rows after it stay in place and keep the focus
       this.known.delete(key);
     }
     let at = this.parent.firstChild;
@@ -58,7 +58,7 @@ export class Rows {
   }
 }
 
-/** A row of plain cells for `Rows`; `texts(item)` gives the text of each. */
+/** Creates a row of text cells for `Rows`; `texts(item)` returns their texts. */
 export function textRow(columns, texts) {
   const cells = columns.map(([, kind]) => el("td", { class: kind }));
   return { node: el("tr", {}, ...cells), update: (item) => texts(item).forEach((text, i) => say(cells[i], text)) };

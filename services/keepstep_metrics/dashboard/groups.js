@@ -1,4 +1,4 @@
-// The table of groups, and what is healing now. Both follow the stream.
+// The table of groups, and the transfers. Both follow the stream.
 
 import { Rows, el, panel, say, table, textRow } from "./dom.js";
 import { STATES, age, byName, bytes, clock, duration, number, percent, stateName } from "./words.js";
@@ -10,11 +10,11 @@ export class Groups {
   constructor({ order, pick }) {
     this.order = order;
     this.pick = pick;
-    this.filter = el("input", { type: "search", placeholder: "name or state", "aria-label": "Show only groups of this name or state", oninput: () => this.show(this.now, this.t) });
+    this.filter = el("input", { type: "search", placeholder: "name or state", "aria-label": "Filter groups by name or state", oninput: () => this.show(this.now, this.t) });
     this.chips = el("ul", { class: "chips", "aria-label": "Groups by state" });
     this.counts = new Rows(this.chips, (state) => this.chip(state));
     const { body, box } = table("Groups", COLUMNS);
-    this.rows = new Rows(body, (name) => this.row(name), "no such group");
+    this.rows = new Rows(body, (name) => this.row(name), "no matching group");
     this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box);
   }
 
@@ -25,7 +25,7 @@ export class Groups {
 
   row(name) {
     const state = el("span");
-    const straggler = el("span", { class: "badge", hidden: true, title: "its steps take much longer than those of the others" }, "straggler");
+    const straggler = el("span", { class: "badge", hidden: true, title: "its steps take much longer than the other groups' steps" }, "straggler");
     const cells = COLUMNS.slice(2, 6).map(([, kind]) => el("td", { class: kind }));
     const button = (action) => el("button", { type: "button", class: "small", "aria-label": `${action} ${name}`, onclick: () => this.order(action, name) }, action);
     const node = el(
@@ -63,18 +63,18 @@ export class Groups {
 
 const DONE = [["group", "name"], ["what", ""], ["step", "num wide"], ["size", "num"], ["took", "num"], ["from", "wide"], ["ended", ""]];
 
-/** Heals under way with bars, and transfers that ended. */
+/** Progress bars of heals and uploads, and finished transfers. */
 export class Heals {
   constructor() {
     const list = el("ul", { class: "heals" });
-    this.rows = new Rows(list, () => bar(), "nothing is healing or uploading");
-    const { body, box } = table("Transfers that ended", DONE);
+    this.rows = new Rows(list, () => bar(), "no heals or uploads in progress");
+    const { body, box } = table("Finished transfers", DONE);
     this.done = new Rows(
       body,
       () => textRow(DONE, (one) => [one.name, one.error ? `${one.kind} failed: ${one.error}` : one.kind, number(one.step), bytes(one.bytes_total ?? one.bytes_done), duration(one.ended - one.began), [one.source, one.via].filter(Boolean).join(", "), clock(one.ended)]),
       "none yet",
     );
-    this.node = panel("Healing", list, el("h3", {}, "Transfers that ended"), box);
+    this.node = panel("Healing", list, el("h3", {}, "Finished transfers"), box);
     this.uploads = [];
   }
 
@@ -100,7 +100,7 @@ function bar() {
       if (share == null) progress.removeAttribute("value");
       else progress.value = share;
       progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
-      say(what, `${heal.name} ${heal.kind === "heal" ? "heals" : "uploads"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` (${heal.via})` : ""}`);
+      say(what, `${heal.name} ${heal.kind === "heal" ? "is healing" : "is uploading"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` (${heal.via})` : ""}`);
       const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
       const of = share == null ? "" : ` of ${bytes(heal.bytes_total)} (${percent(share)})`;
       say(much, `${bytes(heal.bytes_done)}${of}, ${bytes(heal.bytes_per_second)}/s${left}`);

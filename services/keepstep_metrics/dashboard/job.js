@@ -1,4 +1,4 @@
-// The page of one job. `now` and the events come by the stream, the past is asked for when the range changes and
+// The page of one job. The stream brings `now` and the events; the history is requested when the range changes, and
 // every few seconds.
 
 import { Chart } from "./charts.js";
@@ -7,22 +7,22 @@ import { Groups, Heals } from "./groups.js";
 import { Timeline } from "./timeline.js";
 import { STATES, byName, byStableNames, clock, duration, number, percent, plural, stateName } from "./words.js";
 
-const REFRESH = 5_000; // ms, of the past while the range is live
+const REFRESH = 5_000; // ms between requests for the history in the live range
 const SOON = 400; // ms after an event
-const SHARE = 10; // rests so many times as long as the answers took: those of many groups cost the service much
+const SHARE = 10; // pause, as a multiple of the time of the answers: with many groups they are expensive
 const MOST_EVENTS = 200;
-const LATE = 1; // s after its end a step is told of, at most
-const SHORTEST = 1; // s that can be zoomed to
-const MOST_VALUES = 3; // charts of what the script recorded
+const LATE = 1; // s from the end of a step to its record, at most
+const SHORTEST = 1; // s, smallest zoom
+const MOST_VALUES = 3; // charts of recorded values
 const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"], [6 * 3600, "6 h"], [24 * 3600, "24 h"]];
-const LONGEST = SPANS.at(-1)[0]; // the service keeps no more
-const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], ["back after", "num"]];
+const LONGEST = SPANS.at(-1)[0]; // the service has no older data
+const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], ["group back after", "num"]];
 const STRAGGLERS = [["group", "name"], ["step time", "num"], ["score", "num"], ["straggler since", ""]];
 
 export class JobPage {
   /**
-   * `about`: the entry of /v1/jobs, if it is there yet. `tell(error or null)` shows what went wrong;
-   * `order(job, action, name)` asks whether to do that, and does it.
+   * `about`: the entry of /v1/jobs, if the job exists. `tell(error or null)` shows an error;
+   * `order(job, action, name)` asks for confirmation and sends the order.
    */
   constructor({ api, job, about, order, live, tell }) {
     Object.assign(this, { api, job, tell });
@@ -35,15 +35,15 @@ export class JobPage {
     const known = about ? about.last_seen - about.first_seen : 0;
     this.span = (SPANS.find(([seconds]) => seconds >= known && seconds <= 3600) ?? SPANS[2])[0];
     this.rested = 0;
-    this.fixed = null; // {since, until} of somebody who looks at the past
-    this.build((action, name) => order(job, action, name)); // of this job, whatever page is asked for meanwhile
+    this.fixed = null; // {since, until} of a range in the past; null: live
+    this.build((action, name) => order(job, action, name)); // for this job, even if another page opens in the meantime
     api.follow(`v1/stream?job=${encodeURIComponent(job)}`, {
       heard: (kind, data) => (kind === "now" ? this.showNow(data) : kind === "event" && this.heardEvent(data)),
       live: (yes, pause, why) => {
         live(yes, pause, why);
         if (!yes) return;
-        this.events.clear(); // a service that has lost its past counts them from one again
-        this.refresh(); // what happened meanwhile
+        this.events.clear(); // a service that lost its data numbers events from 1
+        this.refresh(); // events during the interruption
       },
       signal: this.stop.signal,
     });
@@ -61,7 +61,7 @@ export class JobPage {
     return [this.seconds, this.rate, ...this.values.values()];
   }
 
-  /** The service's clock, unix seconds: that of this machine may be wrong. */
+  /** Unix time by the service's clock: the clock of this machine may be wrong. */
   get t() {
     return this.now ? this.now.t + (performance.now() - this.nowAt) / 1000 : Date.now() / 1000;
   }
@@ -75,7 +75,7 @@ export class JobPage {
     const pick = (name) => this.pick(name);
     this.headline = el("p", { class: "headline" });
     this.waiting = el("p", { class: "waiting" });
-    this.facts = Object.fromEntries(["step", "quorum", "epoch", "groups in", "goodput"].map((name) => [name, el("dd")]));
+    this.facts = Object.fromEntries(["step", "quorum", "epoch", "members", "goodput"].map((name) => [name, el("dd")]));
     this.members = el("p", { class: "members" });
     const facts = el("dl", { class: "facts" }, ...Object.entries(this.facts).map(([name, value]) => el("div", {}, el("dt", {}, name), value)));
     this.timeline = new Timeline({ zoom, pick });
@@ -100,7 +100,7 @@ export class JobPage {
       { class: "job" },
       el("section", { class: "panel now" }, el("h2", {}, `Job ${this.job}`), this.headline, this.waiting, facts, this.members),
       this.goodputPanel(),
-      el("section", { class: "panel full" }, el("div", { class: "bar" }, el("h2", {}, "Time line"), this.ranges()), this.timeline.host, this.timeline.told, this.legend.node),
+      el("section", { class: "panel full" }, el("div", { class: "bar" }, el("h2", {}, "Timeline"), this.ranges()), this.timeline.host, this.timeline.told, this.legend.node),
       el("section", { class: "panel full" }, el("h2", {}, "Steps"), this.charts),
       this.groups.node,
       this.heals.node,
@@ -115,7 +115,7 @@ export class JobPage {
     this.spanButtons = SPANS.map(([seconds, text]) => [seconds, button(text, `the last ${text}`, () => ((this.span = seconds), this.zoom(null)))]);
     const zoomBy = (factor) => () => this.timeline.zoomBy(factor);
     const rest = [button("+", "zoom in", zoomBy(0.5)), button("−", "zoom out", zoomBy(2))];
-    const group = el("div", { class: "ranges", role: "group", "aria-label": "Range of time" }, ...this.spanButtons.map(([, node]) => node), ...rest);
+    const group = el("div", { class: "ranges", role: "group", "aria-label": "Time range" }, ...this.spanButtons.map(([, node]) => node), ...rest);
     this.markRange();
     return group;
   }
@@ -133,10 +133,10 @@ export class JobPage {
       return { node, update: (one) => (say(share, percent(one.share)), say(time, duration(one.seconds))) };
     });
     this.counted = el("p", { class: "dim" });
-    return panel("Goodput, and where the rest went", this.good, this.stack, this.shares.parent, this.counted);
+    return panel("Goodput and lost time", this.good, this.stack, this.shares.parent, this.counted);
   }
 
-  /** Null is the live range; another one is moved to where there can be something. */
+  /** Null is the live range. Another range is moved into the time that the service has data for. */
   zoom(range) {
     if (range) {
       const wide = Math.min(range.until - range.since, LONGEST);
@@ -168,21 +168,21 @@ export class JobPage {
     const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => state !== "training");
     const others = stuck.map(([state, groups]) => `${groups.length === 1 ? groups[0].name : plural(groups.length, "group")} ${groups.length === 1 ? "is" : "are"} ${stateName(state)}`);
     const told = `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${others.length ? `; ${others.join(", ")}` : ", all training"}.`;
-    say(this.headline, now.groups.length ? told : "No group is there.");
-    say(this.waiting, `Next quorum: ${byStableNames(now.waiting_for ?? "waiting for nobody")}.`);
+    say(this.headline, now.groups.length ? told : "No group is running.");
+    say(this.waiting, `Next quorum: ${byStableNames(now.waiting_for ?? "not waiting")}.`);
     say(this.facts.step, number(now.step));
     say(this.facts.quorum, number(now.quorum_id));
     say(this.facts.epoch, number(now.epoch));
-    say(this.facts["groups in"], `${now.participants.length}${now.joining.length ? ` + ${now.joining.length} joining` : ""}`);
+    say(this.facts["members"], `${now.participants.length}${now.joining.length ? ` + ${now.joining.length} joining` : ""}`);
     const named = (names) => (names.length > 12 ? `${names.slice(0, 10).join(", ")} and ${names.length - 10} more` : names.join(", "));
     const joining = now.joining.length ? `; joining: ${named([...now.joining].sort(byName))}` : "";
-    say(this.members, now.participants.length ? `In: ${named([...now.participants].sort(byName))}${joining}` : `Nobody is in${joining}`);
+    say(this.members, now.participants.length ? `Members: ${named([...now.participants].sort(byName))}${joining}` : `No members${joining}`);
     this.groups.show(now, now.t);
     this.heals.showNow(now);
     if (!this.fixed) this.redrawPast();
   }
 
-  /** The past as it was told and, in the live range, what each group does since then. */
+  /** Draw the history and, in the live range, the state of each group since then. */
   redrawPast() {
     const groups = new Map(this.past.map((one) => [one.name, one]));
     for (const { name, state, since } of this.fixed ? [] : (this.now?.groups ?? [])) {
@@ -206,7 +206,7 @@ export class JobPage {
     const began = performance.now();
     const get = (what, query) => this.api.get(`${this.path}/${what}`, query, this.stop.signal);
     try {
-      if (!this.now) this.showNow(await get("now")); // the clock of this machine may be wrong
+      if (!this.now) this.showNow(await get("now")); // for the service's clock
       const { since, until } = this.range;
       const range = { since, until: this.fixed ? until : null };
       const [timeline, steps, goodput, stragglers, transfers, failures, events] = await Promise.all([
@@ -247,7 +247,7 @@ export class JobPage {
     const { t, until, seconds, quantiles, values, committed_per_second: rate } = this.steps;
     const wide = t[1] - t[0];
     this.seconds.show(t, quantiles.p50, quantiles.p90, quantiles.p99, seconds[this.picked]);
-    this.rate.show(t, rate.map((one, i) => (t[i] + wide > until - LATE ? null : one))); // not of a time that is not over
+    this.rate.show(t, rate.map((one, i) => (t[i] + wide > until - LATE ? null : one))); // not of an unfinished point
     for (const name of Object.keys(values).slice(0, MOST_VALUES)) {
       if (!this.values.has(name)) {
         const chart = new Chart(name, [name], number, this.zoomOf);
@@ -271,8 +271,8 @@ export class JobPage {
     );
     this.shares.show(states.map((state) => ({ state, share: found.shares[state], seconds: found.seconds[state] })), (one) => one.state);
     const mean = (text, seconds) => (seconds == null ? "" : `; ${text} ${duration(seconds)} on average`);
-    const commit = mean("the next commit came after", found.mean_time_to_recover);
-    say(this.counted, `${found.steps_committed} steps of groups committed, ${found.steps_discarded} discarded; ${plural(found.failures, "failure")}${commit}${mean("the group was back after", found.mean_time_to_return)}.`);
+    const commit = mean("next commit after", found.mean_time_to_recover);
+    say(this.counted, `${found.steps_committed} group steps committed, ${found.steps_discarded} discarded; ${plural(found.failures, "failure")}${commit}${mean("group back after", found.mean_time_to_return)}.`);
   }
 
   heardEvent(event) {
@@ -295,7 +295,7 @@ export class JobPage {
   }
 }
 
-/** How many points a picture is asked for that is as wide as this. */
+/** Points to request for a chart of this width. */
 const pixels = (node) => Math.max(100, Math.min(1000, Math.round(node.clientWidth)));
 
 function eventRow() {

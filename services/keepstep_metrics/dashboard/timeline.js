@@ -1,4 +1,4 @@
-// The time line of every group as one picture. Only the rows in view are drawn, so 1,000 groups cost what 40 do.
+// The timeline of all groups on one canvas. Only visible rows are drawn, so 1,000 groups cost as much as 40.
 
 import { el, say } from "./dom.js";
 import { STATES, clock, duration, percent, stateName } from "./words.js";
@@ -6,12 +6,12 @@ import { STATES, clock, duration, percent, stateName } from "./words.js";
 const AXIS = 1.7; // rem; a wall screen has a larger one than a phone
 const TALLEST = 1.7;
 const LOWEST = 5; // px of a row
-const WANTED = 0.55; // of the window for all rows, when they fit
+const WANTED = 0.55; // share of the window for all rows, if they fit
 const HATCHES = { waiting_quorum: "dots", healing: "up", retrying: "cross", lost: "down", draining: "bars" };
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
 export class Timeline {
-  /** `zoom({since, until} | null)`: the range that somebody wants, null for the live one. `pick(name)`: a group. */
+  /** `zoom({since, until} | null)` sets the range; null: live. `pick(name)` selects a group. */
   constructor({ zoom, pick }) {
     this.zoom = zoom;
     this.pick = pick;
@@ -24,7 +24,7 @@ export class Timeline {
     this.told = el("p", { class: "told", "aria-live": "polite" });
     this.host = el(
       "div",
-      { class: "timeline", tabindex: 0, role: "group", "aria-label": "Time line of every group. Left and right move, plus and minus zoom, 0 is live, up and down choose a group, enter picks it." },
+      { class: "timeline", tabindex: 0, role: "group", "aria-label": "Timeline of all groups. Left and right move, plus and minus zoom, 0 is live, up and down choose a group, Enter selects it." },
       this.canvas,
       this.spacer,
     );
@@ -103,7 +103,7 @@ export class Timeline {
     this.paintTimes(ink.line, (at) => context.fillRect(at, axis - 4, 1, height));
     const first = Math.floor(host.scrollTop / tall);
     const last = Math.min(this.groups.length, first + Math.ceil((height - axis) / tall) + 1);
-    const every = Math.max(1, Math.ceil((letters + 3) / tall)); // names of low rows would lie on each other
+    const every = Math.max(1, Math.ceil((letters + 3) / tall)); // names of low rows would overlap
     for (let index = first; index < last; index += 1) {
       const top = axis + index * tall - host.scrollTop;
       if (index === this.row) {
@@ -117,7 +117,7 @@ export class Timeline {
       }
     }
     context.fillStyle = colour("--panel");
-    context.fillRect(0, 0, width, axis - 4); // over rows that scrolled
+    context.fillRect(0, 0, width, axis - 4); // over scrolled rows
     context.textAlign = "center";
     this.paintTimes(ink.dim, (at, text) => at > this.gutter + 2 * rem() && at < width - 2 * rem() && context.fillText(text, at, axis / 2 - 1));
     context.textAlign = "left";
@@ -136,7 +136,7 @@ export class Timeline {
     for (const [from, to, state] of spans) {
       if (to < since || from > until) continue;
       const left = Math.max(this.gutter, x(from));
-      // A short outage must be seen: nothing but training is thinner than 2 px.
+      // A short outage must be visible: only training may be thinner than 2 px.
       const wide = Math.max(Math.min(width, x(to)) - left, state === "training" ? 0 : 2);
       context.fillStyle = fills[state] ?? "gray";
       context.fillRect(left, top, wide, thick);
@@ -156,14 +156,14 @@ export class Timeline {
     }
   }
 
-  /** `paint(x, text)` at every round time of the range. */
+  /** Calls `paint(x, text)` at every round time of the range. */
   paintTimes(ink, paint) {
     const { gutter, context } = this;
     const width = this.host.clientWidth - gutter;
     const { since, until } = this.range;
     const most = Math.max(2, width / (6 * rem()));
     const step = STEPS.find((one) => (until - since) / one <= most) ?? STEPS.at(-1);
-    const offset = new Date(since * 1000).getTimezoneOffset() * 60; // so that hours are those of the wall clock
+    const offset = new Date(since * 1000).getTimezoneOffset() * 60; // ticks at full hours of local time
     context.fillStyle = ink;
     for (let t = Math.ceil((since - offset) / step) * step + offset; t <= until; t += step) {
       paint(gutter + ((t - since) / (until - since)) * width, step < 60 ? clock(t) : clock(t).replace(/:\d\d$/, ""));
@@ -186,7 +186,7 @@ export class Timeline {
     host.addEventListener("keydown", (event) => this.key(event));
     host.addEventListener("pointerdown", (event) => {
       const [x, y] = at(event);
-      choose(x, y); // a finger comes without a move
+      choose(x, y); // touch sends no move event first
       if (event.button === 0 && x > this.gutter) this.drag = { from: x, to: x, moved: false };
     });
     host.addEventListener("pointermove", (event) => {
@@ -194,7 +194,7 @@ export class Timeline {
       if (this.drag) {
         if (!this.drag.moved && Math.abs(x - this.drag.from) > 6) {
           this.drag.moved = true;
-          host.setPointerCapture(event.pointerId); // not before: a click is none of ours
+          host.setPointerCapture(event.pointerId); // not earlier: a click must stay a click
         }
         this.drag.to = x;
       }
@@ -259,7 +259,7 @@ export class Timeline {
     this.zoom({ since, until });
   }
 
-  /** Says in words what is at this row and time. */
+  /** Describes the state at this row and time. */
   choose(row, t) {
     const group = this.groups[row];
     this.row = group ? row : -1;
@@ -268,24 +268,24 @@ export class Timeline {
     const of = shares.map(([state, share]) => `${stateName(state)} ${percent(share)}`).join(", ");
     if (!group) this.idle();
     else if (span) say(this.told, `${group.name}: ${stateName(span[2])} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`);
-    else say(this.told, `${group.name}: not there at ${clock(t)} · ${of}`);
+    else say(this.told, `${group.name}: not running at ${clock(t)} · ${of}`);
     this.draw();
   }
 
   idle() {
-    say(this.told, "Drag to zoom in, double-click for live. Click a group to see its step time.");
+    say(this.told, "Drag to zoom in, double-click for live. Click a group to show its step time.");
   }
 }
 
-/** A colour of the style sheet, as it is now (light or dark). */
+/** Returns a colour of the current theme. */
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** The size of letters of the page, px. */
+/** Returns the font size of the page in px. */
 export const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
 
 const made = new Map();
 
-/** A pattern over the colour, so that states differ for those who do not see colours. */
+/** Returns a pattern, so that states differ without colours too. */
 function hatch(context, kind) {
   const ink = colour("--hatch");
   const key = `${kind} ${ink}`;
@@ -307,7 +307,7 @@ function hatch(context, kind) {
   return context.createPattern(made.get(key), "repeat");
 }
 
-/** Without its middle: names often differ at their ends only. */
+/** Shortens a text in its middle: names often differ only at their ends. */
 function shortened(context, text, wide) {
   if (context.measureText(text).width <= wide) return text;
   const cut = (letters) => `${text.slice(0, letters - Math.floor(letters / 2))}…${text.slice(text.length - Math.floor(letters / 2))}`;

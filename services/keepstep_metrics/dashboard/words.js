@@ -1,4 +1,4 @@
-// The words of the page: states, and quantities as people read them.
+// Names of states, and readable quantities.
 
 export const STATES = {
   training: "training",
@@ -16,14 +16,14 @@ export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
 const clockFormat = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 const dayFormat = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 
-/** Time of day of unix seconds; with the day when that is not today. */
+/** Formats Unix seconds as the time of day, with the day unless it is today. */
 export function clock(t) {
   if (t == null) return "–";
   const date = new Date(t * 1000);
   return (date.toDateString() === new Date().toDateString() ? clockFormat : dayFormat).format(date);
 }
 
-/** A length of time: 12 ms, 3.4 s, 5 min 2 s, 3 h 4 min. */
+/** Formats a duration: 12 ms, 3.4 s, 5 min 2 s, 3 h 4 min. */
 export function duration(seconds) {
   if (seconds == null) return "–";
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
@@ -33,7 +33,7 @@ export function duration(seconds) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
-/** How long something has gone on: one whole number, so that it does not flicker. */
+/** Formats an age as one integer, which does not flicker. */
 export function age(seconds) {
   const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([one]) => seconds >= one) ?? [1, "s"];
   return `${Math.max(0, Math.floor(seconds / size))} ${unit}`;
@@ -49,7 +49,7 @@ export function bytes(count) {
 
 export const number = (value) => (value == null ? "–" : String(Number.isInteger(value) ? value : Number(value.toPrecision(4))));
 
-/** A share as percent; never 100 % when something is missing. */
+/** Formats a share as percent; 100 % only for exactly 1. */
 export function percent(share) {
   if (share == null) return "–";
   const value = share * 100;
@@ -58,5 +58,5 @@ export function percent(share) {
 
 export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 
-/** A sentence with groups by their stable names, without the incarnation behind the colon. */
+/** Removes the incarnations from the replica_ids in a sentence. */
 export const byStableNames = (sentence) => sentence.replace(/:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/g, "");
