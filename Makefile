@@ -36,11 +36,13 @@ coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage 
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-lint: $(STAMP) ## style, types and imports between rooms
+lint: $(STAMP) ## style, types and imports between rooms, style of the dashboard's JavaScript
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno fmt --check --quiet
+	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno lint --quiet
 
 reference: $(STAMP) ## docs/reference.md, made from the code
 	@$(BIN)/python docs/reference.py

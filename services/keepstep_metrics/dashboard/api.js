@@ -30,12 +30,12 @@ export class Api {
     this.renewed();
   }
 
-  async get(path, query = {}, signal) {
+  get(path, query = {}, signal) {
     const given = Object.entries(query).filter(([, value]) => value != null);
     return this.json(`${path}?${new URLSearchParams(given)}`, {}, signal);
   }
 
-  async post(path, body) {
+  post(path, body) {
     const headers = { "Content-Type": "application/json" };
     return this.json(path, { method: "POST", headers, body: JSON.stringify(body) });
   }
@@ -56,7 +56,9 @@ export class Api {
       const response = await fetch(path, { ...options, headers, signal: limit() });
       if (response.ok) return response;
       const problem = await response.json().catch(() => ({}));
-      if (response.status !== 401) throw new ApiError(response.status, problem.detail || `${response.status} ${response.statusText}`);
+      if (response.status !== 401) {
+        throw new ApiError(response.status, problem.detail || `${response.status} ${response.statusText}`);
+      }
       if (this.token === used) this.token = await this.ask(used ? problem.detail : "");
     }
   }
@@ -116,12 +118,20 @@ function seen(signal) {
 
 function explained(error) {
   if (error instanceof ApiError || error.name === "AbortError") return error;
-  if (error.name === "TimeoutError") return new ApiError(0, `The metrics service did not answer within ${REQUEST / 1000} s.`);
-  if (error instanceof SyntaxError) return new ApiError(0, "The answer is not JSON: it does not come from the metrics service. Check the proxy in front of it.");
+  if (error.name === "TimeoutError") {
+    return new ApiError(0, `The metrics service did not answer within ${REQUEST / 1000} s.`);
+  }
+  if (error instanceof SyntaxError) {
+    return new ApiError(
+      0,
+      "The answer is not JSON: it does not come from the metrics service. Check the proxy in front of it.",
+    );
+  }
   return new ApiError(0, "The metrics service is unreachable.");
 }
 
-const within = (milliseconds, signal) => AbortSignal.any([AbortSignal.timeout(milliseconds), ...(signal ? [signal] : [])]);
+const within = (milliseconds, signal) =>
+  AbortSignal.any([AbortSignal.timeout(milliseconds), ...(signal ? [signal] : [])]);
 
 /** Parses the server-sent events of a body: {event, id, data}. */
 async function* messages(body) {

@@ -2,7 +2,7 @@
 
 import { Api, ApiError } from "./api.js";
 import { ClusterPage } from "./cluster.js";
-import { Rows, el, say } from "./dom.js";
+import { el, Rows, say } from "./dom.js";
 import { JobPage } from "./job.js";
 import { byStableNames, clock } from "./words.js";
 
@@ -11,8 +11,17 @@ const JOBS_REFRESH = 10_000; // ms
 const RETRY = 2_000;
 const THEMES = ["auto", "light", "dark"];
 const ORDERS = {
-  drain: { title: "Drain", what: "The group finishes its step and leaves. No step is lost; the other groups continue.", done: "is draining" },
-  evict: { title: "Evict", what: "The group is removed at once, in the middle of its step; the other groups retry the step. If its launcher restarts it, it can join again.", done: "was evicted" },
+  drain: {
+    title: "Drain",
+    what: "The group finishes its step and leaves. No step is lost; the other groups continue.",
+    done: "is draining",
+  },
+  evict: {
+    title: "Evict",
+    what:
+      "The group is removed at once, in the middle of its step; the other groups retry the step. If its launcher restarts it, it can join again.",
+    done: "was evicted",
+  },
 };
 
 const api = new Api(askToken, show);
@@ -77,13 +86,17 @@ function tell(error) {
   byId("problem").hidden = !error;
   if (!error) return;
   if (!(error instanceof ApiError)) console.error(error);
-  say(byId("problem"), error instanceof ApiError ? error.message : `Cannot show the answer of the metrics service: ${error.message}`);
+  say(
+    byId("problem"),
+    error instanceof ApiError ? error.message : `Cannot show the answer of the metrics service: ${error.message}`,
+  );
 }
 
 function live(yes, pause, why) {
   heardAt = yes ? null : (heardAt ?? Date.now() / 1000);
   byId("live").dataset.live = yes ? "yes" : "no";
-  const since = () => `not live since ${clock(heardAt)}${why ? `: ${why}` : ""}; next try in ${Math.ceil(pause / 1000)} s`;
+  const since = () =>
+    `not live since ${clock(heardAt)}${why ? `: ${why}` : ""}; next try in ${Math.ceil(pause / 1000)} s`;
   say(byId("live"), yes ? "live" : pause ? since() : "connecting");
 }
 
@@ -107,7 +120,9 @@ async function order(job, action, name) {
   if (mine !== orders || dialog.returnValue !== "yes") return;
   try {
     const reason = byId("order-reason").value.trim() || "from the dashboard";
-    const answer = await api.post(`v1/jobs/${encodeURIComponent(job)}/replicas/${encodeURIComponent(name)}/${action}`, { reason });
+    const answer = await api.post(`v1/jobs/${encodeURIComponent(job)}/replicas/${encodeURIComponent(name)}/${action}`, {
+      reason,
+    });
     toast(byStableNames(answer.sentence || `${name} ${done}`));
   } catch (error) {
     toast(`${title} ${name}: ${error.message}`);

@@ -18,7 +18,12 @@ export class Chart {
   constructor(title, names, format, { range, zoom }) {
     this.body = el("div", { class: "chart" });
     this.node = el("figure", {}, el("figcaption", {}, title), this.body);
-    const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { stroke: () => colour("--line"), width: 1 }, font: `${Math.round(0.76 * rem())}px system-ui, sans-serif` };
+    const axis = {
+      stroke: () => colour("--dim"),
+      grid: { stroke: () => colour("--line"), width: 1 },
+      ticks: { stroke: () => colour("--line"), width: 1 },
+      font: `${Math.round(0.76 * rem())}px system-ui, sans-serif`,
+    };
     this.plot = new uPlot(
       {
         width: 300,
@@ -26,12 +31,24 @@ export class Chart {
         cursor: { sync: { key: "keepstep" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
         scales: { x: { time: true, range: () => [range().since, range().until] }, y: { range: near } },
         axes: [
-          { ...axis, values: [[3600, "{HH}:{mm}"], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]].map(([step, text]) => [step, text, null, null, null, null, null, null, 1]) },
+          {
+            ...axis,
+            values: [[3600, "{HH}:{mm}"], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]].map((
+              [step, text],
+            ) => [step, text, null, null, null, null, null, null, 1]),
+          },
           { ...axis, size: 4.4 * rem(), values: (_, ticks) => ticks.map(format) },
         ],
         series: [
           { label: "time", value: (_, t) => clock(t) },
-          ...names.map((label, i) => ({ ...LINES[i], label, width: 1.8, stroke: () => colour(LINES[i].stroke), points: { show: alone }, value: (_, v) => format(v) })),
+          ...names.map((label, i) => ({
+            ...LINES[i],
+            label,
+            width: 1.8,
+            stroke: () => colour(LINES[i].stroke),
+            points: { show: alone },
+            value: (_, v) => format(v),
+          })),
         ],
         hooks: {
           setSelect: [

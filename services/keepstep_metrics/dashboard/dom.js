@@ -34,7 +34,9 @@ export class Rows {
   constructor(parent, make, none = "none") {
     this.parent = parent;
     this.make = make;
-    this.none = parent.tagName === "TBODY" ? el("tr", {}, el("td", { class: "none", colspan: 20 }, none)) : el("li", { class: "none" }, none);
+    this.none = parent.tagName === "TBODY"
+      ? el("tr", {}, el("td", { class: "none", colspan: 20 }, none))
+      : el("li", { class: "none" }, none);
     this.known = new Map();
   }
 

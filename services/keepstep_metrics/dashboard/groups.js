@@ -1,16 +1,24 @@
 // The table of groups, and the transfers. Both follow the stream.
 
-import { Rows, el, panel, say, table, textRow } from "./dom.js";
-import { STATES, age, byName, bytes, clock, duration, number, percent, stateName } from "./words.js";
+import { el, panel, Rows, say, table, textRow } from "./dom.js";
+import { age, byName, bytes, clock, duration, number, percent, stateName, STATES } from "./words.js";
 
-const COLUMNS = [["group", "name"], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], ["loss", "num wide"], ["", "orders"]];
+const COLUMNS = [["group", "name"], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], [
+  "loss",
+  "num wide",
+], ["", "orders"]];
 
 export class Groups {
   /** `order(action, name)`; `pick(name)`. */
   constructor({ order, pick }) {
     this.order = order;
     this.pick = pick;
-    this.filter = el("input", { type: "search", placeholder: "name or state", "aria-label": "Filter groups by name or state", oninput: () => this.show(this.now, this.t) });
+    this.filter = el("input", {
+      type: "search",
+      placeholder: "name or state",
+      "aria-label": "Filter groups by name or state",
+      oninput: () => this.show(this.now, this.t),
+    });
     this.chips = el("ul", { class: "chips", "aria-label": "Groups by state" });
     this.counts = new Rows(this.chips, (state) => this.chip(state));
     const { body, box } = table("Groups", COLUMNS);
@@ -20,18 +28,41 @@ export class Groups {
 
   chip(state) {
     const count = el("b");
-    return { node: el("li", {}, el("span", { class: `state ${state}` }, stateName(state)), " ", count), update: (item) => say(count, String(item.count)) };
+    return {
+      node: el("li", {}, el("span", { class: `state ${state}` }, stateName(state)), " ", count),
+      update: (item) => say(count, String(item.count)),
+    };
   }
 
   row(name) {
     const state = el("span");
-    const straggler = el("span", { class: "badge", hidden: true, title: "its steps take much longer than the other groups' steps" }, "straggler");
+    const straggler = el("span", {
+      class: "badge",
+      hidden: true,
+      title: "its steps take much longer than the other groups' steps",
+    }, "straggler");
     const cells = COLUMNS.slice(2, 6).map(([, kind]) => el("td", { class: kind }));
-    const button = (action) => el("button", { type: "button", class: "small", "aria-label": `${action} ${name}`, onclick: () => this.order(action, name) }, action);
+    const button = (action) =>
+      el("button", {
+        type: "button",
+        class: "small",
+        "aria-label": `${action} ${name}`,
+        onclick: () => this.order(action, name),
+      }, action);
     const node = el(
       "tr",
       {},
-      el("th", { scope: "row", class: "name" }, el("button", { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) }, name), " ", straggler),
+      el(
+        "th",
+        { scope: "row", class: "name" },
+        el(
+          "button",
+          { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) },
+          name,
+        ),
+        " ",
+        straggler,
+      ),
       el("td", {}, state),
       ...cells,
       el("td", { class: "orders" }, button("drain"), " ", button("evict")),
@@ -42,7 +73,12 @@ export class Groups {
         say(state, stateName(group.state));
         state.className = `state ${Object.hasOwn(STATES, group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
-        const texts = [age(this.t - group.since), number(group.step), duration(group.step_seconds_p50), number(group.loss)];
+        const texts = [
+          age(this.t - group.since),
+          number(group.step),
+          duration(group.step_seconds_p50),
+          number(group.loss),
+        ];
         cells.forEach((cell, i) => say(cell, texts[i]));
       },
     };
@@ -54,14 +90,25 @@ export class Groups {
     this.t = t;
     const count = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
     for (const { state } of now.groups) count[state] = (count[state] ?? 0) + 1;
-    this.counts.show(Object.keys(STATES).filter((state) => count[state]).map((state) => ({ state, count: count[state] })), (one) => one.state);
+    this.counts.show(
+      Object.keys(STATES).filter((state) => count[state]).map((state) => ({ state, count: count[state] })),
+      (one) => one.state,
+    );
     const wanted = this.filter.value.trim().toLowerCase();
     const shown = now.groups.filter((one) => `${one.name} ${stateName(one.state)}`.toLowerCase().includes(wanted));
     this.rows.show(shown.sort((a, b) => byName(a.name, b.name)), (one) => one.name);
   }
 }
 
-const DONE = [["group", "name"], ["what", ""], ["step", "num wide"], ["size", "num"], ["took", "num"], ["from", "wide"], ["ended", ""]];
+const DONE = [
+  ["group", "name"],
+  ["what", ""],
+  ["step", "num wide"],
+  ["size", "num"],
+  ["took", "num"],
+  ["from", "wide"],
+  ["ended", ""],
+];
 
 /** Progress bars of heals and uploads, and finished transfers. */
 export class Heals {
@@ -71,7 +118,21 @@ export class Heals {
     const { body, box } = table("Finished transfers", DONE);
     this.done = new Rows(
       body,
-      () => textRow(DONE, (one) => [one.name, one.error ? `${one.kind} failed: ${one.error}` : one.kind, number(one.step), bytes(one.bytes_total ?? one.bytes_done), duration(one.ended - one.began), [one.source, one.via].filter(Boolean).join(", "), clock(one.ended)]),
+      () =>
+        textRow(
+          DONE,
+          (
+            one,
+          ) => [
+            one.name,
+            one.error ? `${one.kind} failed: ${one.error}` : one.kind,
+            number(one.step),
+            bytes(one.bytes_total ?? one.bytes_done),
+            duration(one.ended - one.began),
+            [one.source, one.via].filter(Boolean).join(", "),
+            clock(one.ended),
+          ],
+        ),
       "none yet",
     );
     this.node = panel("Healing", list, el("h3", {}, "Finished transfers"), box);
@@ -100,7 +161,12 @@ function bar() {
       if (share == null) progress.removeAttribute("value");
       else progress.value = share;
       progress.setAttribute("aria-label", `${heal.kind} of ${heal.name}`);
-      say(what, `${heal.name} ${heal.kind === "heal" ? "is healing" : "is uploading"}${heal.source ? ` from ${heal.source}` : ""}${heal.via ? ` (${heal.via})` : ""}`);
+      say(
+        what,
+        `${heal.name} ${heal.kind === "heal" ? "is healing" : "is uploading"}${
+          heal.source ? ` from ${heal.source}` : ""
+        }${heal.via ? ` (${heal.via})` : ""}`,
+      );
       const left = heal.seconds_left == null ? "" : `, ${duration(heal.seconds_left)} left`;
       const of = share == null ? "" : ` of ${bytes(heal.bytes_total)} (${percent(share)})`;
       say(much, `${bytes(heal.bytes_done)}${of}, ${bytes(heal.bytes_per_second)}/s${left}`);

@@ -2,10 +2,10 @@
 // every few seconds.
 
 import { Chart } from "./charts.js";
-import { Rows, el, panel, say, table, textRow } from "./dom.js";
+import { el, panel, Rows, say, table, textRow } from "./dom.js";
 import { Groups, Heals } from "./groups.js";
 import { Timeline } from "./timeline.js";
-import { STATES, byName, byStableNames, clock, duration, number, percent, plural, stateName } from "./words.js";
+import { byName, byStableNames, clock, duration, number, percent, plural, stateName, STATES } from "./words.js";
 
 const REFRESH = 5_000; // ms between requests for the history in the live range
 const SOON = 400; // ms after an event
@@ -16,7 +16,10 @@ const SHORTEST = 1; // s, smallest zoom
 const MOST_VALUES = 3; // charts of recorded values
 const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"], [6 * 3600, "6 h"], [24 * 3600, "24 h"]];
 const LONGEST = SPANS.at(-1)[0]; // the service has no older data
-const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], ["group back after", "num"]];
+const FAILURES = [["when", ""], ["group", "name"], ["cause", ""], ["next commit after", "num wide"], [
+  "group back after",
+  "num",
+]];
 const STRAGGLERS = [["group", "name"], ["step time", "num"], ["score", "num"], ["straggler since", ""]];
 
 export class JobPage {
@@ -47,7 +50,10 @@ export class JobPage {
       },
       signal: this.stop.signal,
     });
-    this.timers = [setInterval(() => this.fixed || performance.now() < this.rested || this.refresh(), REFRESH), setInterval(() => this.tick(), 1000)];
+    this.timers = [
+      setInterval(() => this.fixed || performance.now() < this.rested || this.refresh(), REFRESH),
+      setInterval(() => this.tick(), 1000),
+    ];
   }
 
   close() {
@@ -77,7 +83,11 @@ export class JobPage {
     this.waiting = el("p", { class: "waiting" });
     this.facts = Object.fromEntries(["step", "quorum", "epoch", "members", "goodput"].map((name) => [name, el("dd")]));
     this.members = el("p", { class: "members" });
-    const facts = el("dl", { class: "facts" }, ...Object.entries(this.facts).map(([name, value]) => el("div", {}, el("dt", {}, name), value)));
+    const facts = el(
+      "dl",
+      { class: "facts" },
+      ...Object.entries(this.facts).map(([name, value]) => el("div", {}, el("dt", {}, name), value)),
+    );
     this.timeline = new Timeline({ zoom, pick });
     this.legend = Timeline.legend();
     this.seconds = new Chart("Step time", ["p50", "p90", "p99", ""], duration, { range: () => this.range, zoom });
@@ -89,39 +99,100 @@ export class JobPage {
     this.groups = new Groups({ order, pick });
     this.heals = new Heals();
     const failures = table("Failures", FAILURES);
-    this.failures = new Rows(failures.body, () => textRow(FAILURES, (one) => [clock(one.t), one.name, one.cause, duration(one.seconds_to_commit), one.recovered_at == null ? "not back yet" : duration(one.seconds_to_return)]), "none yet");
+    this.failures = new Rows(
+      failures.body,
+      () =>
+        textRow(
+          FAILURES,
+          (
+            one,
+          ) => [
+            clock(one.t),
+            one.name,
+            one.cause,
+            duration(one.seconds_to_commit),
+            one.recovered_at == null ? "not back yet" : duration(one.seconds_to_return),
+          ],
+        ),
+      "none yet",
+    );
     const stragglers = table("Stragglers", STRAGGLERS);
     this.spread = el("p", { class: "dim" });
-    this.stragglers = new Rows(stragglers.body, () => textRow(STRAGGLERS, (one) => [one.name, duration(one.seconds), one.score.toFixed(1).replace("-0.0", "0.0"), one.straggler ? clock(one.since) : "no"]), "no step times yet");
+    this.stragglers = new Rows(
+      stragglers.body,
+      () =>
+        textRow(
+          STRAGGLERS,
+          (
+            one,
+          ) => [
+            one.name,
+            duration(one.seconds),
+            one.score.toFixed(1).replace("-0.0", "0.0"),
+            one.straggler ? clock(one.since) : "no",
+          ],
+        ),
+      "no step times yet",
+    );
     this.log = el("ol", { class: "events", reversed: true });
     this.logRows = new Rows(this.log, () => eventRow(), "none yet");
     this.node = el(
       "div",
       { class: "job" },
-      el("section", { class: "panel now" }, el("h2", {}, `Job ${this.job}`), this.headline, this.waiting, facts, this.members),
+      el(
+        "section",
+        { class: "panel now" },
+        el("h2", {}, `Job ${this.job}`),
+        this.headline,
+        this.waiting,
+        facts,
+        this.members,
+      ),
       this.goodputPanel(),
-      el("section", { class: "panel full" }, el("div", { class: "bar" }, el("h2", {}, "Timeline"), this.ranges()), this.timeline.host, this.timeline.told, this.legend.node),
+      el(
+        "section",
+        { class: "panel full" },
+        el("div", { class: "bar" }, el("h2", {}, "Timeline"), this.ranges()),
+        this.timeline.host,
+        this.timeline.told,
+        this.legend.node,
+      ),
       el("section", { class: "panel full" }, el("h2", {}, "Steps"), this.charts),
       this.groups.node,
       this.heals.node,
       panel("Failures", failures.box),
       panel("Slowest groups", this.spread, stragglers.box),
-      el("section", { class: "panel full" }, el("h2", {}, "Events"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" }, this.log)),
+      el(
+        "section",
+        { class: "panel full" },
+        el("h2", {}, "Events"),
+        el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Events" }, this.log),
+      ),
     );
   }
 
   ranges() {
-    const button = (text, label, onclick) => el("button", { type: "button", class: "small", "aria-label": label, onclick }, text);
-    this.spanButtons = SPANS.map(([seconds, text]) => [seconds, button(text, `the last ${text}`, () => ((this.span = seconds), this.zoom(null)))]);
+    const button = (text, label, onclick) =>
+      el("button", { type: "button", class: "small", "aria-label": label, onclick }, text);
+    this.spanButtons = SPANS.map((
+      [seconds, text],
+    ) => [seconds, button(text, `the last ${text}`, () => ((this.span = seconds), this.zoom(null)))]);
     const zoomBy = (factor) => () => this.timeline.zoomBy(factor);
     const rest = [button("+", "zoom in", zoomBy(0.5)), button("−", "zoom out", zoomBy(2))];
-    const group = el("div", { class: "ranges", role: "group", "aria-label": "Time range" }, ...this.spanButtons.map(([, node]) => node), ...rest);
+    const group = el(
+      "div",
+      { class: "ranges", role: "group", "aria-label": "Time range" },
+      ...this.spanButtons.map(([, node]) => node),
+      ...rest,
+    );
     this.markRange();
     return group;
   }
 
   markRange() {
-    for (const [seconds, node] of this.spanButtons) node.setAttribute("aria-pressed", String(!this.fixed && seconds === this.span));
+    for (const [seconds, node] of this.spanButtons) {
+      node.setAttribute("aria-pressed", String(!this.fixed && seconds === this.span));
+    }
   }
 
   goodputPanel() {
@@ -165,18 +236,36 @@ export class JobPage {
   showNow(now) {
     this.now = now;
     this.nowAt = performance.now();
-    const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => state !== "training");
-    const others = stuck.map(([state, groups]) => `${groups.length === 1 ? groups[0].name : plural(groups.length, "group")} ${groups.length === 1 ? "is" : "are"} ${stateName(state)}`);
-    const told = `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${others.length ? `; ${others.join(", ")}` : ", all training"}.`;
+    const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) =>
+      state !== "training"
+    );
+    const others = stuck.map(([state, groups]) =>
+      `${groups.length === 1 ? groups[0].name : plural(groups.length, "group")} ${groups.length === 1 ? "is" : "are"} ${
+        stateName(state)
+      }`
+    );
+    const told = `${now.participants.length} of ${plural(now.groups.length, "group")} in the quorum${
+      others.length ? `; ${others.join(", ")}` : ", all training"
+    }.`;
     say(this.headline, now.groups.length ? told : "No group is running.");
     say(this.waiting, `Next quorum: ${byStableNames(now.waiting_for ?? "not waiting")}.`);
     say(this.facts.step, number(now.step));
     say(this.facts.quorum, number(now.quorum_id));
     say(this.facts.epoch, number(now.epoch));
-    say(this.facts["members"], `${now.participants.length}${now.joining.length ? ` + ${now.joining.length} joining` : ""}`);
-    const named = (names) => (names.length > 12 ? `${names.slice(0, 10).join(", ")} and ${names.length - 10} more` : names.join(", "));
+    say(
+      this.facts["members"],
+      `${now.participants.length}${now.joining.length ? ` + ${now.joining.length} joining` : ""}`,
+    );
+    const named = (
+      names,
+    ) => (names.length > 12 ? `${names.slice(0, 10).join(", ")} and ${names.length - 10} more` : names.join(", "));
     const joining = now.joining.length ? `; joining: ${named([...now.joining].sort(byName))}` : "";
-    say(this.members, now.participants.length ? `Members: ${named([...now.participants].sort(byName))}${joining}` : `No members${joining}`);
+    say(
+      this.members,
+      now.participants.length
+        ? `Members: ${named([...now.participants].sort(byName))}${joining}`
+        : `No members${joining}`,
+    );
     this.groups.show(now, now.t);
     this.heals.showNow(now);
     if (!this.fixed) this.redrawPast();
@@ -189,7 +278,13 @@ export class JobPage {
       const { spans = [], shares } = groups.get(name) ?? {};
       const last = spans.at(-1);
       const end = last ? last[1] : since;
-      const added = last && last[2] === state ? [...spans.slice(0, -1), [last[0], this.t, state]] : [...(last && since > end ? [...spans.slice(0, -1), [last[0], since, last[2]]] : spans), [Math.max(since, end), this.t, state]];
+      const added = last && last[2] === state
+        ? [...spans.slice(0, -1), [last[0], this.t, state]]
+        : [...(last && since > end ? [...spans.slice(0, -1), [last[0], since, last[2]]] : spans), [
+          Math.max(since, end),
+          this.t,
+          state,
+        ]];
       groups.set(name, { name, shares, spans: added });
     }
     this.timeline.show([...groups.values()].sort((a, b) => byName(a.name, b.name)), this.range);
@@ -223,8 +318,16 @@ export class JobPage {
       this.redrawPast();
       this.showSteps();
       this.showGoodput(goodput);
-      say(this.spread, `Median step time ${duration(stragglers.median_seconds)}, median deviation ${duration(stragglers.mad_seconds)}.`);
-      this.stragglers.show([...stragglers.groups].sort((a, b) => (b.seconds ?? 0) - (a.seconds ?? 0)).slice(0, 10), (one) => one.name);
+      say(
+        this.spread,
+        `Median step time ${duration(stragglers.median_seconds)}, median deviation ${
+          duration(stragglers.mad_seconds)
+        }.`,
+      );
+      this.stragglers.show(
+        [...stragglers.groups].sort((a, b) => (b.seconds ?? 0) - (a.seconds ?? 0)).slice(0, 10),
+        (one) => one.name,
+      );
       this.heals.showTransfers(transfers.transfers);
       this.failures.show([...failures.failures].sort((a, b) => b.t - a.t), (one) => `${one.t} ${one.name}`);
       this.showEvents(events.events);
@@ -269,10 +372,18 @@ export class JobPage {
         return part;
       }),
     );
-    this.shares.show(states.map((state) => ({ state, share: found.shares[state], seconds: found.seconds[state] })), (one) => one.state);
+    this.shares.show(
+      states.map((state) => ({ state, share: found.shares[state], seconds: found.seconds[state] })),
+      (one) => one.state,
+    );
     const mean = (text, seconds) => (seconds == null ? "" : `; ${text} ${duration(seconds)} on average`);
     const commit = mean("next commit after", found.mean_time_to_recover);
-    say(this.counted, `${found.steps_committed} group steps committed, ${found.steps_discarded} discarded; ${plural(found.failures, "failure")}${commit}${mean("group back after", found.mean_time_to_return)}.`);
+    say(
+      this.counted,
+      `${found.steps_committed} group steps committed, ${found.steps_discarded} discarded; ${
+        plural(found.failures, "failure")
+      }${commit}${mean("group back after", found.mean_time_to_return)}.`,
+    );
   }
 
   heardEvent(event) {
@@ -301,5 +412,8 @@ const pixels = (node) => Math.max(100, Math.min(1000, Math.round(node.clientWidt
 function eventRow() {
   const [when, kind, what] = [el("time"), el("code"), el("span")];
   const node = el("li", {}, when, kind, what);
-  return { node, update: (one) => (say(when, clock(one.t)), say(kind, one.event), say(what, one.sentence || one.name || "")) };
+  return {
+    node,
+    update: (one) => (say(when, clock(one.t)), say(kind, one.event), say(what, one.sentence || one.name || "")),
+  };
 }

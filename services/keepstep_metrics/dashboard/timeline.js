@@ -1,7 +1,7 @@
 // The timeline of all groups on one canvas. Only visible rows are drawn, so 1,000 groups cost as much as 40.
 
 import { el, say } from "./dom.js";
-import { STATES, clock, duration, percent, stateName } from "./words.js";
+import { clock, duration, percent, stateName, STATES } from "./words.js";
 
 const AXIS = 1.7; // rem; a wall screen has a larger one than a phone
 const TALLEST = 1.7;
@@ -24,7 +24,13 @@ export class Timeline {
     this.told = el("p", { class: "told", "aria-live": "polite" });
     this.host = el(
       "div",
-      { class: "timeline", tabindex: 0, role: "group", "aria-label": "Timeline of all groups. Left and right move, plus and minus zoom, 0 is live, up and down choose a group, Enter selects it." },
+      {
+        class: "timeline",
+        tabindex: 0,
+        role: "group",
+        "aria-label":
+          "Timeline of all groups. Left and right move, plus and minus zoom, 0 is live, up and down choose a group, Enter selects it.",
+      },
       this.canvas,
       this.spacer,
     );
@@ -50,7 +56,10 @@ export class Timeline {
       }
     };
     paint();
-    return { node: el("ul", { class: "legend", "aria-label": "Colours and patterns" }, ...items.map((one) => one.node)), paint };
+    return {
+      node: el("ul", { class: "legend", "aria-label": "Colours and patterns" }, ...items.map((one) => one.node)),
+      paint,
+    };
   }
 
   /** `groups`: [{name, spans: [[from, to, state]], shares}]; `range`: {since, until}. */
@@ -99,7 +108,13 @@ export class Timeline {
     context.textBaseline = "middle";
     const fills = Object.fromEntries(Object.keys(STATES).map((state) => [state, colour(`--${state}`)]));
     const hatches = Object.fromEntries(Object.entries(HATCHES).map(([state, kind]) => [state, hatch(context, kind)]));
-    const ink = { text: colour("--text"), dim: colour("--dim"), line: colour("--line"), on: colour("--on-state"), row: colour("--hover") };
+    const ink = {
+      text: colour("--text"),
+      dim: colour("--dim"),
+      line: colour("--line"),
+      on: colour("--on-state"),
+      row: colour("--hover"),
+    };
     this.paintTimes(ink.line, (at) => context.fillRect(at, axis - 4, 1, height));
     const first = Math.floor(host.scrollTop / tall);
     const last = Math.min(this.groups.length, first + Math.ceil((height - axis) / tall) + 1);
@@ -113,13 +128,20 @@ export class Timeline {
       this.paintRow(this.groups[index], top, width, fills, hatches, ink.on);
       if (index % every === 0 || index === this.row) {
         context.fillStyle = index === this.row ? ink.text : ink.dim;
-        context.fillText(shortened(context, this.groups[index].name, this.gutter - 10), 4, top + Math.max(tall, letters) / 2);
+        context.fillText(
+          shortened(context, this.groups[index].name, this.gutter - 10),
+          4,
+          top + Math.max(tall, letters) / 2,
+        );
       }
     }
     context.fillStyle = colour("--panel");
     context.fillRect(0, 0, width, axis - 4); // over scrolled rows
     context.textAlign = "center";
-    this.paintTimes(ink.dim, (at, text) => at > this.gutter + 2 * rem() && at < width - 2 * rem() && context.fillText(text, at, axis / 2 - 1));
+    this.paintTimes(
+      ink.dim,
+      (at, text) => at > this.gutter + 2 * rem() && at < width - 2 * rem() && context.fillText(text, at, axis / 2 - 1),
+    );
     context.textAlign = "left";
     if (this.drag?.moved) {
       const [from, to] = [this.drag.from, this.drag.to].sort((a, b) => a - b);
@@ -267,8 +289,12 @@ export class Timeline {
     const shares = Object.entries(group?.shares ?? {}).filter(([, share]) => share > 0);
     const of = shares.map(([state, share]) => `${stateName(state)} ${percent(share)}`).join(", ");
     if (!group) this.idle();
-    else if (span) say(this.told, `${group.name}: ${stateName(span[2])} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`);
-    else say(this.told, `${group.name}: not running at ${clock(t)} · ${of}`);
+    else if (span) {
+      say(
+        this.told,
+        `${group.name}: ${stateName(span[2])} from ${clock(span[0])} for ${duration(span[1] - span[0])} · ${of}`,
+      );
+    } else say(this.told, `${group.name}: not running at ${clock(t)} · ${of}`);
     this.draw();
   }
 
@@ -295,7 +321,11 @@ function hatch(context, kind) {
     pen.strokeStyle = pen.fillStyle = ink;
     pen.lineWidth = 1.6;
     pen.beginPath();
-    const lines = { up: [[-2, 2, 2, -2], [-2, 10, 10, -2], [6, 10, 10, 6]], down: [[-2, 6, 2, 10], [-2, -2, 10, 10], [6, -2, 10, 2]], bars: [[4, 0, 4, 8]] };
+    const lines = {
+      up: [[-2, 2, 2, -2], [-2, 10, 10, -2], [6, 10, 10, 6]],
+      down: [[-2, 6, 2, 10], [-2, -2, 10, 10], [6, -2, 10, 2]],
+      bars: [[4, 0, 4, 8]],
+    };
     for (const [x, y, toX, toY] of lines[kind] ?? (kind === "cross" ? [...lines.up, ...lines.down] : [])) {
       pen.moveTo(x, y);
       pen.lineTo(toX, toY);
@@ -310,7 +340,8 @@ function hatch(context, kind) {
 /** Shortens a text in its middle: names often differ only at their ends. */
 function shortened(context, text, wide) {
   if (context.measureText(text).width <= wide) return text;
-  const cut = (letters) => `${text.slice(0, letters - Math.floor(letters / 2))}…${text.slice(text.length - Math.floor(letters / 2))}`;
+  const cut = (letters) =>
+    `${text.slice(0, letters - Math.floor(letters / 2))}…${text.slice(text.length - Math.floor(letters / 2))}`;
   let letters = text.length - 1;
   while (letters > 2 && context.measureText(cut(letters)).width > wide) letters -= 1;
   return cut(letters);

@@ -13,8 +13,20 @@ export const stateName = (state) => STATES[state] ?? String(state);
 
 export const byName = new Intl.Collator(undefined, { numeric: true }).compare;
 
-const clockFormat = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
-const dayFormat = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+const clockFormat = new Intl.DateTimeFormat(undefined, {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hour12: false,
+});
+const dayFormat = new Intl.DateTimeFormat(undefined, {
+  month: "short",
+  day: "numeric",
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hour12: false,
+});
 
 /** Formats Unix seconds as the time of day, with the day unless it is today. */
 export function clock(t) {
@@ -47,7 +59,9 @@ export function bytes(count) {
   return `${unit && count < 99.95 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
 }
 
-export const number = (value) => (value == null ? "–" : String(Number.isInteger(value) ? value : Number(value.toPrecision(4))));
+export const number = (
+  value,
+) => (value == null ? "–" : String(Number.isInteger(value) ? value : Number(value.toPrecision(4))));
 
 /** Formats a share as percent; 100 % only for exactly 1. */
 export function percent(share) {
