@@ -26,15 +26,15 @@ from keepstep_relay.core.events import (
     Keep,
     Key,
     Kind,
+    MemoryWanted,
     RankReported,
     RefusedError,
     Removed,
-    RoomWanted,
     Seal,
     Sealed,
     SealFailed,
     Table,
-    TableCame,
+    TableArrived,
     Tick,
     UploadEnded,
 )
@@ -103,7 +103,7 @@ class CheckpointStore:
         try:
             table = await self.read_table(manifest)
             async with self.chunks.locks(key):
-                self.step(TableCame(key, rank, table))
+                self.step(TableArrived(key, rank, table))
                 if (key, rank) not in self.manifests:
                     self.manifests[key, rank] = manifest
                     manifest = b""
@@ -217,7 +217,7 @@ class CheckpointStore:
         return rest
 
     def _make_room(self, size: int) -> None:
-        self.step(RoomWanted(size))
+        self.step(MemoryWanted(size))
 
     def _on_forget(self, decision: Forget) -> None:
         key = decision.key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ManifestError
 from keepstep_relay.checkpoint_store import CheckpointStore
-from keepstep_relay.core.events import ChunkCame, Key, Kind, Table, Tier
+from keepstep_relay.core.events import ChunkArrived, Key, Kind, Table, Tier
 from keepstep_relay.tiers.disk_tier import DiskTier, Record
 from keepstep_relay.tiers.durable_tier import DurableTier
 
@@ -39,7 +39,7 @@ async def _recover_disk(store: CheckpointStore, disk: DiskTier) -> None:
     orphans = []
     for digest, length in await store.chunks.in_thread(lambda: list(disk.found())):
         if store.core.inventory.wanted(digest) == length:
-            store.step(ChunkCame(digest, Tier.DISK))
+            store.step(ChunkArrived(digest, Tier.DISK))
         else:
             orphans.append(digest)
     if orphans and not disk.unreadable:

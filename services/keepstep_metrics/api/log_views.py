@@ -71,8 +71,8 @@ class EventsView:
 
 
 def transfers(job: Job, live: Live) -> TransfersView:
-    told = [_transfer(one, live) for one in [*job.transfers][::-1]]
-    return TransfersView(job.name, (*map(_upload, live.uploads), *told))
+    known = [_transfer(one, live) for one in [*job.transfers][::-1]]
+    return TransfersView(job.name, (*map(_upload, live.uploads), *known))
 
 
 def _upload(one: LiveUpload) -> TransferView:
@@ -94,17 +94,17 @@ def _upload(one: LiveUpload) -> TransferView:
 
 def _transfer(one: Transfer, live: Live) -> TransferView:
     now = live.heals.get(one.name) if one.kind == "heal" and one.ended is None else None
-    told = now or one
+    newest = now or one
     return TransferView(
         kind=one.kind,
         name=one.name,
         step=one.step,
-        bytes_done=told.bytes_done,
-        bytes_total=told.bytes_total,
-        bytes_per_second=told.bytes_per_second,
-        seconds_left=told.seconds_left,
-        via=told.via or one.via,
-        source=told.source or one.source,
+        bytes_done=newest.bytes_done,
+        bytes_total=newest.bytes_total,
+        bytes_per_second=newest.bytes_per_second,
+        seconds_left=newest.seconds_left,
+        via=newest.via or one.via,
+        source=newest.source or one.source,
         began=one.began,
         ended=one.ended,
         error=one.error,

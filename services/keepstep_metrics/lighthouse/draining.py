@@ -62,10 +62,10 @@ class Drainer:
             if group is None:
                 return
             found = straggler_view.stragglers_view(job)
-            said = next(one for one in found.groups if one.name == group.name)
+            report = next(one for one in found.groups if one.name == group.name)
             async with http.post(
                 f"{url}/replicas/{quote(group.replica_id, safe='')}/straggler",
-                json={"steps": said.steps, "seconds": said.seconds, "median_seconds": found.median_seconds},
+                json={"steps": report.steps, "seconds": report.seconds, "median_seconds": found.median_seconds},
                 allow_redirects=False,
             ) as answer:
                 await raise_for_problem(answer)

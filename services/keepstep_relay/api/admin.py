@@ -27,7 +27,7 @@ from keepstep_relay.api.views import (
     holders_view,
     plan_view,
 )
-from keepstep_relay.core.events import Facts, HolderSaid, Key, Kind, RankReported, ReadFrom, RootSaid
+from keepstep_relay.core.events import Facts, HolderReported, Key, Kind, RankReported, ReadFrom, RootReported
 from keepstep_relay.node import RelayNode
 
 ROOT_BYTES = 32
@@ -156,7 +156,7 @@ class _Admin:
         root = requests.from_hex(body.root, "root", ROOT_BYTES)
         if not 0 < len(body.producer) <= MAX_TEXT:
             raise bad(f"invalid producer: expected 1 to {MAX_TEXT} characters")
-        self._relay.chunks.step(RootSaid(key, body.rank, body.producer, root))
+        self._relay.chunks.step(RootReported(key, body.rank, body.producer, root))
         return json_answer(plan_view(self._store, self._relay.core.checkpoint(key), body.rank, root))
 
     async def put_manifest(self, request: web.Request) -> web.Response:
@@ -236,7 +236,7 @@ class _Admin:
         except ValueError:
             raise bad(f"invalid address {body.address[:80]!r}: expected one http://host:port") from None
         has = requests.from_hex(body.has, "has")
-        self._relay.chunks.step(HolderSaid(key, body.rank, name, address, has))
+        self._relay.chunks.step(HolderReported(key, body.rank, name, address, has))
         return json_answer(holders_view(self._store, self._relay.core.checkpoint(key), body.rank))
 
     def _view(self, key: Key, status: int = HTTPStatus.OK) -> web.Response:

@@ -134,7 +134,7 @@ def _rank_view(one: Checkpoint, rank: int) -> RankView:
     return RankView(
         rank=rank,
         root=None if root is None else root.hex(),
-        roots={producer: said.hex() for producer, said in one.roots.get(rank, {}).items()},
+        roots={producer: root.hex() for producer, root in one.roots.get(rank, {}).items()},
         has_manifest=table is not None,
         bytes=table.pack_bytes if table else 0,
         chunks=len(table.digests) if table else 0,
@@ -143,18 +143,18 @@ def _rank_view(one: Checkpoint, rank: int) -> RankView:
     )
 
 
-def plan_view(store: CheckpointStore, one: Checkpoint, rank: int, said: bytes) -> PlanView:
-    table, root = one.tables.get(rank), one.root(rank) or said
-    bitmap, lacking = store.core.inventory.missing(table) if table else (b"", 0)
+def plan_view(store: CheckpointStore, one: Checkpoint, rank: int, root_of_request: bytes) -> PlanView:
+    table, root = one.tables.get(rank), one.root(rank) or root_of_request
+    bitmap, missing = store.core.inventory.missing(table) if table else (b"", 0)
     chunks = len(table.digests) if table else 0
-    return PlanView(rank, root.hex(), root == said, table is not None, chunks, lacking, bitmap.hex())
+    return PlanView(rank, root.hex(), root == root_of_request, table is not None, chunks, missing, bitmap.hex())
 
 
 def holders_view(store: CheckpointStore, one: Checkpoint, rank: int) -> HoldersView:
     table = one.tables.get(rank)
     chunks = len(table.digests) if table else 0
-    lacks, _ = store.core.inventory.missing(table) if table else (b"", 0)
-    here = bytearray(byte ^ 0xFF for byte in lacks)
+    missing, _ = store.core.inventory.missing(table) if table else (b"", 0)
+    here = bytearray(byte ^ 0xFF for byte in missing)
     if chunks % 8:
         here[-1] &= (1 << chunks % 8) - 1
     holders = [

@@ -128,7 +128,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class RootSaid:
+class RootReported:
     """``producer`` has a state with this root digest for ``rank``. The first root of a rank counts."""
 
     key: Key
@@ -138,14 +138,14 @@ class RootSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class TableCame:
+class TableArrived:
     key: Key
     rank: int
     table: Table
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCame:
+class ChunkArrived:
     """A verified chunk is in ``tier``; not used for the durable tier, which has ``Copied``."""
 
     digest: bytes
@@ -214,19 +214,19 @@ class ReadFrom:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTaken:
-    """A reader began to hold a chunk; ``ChunkLetGo`` follows."""
+class ChunkHeld:
+    """A reader began to hold a chunk; ``ChunkReleased`` follows."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLetGo:
+class ChunkReleased:
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class HolderSaid:
+class HolderReported:
     """A process serves chunks. ``bitmap``: bit ``i % 8`` of byte ``i // 8``, lowest first, is chunk i of the rank."""
 
     key: Key
@@ -237,7 +237,7 @@ class HolderSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomWanted:
+class MemoryWanted:
     """Free ``size`` bytes of memory, as far as possible."""
 
     size: int
@@ -250,9 +250,9 @@ class Tick:
 
 Event = (
     Begun
-    | RootSaid
-    | TableCame
-    | ChunkCame
+    | RootReported
+    | TableArrived
+    | ChunkArrived
     | ChunkLost
     | Copied
     | RankReported
@@ -262,10 +262,10 @@ Event = (
     | Aborted
     | Removed
     | ReadFrom
-    | ChunkTaken
-    | ChunkLetGo
-    | HolderSaid
-    | RoomWanted
+    | ChunkHeld
+    | ChunkReleased
+    | HolderReported
+    | MemoryWanted
     | Tick
 )
 

@@ -20,7 +20,7 @@ Rules:
   chunks that no open upload or transfer needs, the least recently used first.
 
 Duties of the shell: feed events in order; send ``Tick`` when ``deadline()`` has passed; carry out decisions in order,
-before it answers a request; send ``ChunkCame`` only for verified chunks.
+before it answers a request; send ``ChunkArrived`` only for verified chunks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from keepstep_relay.core.events import (
     Aborted,
     Begun,
     Cause,
-    ChunkCame,
-    ChunkLetGo,
+    ChunkArrived,
+    ChunkHeld,
     ChunkLost,
-    ChunkTaken,
+    ChunkReleased,
     CommitAsked,
     Copied,
     Decision,
@@ -45,23 +45,23 @@ from keepstep_relay.core.events import (
     Evict,
     Facts,
     Forget,
-    HolderSaid,
+    HolderReported,
     Keep,
     Key,
     Kind,
     Limits,
+    MemoryWanted,
     RankReported,
     ReadFrom,
     RefusedError,
     Removed,
-    RoomWanted,
-    RootSaid,
+    RootReported,
     Seal,
     Sealed,
     SealFailed,
     State,
     Table,
-    TableCame,
+    TableArrived,
     Tick,
     Tier,
     Wake,
@@ -89,12 +89,12 @@ class RelayCore:
         match event:
             case Begun(key, facts):
                 return self._begin(key, facts, now)
-            case RootSaid():
+            case RootReported():
                 return self._root(event, now)
-            case TableCame(key, rank, table):
+            case TableArrived(key, rank, table):
                 return self._table(key, rank, table, now)
-            case ChunkCame(digest, tier):
-                return self._came(digest, tier, now)
+            case ChunkArrived(digest, tier):
+                return self._arrived(digest, tier, now)
             case ChunkLost(digest, tier):
                 return self._lost(digest, tier, now)
             case Copied(key):
@@ -114,20 +114,20 @@ class RelayCore:
             case ReadFrom(key):
                 self.checkpoint(key).read_until = now + self.limits.reading_seconds
                 return []
-            case ChunkTaken(digest):
-                return self._taken(digest, now)
-            case ChunkLetGo(digest):
+            case ChunkHeld(digest):
+                return self._held(digest, now)
+            case ChunkReleased(digest):
                 self.inventory.chunks[digest].readers -= 1
                 return self._dropped((digest,))
-            case HolderSaid():
+            case HolderReported():
                 return self._holder(event, now)
-            case RoomWanted(size):
+            case MemoryWanted(size):
                 return self._room(size, now)
             case Tick():
                 return self._tick(now)
 
     def restore(self, key: Key, facts: Facts, tables: dict[int, Table], committed_at: float | None, now: float) -> None:
-        """Add a checkpoint from an earlier process. The shell then sends one ``ChunkCame`` for each of its chunks."""
+        """Add a checkpoint from an earlier process. The shell then sends ``ChunkArrived`` for each chunk."""
         one = Checkpoint(key, facts, now)
         self.checkpoints[key] = one
         for rank, table in tables.items():
@@ -184,15 +184,15 @@ class RelayCore:
             raise RefusedError(Cause.CONFLICT, f"{key} is already committed and cannot change")
         return one
 
-    def _root(self, said: RootSaid, now: float) -> list[Decision]:
-        one = self.checkpoint(said.key)
-        one.check_rank(said.rank)
-        roots = one.roots.setdefault(said.rank, {})
-        if said.producer not in roots and len(roots) >= self.limits.producers:
-            raise RefusedError(Cause.FULL, f"too many producers for rank {said.rank} (limit {self.limits.producers})")
-        roots[said.producer] = said.root
-        if one.root(said.rank) == said.root:
-            self._alive(one, said.rank, now)
+    def _root(self, report: RootReported, now: float) -> list[Decision]:
+        one = self.checkpoint(report.key)
+        one.check_rank(report.rank)
+        roots = one.roots.setdefault(report.rank, {})
+        if report.producer not in roots and len(roots) >= self.limits.producers:
+            raise RefusedError(Cause.FULL, f"too many producers for rank {report.rank} (limit {self.limits.producers})")
+        roots[report.producer] = report.root
+        if one.root(report.rank) == report.root:
+            self._alive(one, report.rank, now)
         return []
 
     def _table(self, key: Key, rank: int, table: Table, now: float) -> list[Decision]:
@@ -227,7 +227,7 @@ class RelayCore:
         if one.committed_at is None and rank not in one.reported:
             one.heard[rank] = now
 
-    def _came(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
+    def _arrived(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
         chunk = self.inventory.chunks.get(digest)
         if chunk is None:
             return [Drop((digest,))]
@@ -248,7 +248,7 @@ class RelayCore:
         one.copied = True
         decisions: list[Decision] = []
         for digest in one.digests():
-            decisions += self._came(digest, Tier.DURABLE, now)
+            decisions += self._arrived(digest, Tier.DURABLE, now)
         return decisions
 
     def _lost(self, digest: bytes, tier: Tier, now: float) -> list[Decision]:
@@ -265,12 +265,12 @@ class RelayCore:
         if one.committed_at is None:
             one.heard.setdefault(rank, now)
 
-    def _report(self, said: RankReported, now: float) -> list[Decision]:
-        key, rank = said.key, said.rank
-        if said.error is not None:
+    def _report(self, report: RankReported, now: float) -> list[Decision]:
+        key, rank = report.key, report.rank
+        if report.error is not None:
             one = self._upload(key)
             one.check_rank(rank)
-            return self._end(one, f"rank {rank} failed: {said.error}", State.ABORTED, now)
+            return self._end(one, f"rank {rank} failed: {report.error}", State.ABORTED, now)
         one = self.checkpoint(key)
         one.check_rank(rank)
         if one.committed_at is not None:
@@ -278,12 +278,12 @@ class RelayCore:
         self._alive(one, rank, now)
         if rank not in one.tables:
             raise RefusedError(Cause.CONFLICT, f"missing manifest: rank {rank} of {key}")
-        if one.missing[rank] and not said.part:
+        if one.missing[rank] and not report.part:
             raise RefusedError(Cause.CONFLICT, f"{one.missing[rank]} missing chunks: rank {rank} of {key}")
-        if said.part and one.facts.kind is not Kind.LIVE:
+        if report.part and one.facts.kind is not Kind.LIVE:
             raise RefusedError(Cause.CONFLICT, f"{key} is durable: all of its chunks must be at one relay")
         was_part = one.is_part
-        one.part |= said.part
+        one.part |= report.part
         one.reported.add(rank)
         one.heard.pop(rank, None)
         if len(one.reported) == one.facts.ranks and one.complete:
@@ -321,8 +321,8 @@ class RelayCore:
     ) -> list[Decision]:
         if one.sealing:
             raise RefusedError(Cause.CONFLICT, f"{one.key} is being committed; ask again")
-        told = one.committed_at is not None or one.is_part
-        ended = [] if told else [one.ended(self.missing_bytes(one), reason if is_fault else "")]
+        reported = one.committed_at is not None or one.is_part
+        ended = [] if reported else [one.ended(self.missing_bytes(one), reason if is_fault else "")]
         del self.checkpoints[one.key]
         self.ended[one.key] = Ended(reason, state)
         while len(self.ended) > MAX_ENDED:
@@ -358,7 +358,7 @@ class RelayCore:
 
     # ---- readers
 
-    def _taken(self, digest: bytes, now: float) -> list[Decision]:
+    def _held(self, digest: bytes, now: float) -> list[Decision]:
         chunk = self.inventory.chunks.get(digest)
         if chunk is None:
             raise RefusedError(Cause.UNKNOWN, f"chunk {digest.hex()} not found: no checkpoint of this relay names it")
@@ -369,18 +369,18 @@ class RelayCore:
             self.checkpoints[key].read_until = now + self.limits.reading_seconds
         return []
 
-    def _holder(self, said: HolderSaid, now: float) -> list[Decision]:
-        one = self.checkpoint(said.key)
-        one.check_rank(said.rank)
-        table = one.tables.get(said.rank)
-        if table is None or len(said.bitmap) != -(-len(table.digests) // 8):
+    def _holder(self, report: HolderReported, now: float) -> list[Decision]:
+        one = self.checkpoint(report.key)
+        one.check_rank(report.rank)
+        table = one.tables.get(report.rank)
+        if table is None or len(report.bitmap) != -(-len(table.digests) // 8):
             chunks = "no manifest" if table is None else f"{len(table.digests)} chunks"
             raise RefusedError(
-                Cause.CONFLICT, f"invalid bitmap of {len(said.bitmap)} bytes: rank {said.rank} has {chunks}"
+                Cause.CONFLICT, f"invalid bitmap of {len(report.bitmap)} bytes: rank {report.rank} has {chunks}"
             )
-        if (said.rank, said.name) not in one.holders and len(one.holders) >= self.limits.holders:
+        if (report.rank, report.name) not in one.holders and len(one.holders) >= self.limits.holders:
             raise RefusedError(Cause.FULL, f"{one.key} has too many holders (limit {self.limits.holders})")
-        one.holders[said.rank, said.name] = Holder(said.address, said.bitmap, now + self.limits.holder_seconds)
+        one.holders[report.rank, report.name] = Holder(report.address, report.bitmap, now + self.limits.holder_seconds)
         one.read_until = now + self.limits.reading_seconds
         return []
 

@@ -21,16 +21,16 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.manifest import chunk_digest
 from keepstep_mesh.serving.notifier import Notifier
 from keepstep_relay.core.events import (
-    ChunkCame,
-    ChunkLetGo,
+    ChunkArrived,
+    ChunkHeld,
     ChunkLost,
-    ChunkTaken,
+    ChunkReleased,
     Decision,
     Drop,
     Event,
     Evict,
     Forget,
-    HolderSaid,
+    HolderReported,
     Key,
     Tier,
     Wake,
@@ -118,7 +118,7 @@ class ChunkStore:
     def step(self, event: Event) -> list[Decision]:
         """Apply an event, and carry out the decisions about chunks. Return the others for the caller to carry out."""
         rest: list[Decision] = []
-        if isinstance(event, (HolderSaid, ChunkLost)):
+        if isinstance(event, (HolderReported, ChunkLost)):
             self.deadline_changed.set()
         for decision in self.core.step(event, time.monotonic()):
             match decision:
@@ -162,7 +162,7 @@ class ChunkStore:
             self.memory.release(data.nbytes)
         else:
             self.memory.put(digest, data)
-            self.step(ChunkCame(digest, Tier.MEMORY))
+            self.step(ChunkArrived(digest, Tier.MEMORY))
         if self.disk_trouble is None:
             self._to_write.put_nowait(digest)
         else:
@@ -196,7 +196,7 @@ class ChunkStore:
             self.disk_trouble = None
             if self.core.inventory.chunks.get(digest) is chunk:
                 self._verified.add(digest)
-                self.step(ChunkCame(digest, Tier.DISK))
+                self.step(ChunkArrived(digest, Tier.DISK))
                 self.memory.look_again()
             else:
                 self._to_sweep.put_nowait(Drop((digest,)))
@@ -245,14 +245,14 @@ class ChunkStore:
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             await self._arrival(digest, deadline)
-            self.step(ChunkTaken(digest))
+            self.step(ChunkHeld(digest))
             try:
                 data = await self._bytes(digest)
                 if data is not None:
                     yield data
                     return
             finally:
-                self.step(ChunkLetGo(digest))
+                self.step(ChunkReleased(digest))
                 self.memory.look_again()
 
     async def _arrival(self, digest: bytes, deadline: float) -> None:
@@ -279,7 +279,7 @@ class ChunkStore:
                 self.memory.release(chunk.length)
                 return None
             self.memory.put(digest, data)
-            self.step(ChunkCame(digest, Tier.MEMORY))
+            self.step(ChunkArrived(digest, Tier.MEMORY))
             return data
 
     async def _load(self, digest: bytes, chunk: Chunk) -> memoryview | None:

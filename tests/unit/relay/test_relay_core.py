@@ -10,10 +10,10 @@ from keepstep_relay.core.events import (
     Aborted,
     Begun,
     Cause,
-    ChunkCame,
-    ChunkLetGo,
+    ChunkArrived,
+    ChunkHeld,
     ChunkLost,
-    ChunkTaken,
+    ChunkReleased,
     CommitAsked,
     Copied,
     Drop,
@@ -21,23 +21,23 @@ from keepstep_relay.core.events import (
     Evict,
     Facts,
     Forget,
-    HolderSaid,
+    HolderReported,
     Keep,
     Key,
     Kind,
     Limits,
+    MemoryWanted,
     RankReported,
     ReadFrom,
     RefusedError,
     Removed,
-    RoomWanted,
-    RootSaid,
+    RootReported,
     Seal,
     Sealed,
     SealFailed,
     State,
     Table,
-    TableCame,
+    TableArrived,
     Tick,
     Tier,
     UploadEnded,
@@ -80,8 +80,8 @@ class Driver:
 
     def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
         """A committed checkpoint; what committing it decided."""
-        self(Begun(key, Facts(step, kind, 1)), TableCame(key, 0, table(*digests)))
-        self(*(ChunkCame(digest, tier) for digest in digests if not self.core.inventory.is_here(digest)))
+        self(Begun(key, Facts(step, kind, 1)), TableArrived(key, 0, table(*digests)))
+        self(*(ChunkArrived(digest, tier) for digest in digests if not self.core.inventory.is_here(digest)))
         self(CommitAsked(key))
         return self(Sealed(key))
 
@@ -90,14 +90,14 @@ def test_an_upload_from_its_beginning_to_its_commit():
     relay = Driver()
     assert relay(Begun(C1, ONE)) == [Keep(C1), Wake((C1,))]
     assert relay.core.checkpoints[C1].state is State.BEGUN
-    (woken,) = relay(TableCame(C1, 0, table(A, B, LAST)))
+    (woken,) = relay(TableArrived(C1, 0, table(A, B, LAST)))
     assert set(woken.what) == {C1, A, B, LAST}
     assert relay.core.checkpoints[C1].state is State.PLANNED
     relay.refused(CommitAsked(C1), Cause.CONFLICT, "3 missing chunks")
-    assert relay(ChunkCame(B, MEMORY)) == [Wake((B,))]
+    assert relay(ChunkArrived(B, MEMORY)) == [Wake((B,))]
     assert relay.core.checkpoints[C1].state is State.UPLOADING
     assert relay.core.inventory.missing(table(A, B, LAST)) == (bytes([0b101]), 2)
-    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, DISK), at=2.0)
+    relay(ChunkArrived(A, MEMORY), ChunkArrived(LAST, DISK), at=2.0)
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, B, LAST))]
     assert relay(CommitAsked(C1)) == [], "somebody is about it already"
     assert relay(Sealed(C1), at=4.0) == [
@@ -110,14 +110,14 @@ def test_an_upload_from_its_beginning_to_its_commit():
 
 def test_what_lacks_is_counted_in_bytes_and_what_comes_in_bytes_a_second():
     relay = Driver()
-    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, A, LAST)), at=10.0)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A, A, LAST)), at=10.0)
     one = relay.core.checkpoints[C1]
     assert relay.core.missing_bytes(one) == CHUNK_BYTES + 100
     assert one.throughput.rate(12.0) == 0
-    relay(TableCame(C1, 1, table(A, B)), ChunkCame(A, MEMORY), at=12.0)
+    relay(TableArrived(C1, 1, table(A, B)), ChunkArrived(A, MEMORY), at=12.0)
     assert relay.core.missing_bytes(one) == 200, "B has another length as the last of its pack"
     assert one.throughput.rate(12.0) == 2 * CHUNK_BYTES / 2
-    relay(ChunkCame(A, DISK), at=14.0)
+    relay(ChunkArrived(A, DISK), at=14.0)
     assert one.came_bytes == 2 * CHUNK_BYTES, "it was here"
     assert one.throughput.rate(20.0) == 0
 
@@ -132,7 +132,7 @@ def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_r
 def test_what_is_here_already_is_not_lacking():
     relay = Driver()
     relay.stored(C1, A, B)
-    assert relay(Begun(C2, ONE), TableCame(C2, 0, table(A, C, B)))[-1] == Wake((C2, C))
+    assert relay(Begun(C2, ONE), TableArrived(C2, 0, table(A, C, B)))[-1] == Wake((C2, C))
     assert relay.core.inventory.missing(relay.core.checkpoints[C2].tables[0]) == (bytes([0b010]), 1)
     relay(Removed(C1, "asked"))
     assert relay.core.inventory.is_here(A), "the other checkpoint needs it"
@@ -140,58 +140,58 @@ def test_what_is_here_already_is_not_lacking():
 
 def test_a_chunk_that_comes_twice_in_a_pack_is_one():
     relay = Driver()
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, A, LAST)))
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A, A, LAST)))
     assert relay.core.inventory.missing(table(A, A, LAST)) == (bytes([0b111]), 3)
-    relay(ChunkCame(A, MEMORY), ChunkCame(LAST, MEMORY))
+    relay(ChunkArrived(A, MEMORY), ChunkArrived(LAST, MEMORY))
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, LAST))]
 
 
 def test_a_chunk_that_no_table_names_is_dropped():
     relay = Driver()
-    assert relay(ChunkCame(A, DISK)) == [Drop((A,))]
+    assert relay(ChunkArrived(A, DISK)) == [Drop((A,))]
     assert relay.core.inventory.wanted(A) is None
 
 
 def test_one_digest_has_one_length():
     relay = Driver()
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, B)), Begun(C2, ONE))
-    relay.refused(TableCame(C2, 0, table(A, last=7)), Cause.CONFLICT, "has 7 bytes")
-    relay.refused(TableCame(C2, 0, table(C, C)), Cause.CONFLICT, "has 100 bytes")
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A, B)), Begun(C2, ONE))
+    relay.refused(TableArrived(C2, 0, table(A, last=7)), Cause.CONFLICT, "has 7 bytes")
+    relay.refused(TableArrived(C2, 0, table(C, C)), Cause.CONFLICT, "has 100 bytes")
 
 
 def test_the_first_root_counts_and_another_is_remembered():
     relay = Driver()
-    relay(Begun(C1, ONE), RootSaid(C1, 0, "r0", b"r" * 32), RootSaid(C1, 0, "r1", b"x" * 32))
-    relay.refused(TableCame(C1, 0, table(A, root=b"x" * 32)), Cause.CONFLICT, "another state")
-    relay(TableCame(C1, 0, table(A)), RootSaid(C1, 0, "r2", b"r" * 32))
+    relay(Begun(C1, ONE), RootReported(C1, 0, "r0", b"r" * 32), RootReported(C1, 0, "r1", b"x" * 32))
+    relay.refused(TableArrived(C1, 0, table(A, root=b"x" * 32)), Cause.CONFLICT, "another state")
+    relay(TableArrived(C1, 0, table(A)), RootReported(C1, 0, "r2", b"r" * 32))
     assert set(relay.core.checkpoints[C1].roots[0]) == {"r0", "r1", "r2"}
     assert relay.core.checkpoints[C1].root(0) == b"r" * 32
 
 
 def test_ranks_commit_together():
     relay = Driver()
-    relay(Begun(C1, Facts(1, Kind.DURABLE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, DISK))
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 2)), TableArrived(C1, 0, table(A)), ChunkArrived(A, DISK))
     assert relay(RankReported(C1, 0)) == []
     relay.refused(CommitAsked(C1), Cause.CONFLICT, "first of rank 1")
     relay.refused(RankReported(C1, 1), Cause.CONFLICT, "missing manifest: rank 1")
     relay.refused(RankReported(C1, 2), Cause.CONFLICT, "no rank 2: expected 0 to 1")
-    relay(TableCame(C1, 1, table(B)))
+    relay(TableArrived(C1, 1, table(B)))
     relay.refused(RankReported(C1, 1), Cause.CONFLICT, "1 missing chunks: rank 1")
-    relay(ChunkCame(B, DISK))
+    relay(ChunkArrived(B, DISK))
     assert relay(RankReported(C1, 1)) == [Seal(C1, (A, B))], "the last report commits"
 
 
 def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_from_it_for_a_while():
     relay = Driver(upload_seconds=10, reading_seconds=20)
-    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)))
-    relay(ChunkCame(A, MEMORY), RankReported(C1, 0, part=True), at=5)
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A, B)), TableArrived(C1, 1, table(C)))
+    relay(ChunkArrived(A, MEMORY), RankReported(C1, 0, part=True), at=5)
     assert relay.core.deadline() == 10, "rank 1 is waited for"
     (told,) = relay(RankReported(C1, 1, part=True), at=6)
     assert (told.committed, told.error, told.bytes_done) == (False, "", CHUNK_BYTES)
     assert relay(RankReported(C1, 1, part=True), at=6) == [], "it is told once"
     assert relay.core.checkpoints[C1].state is State.PART
     relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 missing chunks")
-    relay(ChunkTaken(A), ChunkLetGo(A), at=25)
+    relay(ChunkHeld(A), ChunkReleased(A), at=25)
     assert relay(Tick(), at=44.9) == []
     assert relay(Tick(), at=45) == [
         Forget(C1, "partial live state without a reader for 20 s"),
@@ -203,13 +203,13 @@ def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_fr
 
 def test_a_part_that_is_all_of_it_is_committed():
     relay = Driver()
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY))
     assert relay(RankReported(C1, 0, part=True)) == [Seal(C1, (A,))]
 
 
 def test_a_part_that_lost_a_chunk_is_an_upload_again():
     relay = Driver(upload_seconds=10)
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A, B)), ChunkCame(A, MEMORY), RankReported(C1, 0, part=True))
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A, B)), ChunkArrived(A, MEMORY), RankReported(C1, 0, part=True))
     relay(ChunkLost(A, MEMORY), at=3)
     assert relay.core.checkpoints[C1].state is State.UPLOADING
     assert relay.core.deadline() == 13
@@ -217,13 +217,13 @@ def test_a_part_that_lost_a_chunk_is_an_upload_again():
 
 def test_what_is_to_last_is_never_a_part():
     relay = Driver()
-    relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableCame(C1, 0, table(A)))
+    relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableArrived(C1, 0, table(A)))
     relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of its chunks must be at one relay")
 
 
 def test_a_rank_that_failed_ends_the_upload():
     relay = Driver()
-    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY))
+    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY))
     decisions = relay(RankReported(C1, 1, "out of memory"))
     told, *rest = decisions
     assert (told.error, told.committed) == ("rank 1 failed: out of memory", False)
@@ -237,9 +237,9 @@ def test_a_rank_that_vanished_ends_the_upload_and_a_chunk_is_a_sign_of_life():
     relay = Driver(upload_seconds=10)
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), at=0)
     assert relay.core.deadline() == 10
-    relay(TableCame(C1, 0, table(A, B)), TableCame(C1, 1, table(C)), at=8)
+    relay(TableArrived(C1, 0, table(A, B)), TableArrived(C1, 1, table(C)), at=8)
     assert relay(Tick(), at=17.9) == []
-    relay(ChunkCame(A, MEMORY), at=17.9)
+    relay(ChunkArrived(A, MEMORY), at=17.9)
     told, forget, *_rest = relay(Tick(), at=18)
     assert (told.error, told.came_at) == ("", 17.9), "a live state was of use for its time"
     assert (told.bytes_done, told.bytes_total) == (CHUNK_BYTES, CHUNK_BYTES + 200)
@@ -249,8 +249,10 @@ def test_a_rank_that_vanished_ends_the_upload_and_a_chunk_is_a_sign_of_life():
 
 def test_a_rank_that_has_reported_is_not_waited_for():
     relay = Driver(upload_seconds=10)
-    relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
-    relay(RootSaid(C1, 1, "r0", b"r" * 32), at=9)
+    relay(
+        Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY), RankReported(C1, 0)
+    )
+    relay(RootReported(C1, 1, "r0", b"r" * 32), at=9)
     assert relay(Tick(), at=18.9) == []
     assert relay(Tick(), at=19)[1] == Forget(C1, "no sign of life of rank 1 for 10 s (--upload-timeout)")
 
@@ -263,7 +265,7 @@ def test_a_durable_upload_of_which_nobody_says_more_has_failed():
 
 def test_a_commit_that_failed_may_be_asked_for_again_and_is_waited_for():
     relay = Driver(upload_seconds=10)
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), RankReported(C1, 0))
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY), RankReported(C1, 0))
     relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "being committed")
     relay.refused(Removed(C1, "x"), Cause.CONFLICT, "being committed")
     assert relay(SealFailed(C1), at=5) == [Wake((C1,))]
@@ -278,7 +280,7 @@ def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
     assert relay.core.checkpoints[C1].missing == {0: 1}
     assert relay.core.inventory.wanted(A) == CHUNK_BYTES
     assert not relay.core.is_coming(A), "nobody is uploading it"
-    relay(ChunkCame(A, MEMORY))
+    relay(ChunkArrived(A, MEMORY))
     assert relay.core.checkpoints[C1].complete
 
 
@@ -287,10 +289,10 @@ def test_a_copy_of_another_checkpoint_is_no_place_to_leave_a_chunk_to():
     relay.stored(C1, A, kind=Kind.DURABLE)
     relay.stored(C2, A, step=2)
     relay(Copied(C1))
-    assert relay(RoomWanted(1), at=1) == [], "the copy goes with its checkpoint"
+    assert relay(MemoryWanted(1), at=1) == [], "the copy goes with its checkpoint"
     relay(Removed(C1, "x"))
     assert relay.core.inventory.chunks[A].tiers == {MEMORY}
-    assert relay(RoomWanted(1), at=2) == []
+    assert relay(MemoryWanted(1), at=2) == []
 
 
 def test_a_committed_checkpoint_does_not_change():
@@ -298,7 +300,7 @@ def test_a_committed_checkpoint_does_not_change():
     relay.stored(C1, A)
     relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "is already committed")
     relay.refused(RankReported(C1, 0, "late"), Cause.CONFLICT, "is already committed")
-    assert relay(CommitAsked(C1), RankReported(C1, 0), TableCame(C1, 0, table(A))) == []
+    assert relay(CommitAsked(C1), RankReported(C1, 0), TableArrived(C1, 0, table(A))) == []
 
 
 # ---- what goes
@@ -327,7 +329,7 @@ def test_a_checkpoint_that_is_read_stays_until_its_reader_is_done():
     relay.stored(C2, B, step=2)
     assert C1 in relay.core.checkpoints
     assert relay.core.deadline() == 70
-    relay(ChunkTaken(A), ChunkLetGo(A), at=65)
+    relay(ChunkHeld(A), ChunkReleased(A), at=65)
     assert relay(Tick(), at=70) == []
     assert relay(Tick(), at=125)[:2] == [
         Forget(C1, "only the newest live checkpoints of a job are kept (1)"),
@@ -339,14 +341,14 @@ def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_m
     relay = Driver(keep_live=1, reading_seconds=60)
     for number, digest in ((1, A), (2, B), (3, C)):
         relay.stored(Key("job", f"c{number}"), digest, step=number)
-        relay(ChunkTaken(digest), ChunkLetGo(digest))
-    relay(ChunkTaken(A))
+        relay(ChunkHeld(digest), ChunkReleased(digest))
+    relay(ChunkHeld(A))
     reason = "only the newest live checkpoints of a job are kept (1); memory ran short"
-    assert relay(RoomWanted(1))[:2] == [Forget(Key("job", "c2"), reason), Drop((B,))]
-    assert relay(RoomWanted(1)) == [], "one is being read, the other is the newest"
-    relay(ChunkLetGo(A))
-    assert relay(RoomWanted(1))[:2] == [Forget(Key("job", "c1"), reason), Drop((A,))]
-    assert relay(RoomWanted(1)) == []
+    assert relay(MemoryWanted(1))[:2] == [Forget(Key("job", "c2"), reason), Drop((B,))]
+    assert relay(MemoryWanted(1)) == [], "one is being read, the other is the newest"
+    relay(ChunkReleased(A))
+    assert relay(MemoryWanted(1))[:2] == [Forget(Key("job", "c1"), reason), Drop((A,))]
+    assert relay(MemoryWanted(1)) == []
 
 
 def test_age_drops_all_but_the_newest():
@@ -361,10 +363,10 @@ def test_age_drops_all_but_the_newest():
 def test_a_chunk_that_is_being_sent_is_dropped_when_it_is_let_go():
     relay = Driver()
     relay.stored(C1, A, B)
-    relay(ChunkTaken(A))
+    relay(ChunkHeld(A))
     assert Drop((B,)) in relay(Removed(C1, "asked"))
     assert relay.core.inventory.wanted(A) is None
-    assert relay(ChunkLetGo(A)) == [Drop((A,))]
+    assert relay(ChunkReleased(A)) == [Drop((A,))]
 
 
 # ---- room
@@ -373,30 +375,30 @@ def test_a_chunk_that_is_being_sent_is_dropped_when_it_is_let_go():
 def test_room_comes_from_what_another_tier_has_the_longest_unused_first():
     relay = Driver()
     relay.stored(C1, A, B, C, LAST, tier=DISK)
-    relay(*(ChunkCame(digest, MEMORY) for digest in (A, B, C)), at=1000)
-    relay(ChunkTaken(A), ChunkLetGo(A))
+    relay(*(ChunkArrived(digest, MEMORY) for digest in (A, B, C)), at=1000)
+    relay(ChunkHeld(A), ChunkReleased(A))
     relay(at=2000)
-    assert relay(RoomWanted(CHUNK_BYTES + 1)) == [Evict((B, C))]
-    assert relay(RoomWanted(1)) == [Evict((A,))]
-    assert relay(RoomWanted(1)) == []
+    assert relay(MemoryWanted(CHUNK_BYTES + 1)) == [Evict((B, C))]
+    assert relay(MemoryWanted(1)) == [Evict((A,))]
+    assert relay(MemoryWanted(1)) == []
 
 
 def test_what_only_memory_has_and_what_is_being_sent_stay():
     relay = Driver()
     relay.stored(C1, A, B, tier=MEMORY)
-    relay(ChunkCame(B, DISK), ChunkTaken(B))
-    assert relay(RoomWanted(1)) == []
-    relay(ChunkLetGo(B))
-    assert relay(RoomWanted(1)) == [Evict((B,))]
+    relay(ChunkArrived(B, DISK), ChunkHeld(B))
+    assert relay(MemoryWanted(1)) == []
+    relay(ChunkReleased(B))
+    assert relay(MemoryWanted(1)) == [Evict((B,))]
 
 
 def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
     relay = Driver(reading_seconds=60)
-    relay(Begun(C1, ONE), TableCame(C1, 0, table(A)), ChunkCame(A, MEMORY), ChunkCame(A, DISK))
+    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY), ChunkArrived(A, DISK))
     relay.stored(C2, B, step=2)
-    relay(ChunkCame(B, DISK))
-    assert relay(RoomWanted(1)) == [Evict((B,))]
-    assert relay(RoomWanted(1)) == [Evict((A,))]
+    relay(ChunkArrived(B, DISK))
+    assert relay(MemoryWanted(1)) == [Evict((B,))]
+    assert relay(MemoryWanted(1)) == [Evict((A,))]
 
 
 # ---- limits
@@ -406,7 +408,7 @@ def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
     ("limits", "event", "words"),
     [
         ({"checkpoints": 1}, Begun(C2, ONE), "full: 1 checkpoints"),
-        ({"chunks": 2}, TableCame(C1, 0, table(A, B, C)), "3 more chunks"),
+        ({"chunks": 2}, TableArrived(C1, 0, table(A, B, C)), "3 more chunks"),
         ({"ranks": 2}, Begun(C2, Facts(1, Kind.LIVE, 3)), "3 ranks"),
     ],
 )
@@ -419,10 +421,10 @@ def test_beyond_a_limit_nothing_is_taken(limits, event, words):
 def test_holders_are_bounded_fit_and_are_forgotten():
     relay = Driver(holders=1, holder_seconds=30)
     relay(Begun(C1, ONE))
-    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"), Cause.CONFLICT, "no manifest")
-    relay(TableCame(C1, 0, table(A, B)), HolderSaid(C1, 0, "j1", "http://a:1", b"\x01"))
-    relay.refused(HolderSaid(C1, 0, "j1", "http://a:1", b"\x01\x00"), Cause.CONFLICT, "invalid bitmap of 2 bytes")
-    relay.refused(HolderSaid(C1, 0, "j2", "http://b:1", b"\x01"), Cause.FULL, "too many holders .limit 1")
+    relay.refused(HolderReported(C1, 0, "j1", "http://a:1", b"\x01"), Cause.CONFLICT, "no manifest")
+    relay(TableArrived(C1, 0, table(A, B)), HolderReported(C1, 0, "j1", "http://a:1", b"\x01"))
+    relay.refused(HolderReported(C1, 0, "j1", "http://a:1", b"\x01\x00"), Cause.CONFLICT, "invalid bitmap of 2 bytes")
+    relay.refused(HolderReported(C1, 0, "j2", "http://b:1", b"\x01"), Cause.FULL, "too many holders .limit 1")
     relay(Tick(), at=30)
     assert not relay.core.checkpoints[C1].holders
 
@@ -438,7 +440,7 @@ def test_the_unknown_is_unknown_and_the_past_is_gone_with_its_reason():
 def test_a_checkpoint_that_was_written_down_is_taken_up_with_what_is_there_of_it():
     relay = Driver(upload_seconds=10)
     relay.core.restore(C1, ONE, {0: table(A, B)}, None, now=100)
-    relay(ChunkCame(A, DISK), at=100)
+    relay(ChunkArrived(A, DISK), at=100)
     assert relay.core.checkpoints[C1].missing == {0: 1}
     assert relay.core.deadline() == 110
-    assert relay(ChunkCame(C, DISK)) == [Drop((C,))]
+    assert relay(ChunkArrived(C, DISK)) == [Drop((C,))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep_relay.core.checkpoint import NEVER
-from keepstep_relay.core.events import ChunkLetGo, ChunkTaken, Forget, Key, Kind, ReadFrom, Tick
+from keepstep_relay.core.events import ChunkHeld, ChunkReleased, Forget, Key, Kind, ReadFrom, Tick
 from tests.unit.relay.test_relay_core import C1, A, B, C, Driver
 
 
@@ -25,12 +25,12 @@ def test_all_live_states_of_a_job_go_and_one_that_is_being_sent_when_it_is_let_g
     relay = Driver(live_ttl_seconds=1000, reading_seconds=60)
     relay.stored(C1, A, step=1)
     relay.stored(Key("job", "c2"), B, step=2)
-    relay(ChunkTaken(B))
+    relay(ChunkHeld(B))
     for now in (1060, 1061):
         relay(Tick(), at=now)
     assert not relay.core.checkpoints
     assert set(relay.core.inventory.chunks) == {B}, "its reader has it still"
-    relay(ChunkLetGo(B))
+    relay(ChunkReleased(B))
     assert not relay.core.inventory.chunks
 
 

@@ -10,10 +10,10 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import (
     Aborted,
     Begun,
-    ChunkCame,
-    ChunkLetGo,
+    ChunkArrived,
+    ChunkHeld,
     ChunkLost,
-    ChunkTaken,
+    ChunkReleased,
     CommitAsked,
     Copied,
     Decision,
@@ -22,21 +22,21 @@ from keepstep_relay.core.events import (
     Evict,
     Facts,
     Forget,
-    HolderSaid,
+    HolderReported,
     Key,
     Kind,
     Limits,
+    MemoryWanted,
     RankReported,
     ReadFrom,
     RefusedError,
     Removed,
-    RoomWanted,
-    RootSaid,
+    RootReported,
     Seal,
     Sealed,
     SealFailed,
     Table,
-    TableCame,
+    TableArrived,
     Tick,
     Tier,
     UploadEnded,
@@ -115,16 +115,16 @@ class Onlooker(RuleBasedStateMachine):
 
     @rule(key=KEYS, rank=RANKS, whole=st.lists(WHOLE, max_size=3), last=DIGESTS, root=st.sampled_from([b"r", b"s"]))
     def table(self, key: Key, rank: int, whole: list[bytes], last: bytes, root: bytes) -> None:
-        self.step(TableCame(key, rank, Table(root * 32, len(whole) * CHUNK_BYTES + 10, (*whole, last))))
+        self.step(TableArrived(key, rank, Table(root * 32, len(whole) * CHUNK_BYTES + 10, (*whole, last))))
 
     @rule(key=KEYS, rank=RANKS, root=st.sampled_from([b"r", b"s"]))
     def root(self, key: Key, rank: int, root: bytes) -> None:
-        self.step(RootSaid(key, rank, "p", root * 32))
+        self.step(RootReported(key, rank, "p", root * 32))
 
     @rule(digest=DIGESTS, tier=UPLOADED)
     def chunk(self, digest: bytes, tier: Tier) -> None:
         self.tiers[tier].add(digest)
-        self.step(ChunkCame(digest, tier))
+        self.step(ChunkArrived(digest, tier))
 
     @rule(
         key=KEYS,
@@ -188,23 +188,23 @@ class Onlooker(RuleBasedStateMachine):
 
     @rule(key=KEYS, rank=RANKS, bitmap=st.sampled_from([b"", b"\x01"]))
     def holder(self, key: Key, rank: int, bitmap: bytes) -> None:
-        self.step(HolderSaid(key, rank, "h", "http://h:1", bitmap))
+        self.step(HolderReported(key, rank, "h", "http://h:1", bitmap))
 
     @rule(digest=DIGESTS)
     def take(self, digest: bytes) -> None:
         if self.core.inventory.is_here(digest):
-            self.step(ChunkTaken(digest))
+            self.step(ChunkHeld(digest))
             self.taken.append(digest)
 
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         if self.taken:
             digest = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-            self.step(ChunkLetGo(digest))
+            self.step(ChunkReleased(digest))
 
     @rule(size=st.integers(1, 3 * CHUNK_BYTES))
     def room(self, size: int) -> None:
-        self.step(RoomWanted(size))
+        self.step(MemoryWanted(size))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 15.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
