@@ -106,7 +106,7 @@ async def test_without_a_relay_it_is_said_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, text = await keepstep("relay", "--bind", "127.0.0.1:0", "--data-dir", str(tmp_path / "file" / "below"))
     assert code == 1
-    assert "cannot be used" in text
+    assert "cannot use the data directory" in text
     code, text = await keepstep("relay", "--bind", "127.0.0.1:0", "--durable", "nowhere://x")
     assert code == 1
     assert "--durable nowhere://x" in text
@@ -122,9 +122,9 @@ async def test_certificates_that_cannot_be_used_for_a_lighthouse_are_said_at_the
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("keep_live", -1, "keep_live must be 0 or more, not -1"),
-        ("upload_timeout", 0.0, "upload_timeout must be more than 0"),
-        ("body_timeout", 0.0, "body_timeout must be more than 0"),
+        ("keep_live", -1, "invalid keep_live -1: expected 0 or more"),
+        ("upload_timeout", 0.0, "invalid upload_timeout 0: expected more than 0"),
+        ("body_timeout", 0.0, "invalid body_timeout 0: expected more than 0"),
         ("bind", "nowhere", "bind 'nowhere': not an address to listen on"),
     ],
 )

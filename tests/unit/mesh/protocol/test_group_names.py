@@ -86,7 +86,7 @@ def test_an_order_for_a_name_with_a_colon_is_told_of_that_group() -> None:
     for order in ("evicted", "readmitted"):
         world.happens(1, order, "a:0", reason="bad disk", by="ann", incarnations=[INCARNATIONS["a:0"]])
         assert world.events[-1].name == "a:0"
-        assert world.events[-1].sentence.startswith("a:0 ")
+        assert world.events[-1].sentence.startswith(f"ann {order} a:0")
     world.happens(2, "evicted", INCARNATIONS["a:0"], reason="bad disk", by="ann")
     assert world.events[-1].name == "a:0"
     assert world.groups == sorted(GROUPS)
