@@ -77,7 +77,7 @@ class Onlooker(RuleBasedStateMachine):
             decisions = self.core.step(event, self.now)
         except RefusedError:
             return []
-        asked = isinstance(event, (Removed, Aborted, RankReported))
+        asked = isinstance(event, (Removed, Aborted, RankReported, MemoryWanted))
         for decision in decisions:
             match decision:
                 case Drop(digests):
