@@ -1,9 +1,9 @@
-"""What every test runs under: a test that leaves a task, thread, child process or socket behind fails.
+"""Checks that apply to every test: a test that leaves a task, thread, child process, socket or log handler fails.
 
-Before each test it is noted what there is; after it (its fixtures torn down) whatever is new gets a few seconds to end,
-awaited where it can be awaited, then fails the test by name and, where it can be, is ended so that later tests are not
-blamed. What fixtures of a wider scope hold is there before and so is no leak. Leaked files are found by Python itself
-(ResourceWarning is an error here); sockets and event descriptors are compared because native code opens them too.
+Before each test the check lists what exists. After the teardown of the test's fixtures, new threads, children and
+sockets get a few seconds to end. Those that remain fail the test by name, and are ended where possible, so that they do
+not fail later tests. Resources of fixtures with a wider scope exist before the test and are no leak. Python finds
+leaked files (an error here); sockets and event descriptors are compared as native code opens them too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_FIRST = ("training", "faults", "browser", "services")
 """Folders whose files take longest. With the short files last, several pytest processes end at about the same time."""
 
 GRACE_SECONDS = 5.0
-"""For what was told to end and is still about it."""
+"""Time that threads, children and sockets have to end after the test."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,16 +44,16 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Children that Python starts once and keeps for the life of the process."""
 
 
-# The machine may be busy: no test is timed by the clock on the wall.
+# The machine may be busy: no test has a limit in wall-clock time for an example.
 hypothesis.settings.register_profile("keepstep", deadline=None)
 hypothesis.settings.load_profile("keepstep")
 
 
 def pytest_configure() -> None:
-    """A grandchild whose parent died becomes our child, not init's: so an orphan is seen too.
+    """Adopt orphans, so that the leak check sees them, and handle SIGINT and SIGHUP.
 
-    A shell starts what it runs in the background with SIGINT ignored, and nohup with SIGHUP, which every child would
-    inherit. What is caught here is as usual again in a child.
+    A shell starts background processes with SIGINT ignored, and nohup ignores SIGHUP; children would inherit that. A
+    child does not inherit a handler: it starts with the default action.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -63,12 +63,12 @@ def pytest_configure() -> None:
 
 
 def _threads() -> set[threading.Thread]:
-    """Python threads. A dummy is a native one (torch's autograd pool) that once called into Python: not ours to end."""
+    """Python threads, without dummies: native threads (torch's autograd pool) that once called into Python."""
     return {one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
 
 
 def _children() -> dict[tuple[int, float], psutil.Process]:
-    """Live children. A dead one that nobody waits for is an orphan that came to us: it is reaped here."""
+    """Live children. An adopted orphan that has ended is reaped here, as nothing else waits for it."""
     found = {}
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -81,7 +81,7 @@ def _children() -> dict[tuple[int, float], psutil.Process]:
 
 
 def _descriptors() -> dict[str, str]:
-    """Open sockets, epolls and the like. Not pipes: libuv (torch's TCPStore, uvloop) opens a pair once and keeps it."""
+    """Open sockets and event descriptors. No pipes: libuv (torch's TCPStore, uvloop) opens a pair once and keeps it."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def _descriptors() -> dict[str, str]:
 
 
 def _describe_sockets(leaked: dict[str, str]) -> list[str]:
-    """Adds addresses to what is a socket of the internet kind."""
+    """Add the addresses of internet sockets."""
     ends = {
         f"(descriptor {one.fd})": f"{one.laddr} -> {one.raddr} {one.status}"
         for one in psutil.Process().net_connections(kind="inet")
@@ -123,7 +123,7 @@ def _new_children(before: dict[tuple[int, float], psutil.Process], deadline: flo
 
 
 def _new_descriptors(before: dict[str, str], deadline: float) -> list[str]:
-    """Native threads close theirs a moment after they were told; nothing can be joined, so this looks again."""
+    """Poll until the descriptors are closed: native threads close them a moment later, and cannot be joined."""
     pause = 0.001
     while leaked := {key: text for key, text in _descriptors().items() if key not in before}:
         gc.collect()
@@ -158,7 +158,7 @@ def _place(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Async tests get the look at their tasks right after the other one: set up before, torn down after their own."""
+    """Put long folders first, and give async tests the check of tasks right after the check of everything else."""
     items.sort(key=_place)
     for item in items:
         names = getattr(item, "fixturenames", [])
@@ -168,7 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fails the test that leaks. First to be set up of all that have a test's scope, so last to be torn down."""
+    """Fail the test that leaks. It is the first fixture with the scope of a test, so its teardown is the last."""
     threads, children, descriptors, handlers = _threads(), _children(), _descriptors(), _log_handlers()
     yield
     # Threads and children first: they hold descriptors.
@@ -181,7 +181,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest_asyncio.fixture
 async def no_task_is_left_behind() -> AsyncIterator[None]:
-    """The same for the tasks of an async test's loop."""
+    """Fail the async test that leaves a task in its loop."""
     before = asyncio.all_tasks()
     yield
     if new := asyncio.all_tasks() - before - {asyncio.current_task()}:
@@ -212,12 +212,12 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One real etcd for all tests; each uses a prefix of its own. A test that hurts etcd starts its own."""
+    """One real etcd for all tests; each uses its own prefix. A test that damages etcd starts its own."""
     from keepstep_lighthouse.store.opening import open_store
     from tests.support.services.etcd_server import EtcdCluster
 
     async def warm_up() -> None:
-        """What gRPC opens once in a process is no leak of the first test that uses it."""
+        """Open what gRPC opens once in a process, so that it is no leak of the first test that uses it."""
         store = await open_store(f"{cluster.address}/warm-up")
         async with store.watch("") as _:
             await store.put("a", b"")

@@ -23,7 +23,7 @@ class Cohort:
         self._threads = concurrent.futures.ThreadPoolExecutor(size)
 
     def each(self, do: Callable[[ProcessGroupGloo, int], T]) -> list[T]:
-        """What every rank gets from ``do(group, rank)``, all at the same time."""
+        """Run ``do(group, rank)`` in all ranks at the same time; return the results."""
         return [future.result(60) for future in self.begin(do)]
 
     def begin(self, do: Callable[[ProcessGroupGloo, int], T]) -> list[concurrent.futures.Future[T]]:
@@ -33,7 +33,7 @@ class Cohort:
         return RendezvousStore("http://127.0.0.1:1", Table(quorum_id=self.quorum), server=self.server)
 
     def configure(self, host: str | None = None) -> None:
-        """A new group of all of them."""
+        """Configure a new group of all ranks."""
         self.quorum += 1
         size = len(self.groups)
         self.each(

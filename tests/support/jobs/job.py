@@ -1,4 +1,4 @@
-"""A real job for tests: a lighthouse process and replica groups of ``trainer.py``, to be killed, frozen and parted.
+"""A real job for tests: a lighthouse process and replica groups of ``trainer.py``.
 
 Nothing here sleeps to wait: every wait is on a line that a trainer printed, with a deadline that a busy machine keeps.
 """
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def _be_trainer(environment: dict[str, str], output: Connection, host: Host) -> None:
-    """Runs in a process of its own, forked off one that has done the slow imports."""
+    """Run a trainer in its own process, forked from one that has done the slow imports."""
     host.enter()
     os.environ.clear()
     os.environ.update(environment)
@@ -74,7 +74,7 @@ class Rank:
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Until the process and whoever inherited its output are gone; then takes its exit code."""
+        """Read until the process and all heirs of its output have ended; then collect its exit code."""
         loop = asyncio.get_running_loop()
         stream = asyncio.StreamReader(limit=2**20)
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._output)
@@ -105,7 +105,7 @@ class Group:
     ranks: list[Rank] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
-    """What was printed that is no event, for failures."""
+    """Printed lines that are no events, shown when a test fails."""
     _commits: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def heard(self, event: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Group:
             one.signal(number)
 
     async def gone(self) -> None:
-        """Waits for the end of its processes and forgets them."""
+        """Wait for the end of its processes and forget them."""
         for one in self.ranks:
             one.signal(signal.SIGCONT)
             await one.reader
@@ -126,18 +126,18 @@ class Group:
         self.ranks = []
 
     def committed(self, rank: int = 0) -> dict[int, str]:
-        """step -> digest, of the newest incarnation's rank; steps grow."""
+        """Map each step that a rank of the newest incarnation committed to its digest, in ascending order."""
         return self._commits.setdefault(self.ranks[rank].pid, {})
 
     def step(self) -> int:
         return next(reversed(self.committed()), 0)
 
     def steps_after(self, step: int) -> set[int]:
-        """Committed by the newest incarnation."""
+        """Steps after ``step`` that the newest incarnation committed."""
         return set(takewhile(lambda one: one > step, reversed(self.committed())))
 
     def longest_gap(self, since: float) -> float:
-        """Seconds between two commits in a row, of those from a second before ``since`` (Unix) until now."""
+        """Longest time in seconds between two successive commits, from a second before ``since`` (Unix time) on."""
         recent = takewhile(lambda event: event["t"] > since - 1, reversed(self.lines))
         times = [event["t"] for event in recent if event["event"] == "committed"]
         return max((later - earlier for later, earlier in pairwise(times)), default=0.0)
@@ -149,7 +149,7 @@ class Group:
 
 
 def discarded(*groups: Group) -> list[dict[str, Any]]:
-    """What they said of steps that they did not commit."""
+    """The "discarded" events of these groups."""
     return [event for group in groups for event in group.lines if event["event"] == "discarded"]
 
 
@@ -172,7 +172,7 @@ class Job:
         self.logs.mkdir()
         self.lighthouse: asyncio.subprocess.Process | None = None
         self.history: Report | None = None
-        """What ``check_history`` found, at the end."""
+        """The report of ``check_history``, at the end."""
 
     async def __aenter__(self) -> Self:
         await self.start_lighthouse()
@@ -189,12 +189,12 @@ class Job:
         except Exception as history:
             if error is None:
                 raise
-            error.add_note(f"and its history: {history}")  # what failed first is what is told
+            error.add_note(f"and its history: {history}")  # report what failed first
         finally:
             self._directory.cleanup()
 
     def check_history(self) -> None:
-        """Fails on a violation, and on a history in which there is nothing to check."""
+        """Fail on a violation, and on a history without records."""
         report = self.history = check_files([self.logs])
         told = "\n".join(summary_lines(report) + violation_lines(report))
         assert report.fine, f"{told}\n{self.report()}"
@@ -202,7 +202,7 @@ class Job:
         assert not any(group.lines for group in self.groups.values()) or report.step_logs, told
 
     def host_of(self, _group: str) -> Host:
-        """Where its processes run."""
+        """The host on which the processes of a group run."""
         return LOOPBACK
 
     async def start_lighthouse(self) -> None:
@@ -221,7 +221,7 @@ class Job:
                 await self.lighthouse.wait()
 
     async def start(self, name: str, ranks: int = 1, lighthouse: str = "", **environment: str) -> Group:
-        """Starts a group; a second call under a name is its restart."""
+        """Start a group. A second call with a name restarts that group."""
         group = self.groups.setdefault(name, Group(name))
         await group.gone()
         restart = sum(e["event"] == "started" and e["rank"] == 0 for e in group.lines)
@@ -244,12 +244,12 @@ class Job:
         return group
 
     def assert_all_live(self) -> None:
-        """No process of any group has ended."""
+        """Fail if a process of a group has ended."""
         codes = [one.exit_code for group in self.groups.values() for one in group.ranks]
         assert set(codes) == {None}, f"{codes}\n{self.report()}"
 
     async def order(self, method: str, path: str, **body: Any) -> Any:
-        """Asks the lighthouse's REST below /v1/jobs/default."""
+        """Call the REST interface of the lighthouse below /v1/jobs/default."""
         url = f"{self.address}/v1/jobs/default{path}"
         async with client_session(timeout=DEADLINE) as http, http.request(method, url, json=body or None) as answer:
             await raise_for_problem(answer)
@@ -268,7 +268,7 @@ class Job:
             self._changed.notify_all()
 
     async def until(self, condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:
-        """Waits for ``condition`` to be true after some line."""
+        """Wait until ``condition`` is true; it is checked after each line of a trainer."""
         try:
             async with asyncio.timeout(seconds), self._changed:
                 return await self._changed.wait_for(condition)
@@ -286,7 +286,7 @@ class Job:
         return "\n".join([*parts, "--- lighthouse", *tail])
 
     async def advance(self, *groups: Group, steps: int = 5, seconds: float = DEADLINE) -> None:
-        """Waits until these groups (all by default) have committed ``steps`` steps together from now on."""
+        """Wait until these groups (default: all) have committed ``steps`` steps together from now on."""
         chosen = groups or tuple(self.groups.values())
         start = max(group.step() for group in self.groups.values())
 

@@ -21,7 +21,7 @@ from tests.support.services.etcd_server import EtcdCluster
 
 LEASE = 3.0
 FOLLOWER, WORKER = b"GET /v1/lighthouses/", b"GET /v1/jobs/"
-"""What connections to a lighthouse say first."""
+"""The first bytes of connections to a lighthouse."""
 
 Others = Literal["etcd", "lighthouses", "workers"]
 
@@ -51,7 +51,7 @@ class Mesh(Job):
         self._hosts = [network.host(f"lighthouse-{one}") if network else LOOPBACK for one in range(nodes)]
         self._ports = [free_port() for _ in range(nodes)]
         self.addresses = [f"http://{host.address}:{port}" for host, port in zip(self._hosts, self._ports, strict=True)]
-        """Where this process reaches them."""
+        """Addresses at which the test reaches them."""
         self.address = ",".join(self.addresses)
         self._etcd = etcd.address.removeprefix("etcd://").split(",")
         self._to_etcd: list[list[ChaosProxy]] = []
@@ -110,13 +110,13 @@ class Mesh(Job):
             os.kill(self.lighthouses[number].pid, what)
 
     async def stop_node(self, number: int, what: int = signal.SIGKILL) -> int:
-        """Its exit code."""
+        """Signal a lighthouse and return its exit code."""
         await self.signal_node(number, what)
         async with asyncio.timeout(DEADLINE):
             return await self.lighthouses[number].wait()
 
     async def leader(self, *, followed: bool = False) -> int:
-        """Which lighthouse leads, asked of each until one says that it does; ``followed``: and that others follow."""
+        """Poll all lighthouses until one leads; return its number. ``followed``: until it has standbys too."""
         wanted = ["keepstep_lighthouse_ready 1.0"]
         if followed:
             wanted.append(f"keepstep_lighthouse_standbys {len(self.addresses) - 1}.0")
@@ -129,13 +129,13 @@ class Mesh(Job):
                 await asyncio.sleep(0.02)  # nobody tells
 
     async def not_ready(self, number: int, why: str) -> None:
-        """Returns when lighthouse ``number`` gives this as the reason why it is not ready."""
+        """Wait until lighthouse ``number`` gives this reason why it is not ready."""
         async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
             while why not in await _get(http, f"{self.addresses[number]}/readyz"):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
 
     async def succeeded(self, leader: int) -> int:
-        """The lighthouse that leads when ``leader`` does not any more."""
+        """Wait until another lighthouse than ``leader`` leads; return its number."""
         async with asyncio.timeout(DEADLINE):
             while (found := await self.leader()) == leader:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
@@ -144,7 +144,7 @@ class Mesh(Job):
     # ---- the network
 
     def cut(self, number: int, others: Others) -> None:
-        """Lighthouse ``number`` and these do not reach each other any more, until ``mend``."""
+        """Cut the network between lighthouse ``number`` and these, until ``mend``."""
         if self._network is not None:
             for other in self._named(others, but=number):
                 self._network.cut(f"lighthouse-{number}", other)
@@ -155,14 +155,14 @@ class Mesh(Job):
             self._to_lighthouses[number].refuse(only=WORKER if others == "workers" else FOLLOWER)
 
     def isolate(self, group: Group) -> None:
-        """It reaches nobody, and nobody reaches it, until ``mend``. In a ``network`` only."""
+        """Cut the network between the group and all others, until ``mend``. It needs a ``network``."""
         assert self._network is not None
         for other in ("etcd", *self._named("lighthouses"), *self._named("workers")):
             if other != f"group-{group.name}":
                 self._network.cut(f"group-{group.name}", other)
 
     def part(self, one: Group, other: Group) -> None:
-        """These two groups alone do not reach each other, until ``mend``. In a ``network`` only."""
+        """Cut the network between these two groups, until ``mend``. It needs a ``network``."""
         assert self._network is not None
         self._network.cut(f"group-{one.name}", f"group-{other.name}")
 
@@ -189,7 +189,7 @@ class Mesh(Job):
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> str:
-    """Nothing from who does not answer."""
+    """Return the body, or an empty text when there is no answer."""
     try:
         async with http.get(url, timeout=aiohttp.ClientTimeout(1)) as answer:
             return await answer.text()

@@ -1,4 +1,4 @@
-"""A JobCore with a clock of its own and sessions by replica_id. ``validate`` runs after every event."""
+"""A JobCore with its own clock and sessions by replica_id. ``validate`` runs after every event."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNIX_AT_START = 1_000_000.0
 
 
 class Driver:
-    """Every method feeds one event and returns its decisions."""
+    """Drive a JobCore: each method feeds one event and returns the decisions."""
 
     def __init__(self, policy: Policy | None = None, record: JobRecord | None = None, **limits: Any) -> None:
         self.now = 100.0
@@ -53,7 +53,7 @@ class Driver:
         self.requests: dict[str, int] = {}
         self.log: list[LogEntry] = []
         self.validates = True
-        """False for very many groups."""
+        """Set it to False for thousands of groups."""
 
     @property
     def unix(self) -> float:
@@ -81,9 +81,9 @@ class Driver:
         return decisions
 
     def restart(self, fenced_until: float = 0.0) -> None:
-        """The lighthouse dies; another starts from what was written. All sessions are gone.
+        """Replace the lighthouse by one that starts from the stored record, without sessions.
 
-        ``fenced_until``: it may be alive till then.
+        ``fenced_until``: time until which the old one may be alive.
         """
         self.session_of.clear()
         self.core = JobCore("job", self.record, self.now, self.unix, restarted=True, fenced_until=fenced_until)
@@ -136,7 +136,7 @@ class Driver:
         return decisions
 
     def start(self, *replica_ids: str) -> Announce:
-        """All open and get their first quorum."""
+        """Open a session for each, and let them get their first quorum."""
         self.open_all(*replica_ids)
         return announced(self.all_ask(replica_ids))
 
@@ -180,7 +180,7 @@ class Driver:
         return self.feed(PolicyOrdered(policy, "ann"))
 
     def finds_straggler(self, replica_id: str, steps: int) -> list[Decision]:
-        """The metrics service does."""
+        """Report a straggler, as the metrics service does."""
         return self.feed(StragglerFound(replica_id, steps, 0.5, 0.1, "metrics"))
 
     def wants_comparison(self) -> list[Decision]:
@@ -192,7 +192,7 @@ class Driver:
         return self.feed(Tick())
 
     def passes(self, seconds: float, *, silent: Iterable[str] | None = ()) -> list[Decision]:
-        """Time goes by; all sessions but those of ``silent`` (None: all) send heartbeats. Ticks come when wanted."""
+        """Advance the time. Sessions send heartbeats, except those of ``silent`` (None: all). Ticks come when due."""
         end = self.now + seconds + 1e-9  # so that 0.1 s twice is at least 0.2 s
         decisions: list[Decision] = []
         next_beat = (self.now // BEAT_SECONDS + 1) * BEAT_SECONDS
@@ -212,7 +212,7 @@ class Driver:
 
 
 def announced(decisions: Iterable[Decision]) -> Announce:
-    """The one announcement among ``decisions``."""
+    """Return the only announcement among ``decisions``."""
     (announce,) = [decision for decision in decisions if isinstance(decision, Announce)]
     return announce
 
@@ -226,7 +226,7 @@ def members(announce: Announce) -> list[str]:
 
 
 def told(driver: Driver, decisions: Iterable[Decision]) -> dict[str, list[ToWorker]]:
-    """Messages by the replica_id that they go to."""
+    """Group messages by the replica_id of the receiver."""
     messages: dict[str, list[ToWorker]] = {}
     for decision in decisions:
         if isinstance(decision, Tell):
@@ -240,5 +240,5 @@ def logged(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
 
 
 def states(driver: Driver) -> dict[str, ReplicaState]:
-    """Of every group, by its replica_id."""
+    """Return the state of every group by its replica_id."""
     return {view.replica_id: view.state for view in driver.core.replicas(driver.now)}

@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, made anew each time: good ones, and each kind of bad one."""
+"""Certificates for tests of TLS, valid and invalid, created for each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAY = timedelta(days=1)
 
 
 class Authority:
-    """A CA whose files are in ``folder``; its certificates have the key in the same file unless said otherwise."""
+    """A CA whose files are in ``folder``. Each certificate has its key in the same file."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._ca = trustme.CA(organization_name=name)
@@ -24,7 +24,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.pem)
 
     def certificate(self, *names: str, common_name: str | None = None, days: tuple[float, float] = (-1, 1)) -> Path:
-        """For ``names``, valid from and until so many days from now."""
+        """Issue a certificate for ``names``. ``days``: start and end of its validity, in days from now."""
         now = datetime.now(UTC)
         issued = self._ca.issue_cert(
             *names, common_name=common_name, not_before=now + days[0] * DAY, not_after=now + days[1] * DAY
@@ -43,14 +43,14 @@ class Authority:
         return path
 
     def service(self, *, mutual: bool = False) -> TlsFiles:
-        """For a service on loopback."""
+        """Files of a service on loopback."""
         cert = self.certificate("localhost", "127.0.0.1", common_name="service")
         return TlsFiles(cert, ca=self.pem if mutual else None)
 
     def client(self, name: str = "client") -> TlsFiles:
-        """For a client that shows a certificate."""
+        """Files of a client with a certificate."""
         return TlsFiles(self.certificate(f"{name}.example", common_name=name), ca=self.pem)
 
     def trusted(self) -> TlsFiles:
-        """For a client that shows none."""
+        """Files of a client without a certificate."""
         return TlsFiles(ca=self.pem)

@@ -1,4 +1,4 @@
-"""An HTTP server that answers every request with a body that never ends, is far too large, or comes drop by drop."""
+"""An HTTP server whose response bodies never end, are far too large, or arrive byte by byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DROP_SECONDS = 0.02
 
 
 class HostileServer:
-    """``sent``: bytes of bodies that were taken from it. ``requests``: the heads that it got."""
+    """``sent``: bytes of bodies that clients received. ``requests``: the heads of all requests."""
 
     def __init__(self, kind: str, content_type: str = "application/json", status: int = 200) -> None:
         length = {"endless": "Transfer-Encoding: chunked", "huge": f"Content-Length: {1 << 30}"}

@@ -24,7 +24,7 @@ from typing import Self
 FOLDER = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 BLOCKS = 512
-"""Of 254 addresses each in 198.18.0.0/15, which is set aside for tests of networks."""
+"""Subnets of 254 addresses in 198.18.0.0/15, which is reserved for network tests."""
 GONE_SECONDS = 10.0
 
 _numbers = itertools.count()
@@ -32,18 +32,18 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """``namespace``: its file, empty for this machine itself."""
+    """A host. ``namespace``: its file, empty for the machine itself."""
 
     address: str = "127.0.0.1"
     namespace: str = ""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What stands before a command that is to run there."""
+        """Prefix of a command that runs on this host."""
         return ("ip", "netns", "exec", Path(self.namespace).name) if self.namespace else ()
 
     def enter(self) -> None:
-        """The calling thread, and those that it starts from now on, are on this host."""
+        """Move the calling thread, and all threads that it starts later, to this host."""
         if self.namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             with open(self.namespace, "rb") as file:  # noqa: PTH123
@@ -55,7 +55,7 @@ LOOPBACK = Host()
 
 
 class NamespaceError(RuntimeError):
-    """``ip``, or ``tc``, did not do what was asked."""
+    """``ip`` or ``tc`` failed."""
 
 
 def _run(*command: str) -> str:
@@ -70,7 +70,7 @@ def _ip(*arguments: str) -> str:
 
 
 class Namespaces:
-    """Use as a context manager; at its end whatever still runs on a host is killed, and all hosts are gone."""
+    """A context manager. Its end kills all processes on the hosts and removes the hosts."""
 
     def __init__(self) -> None:
         self._prefix = f"keepstep-{os.getpid()}-{next(_numbers)}-"
@@ -107,7 +107,7 @@ class Namespaces:
             _remove(namespace)
 
     def host(self, name: str) -> Host:
-        """The host of this name; made when it is asked for first."""
+        """Return the host of this name; the first call creates it."""
         if name not in self._hosts:
             number = len(self._hosts) + 1
             router, address = f"{self._block}.{4 * number + 1}", f"{self._block}.{4 * number + 2}"
@@ -124,21 +124,21 @@ class Namespaces:
         return self._hosts[name]
 
     def limit(self, name: str, rate: str) -> None:
-        """The host sends, and is sent, no more than ``rate``, such as ``1gbit``; needs tc, of iproute2."""
+        """Limit what the host sends and receives to ``rate``, such as ``1gbit``. It needs tc, of iproute2."""
         number = [*self._hosts].index(name) + 1
         for namespace, link in ((Path(self.host(name).namespace).name, "eth0"), (self._router, f"to{number}")):
             queue = ("root", "tbf", "rate", rate, "burst", "512kb", "latency", "10ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", link, *queue)
 
     def cut(self, one: str, other: str) -> None:
-        """Nothing gets from one of these hosts to the other, or back, until ``mend``."""
+        """Drop all packets between these two hosts, until ``mend``."""
         for source, target in ((one, other), (other, one)):
             if (source, target) not in self._cuts:
                 self._rule("add", source, target)
                 self._cuts.add((source, target))
 
     def mend(self) -> None:
-        """All hosts reach each other."""
+        """Let all hosts reach each other again."""
         while self._cuts:
             self._rule("del", *self._cuts.pop())
 
@@ -149,7 +149,7 @@ class Namespaces:
 
 @cache
 def why_not() -> str | None:
-    """Why there can be no network namespaces here, as a sentence; None if there can."""
+    """Return why network namespaces are not available here, or None if they are."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -194,7 +194,7 @@ def _remove(namespace: str) -> None:
 
 
 def _sweep() -> None:
-    """Removes what a process left behind that was killed."""
+    """Remove the namespaces of processes that were killed."""
     for namespace in _existing("keepstep-"):
         owner = re.match(r"keepstep-(\d+)-", namespace)
         if owner is not None and not Path(f"/proc/{owner[1]}").exists():

@@ -1,4 +1,4 @@
-"""Holds a running service against its table of route x role."""
+"""Check a running service against its table of routes and roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tokens import Role, Tokens
 
 TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
-"""Those of the service."""
+"""Tokens of the service under test."""
 ROLES = tuple(role.value for role in Role)
 ASKERS = ("nobody", "stranger", *ROLES)
 
@@ -16,8 +16,9 @@ ASKERS = ("nobody", "stranger", *ROLES)
 async def check_access(
     table: Mapping[tuple[str, str], str], asker: str, address: str, url_of: Callable[[str], str], shows: str = ""
 ) -> None:
-    """``table``: (method, path) -> the roles that are let in, or ``anybody``; ``url_of`` fills in a path. ``shows``:
-    what the asker has in the place of its token.
+    """Call every route as ``asker``. ``table``: (method, path) -> the allowed roles, or ``anybody``.
+
+    ``url_of`` fills in a path. ``shows``: a text to send in place of the asker's token.
     """
     token = shows or {"nobody": None, "stranger": "stranger-" * 3}.get(asker) or getattr(TOKENS, asker, None)
     async with client_session(token) as http:

@@ -1,4 +1,4 @@
-"""A replica group that does nothing but ask for quorums, over a session with a lighthouse."""
+"""A replica group that only requests quorums, over a real session with a lighthouse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepstep_mesh.testing import DEADLINE
 
 
 class Group:
-    """In session within ``async with``. ``pushes`` are kept until they are asked for."""
+    """A context manager that holds the session. ``pushes`` queues the messages that the lighthouse sends unasked."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Group:
         return await self.session.quorum(step=step, timeout=timeout, **asked)
 
     async def push_of(self, kind: type[Push]) -> Push:
-        """The next push of a kind; others before it are passed over."""
+        """Return the next push of a kind; skip others before it."""
         async with asyncio.timeout(DEADLINE):
             while not isinstance(push := await self.pushes.get(), kind):
                 pass

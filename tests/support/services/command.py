@@ -1,4 +1,4 @@
-"""Processes of tests, above all `keepstep` commands. They have no KEEPSTEP variables but those that are given."""
+"""Processes that tests start, above all `keepstep` commands. They inherit no KEEPSTEP variables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ START_SECONDS = 60.0
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of the tests, without keepstep's variables and the terminal width that pytest-xdist sets."""
+    """The environment of the tests, without KEEPSTEP variables and the terminal width that pytest-xdist sets."""
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("KEEPSTEP") and n not in ("COLUMNS", "LINES")}
     return inherited | variables
 
 
 @asynccontextmanager
 async def killed_at_the_end(*command: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process, if it still runs then. ``how``: as ``create_subprocess_exec`` has it, its output is piped."""
+    """Start a process with piped output; kill it at the end. ``how``: options of ``create_subprocess_exec``."""
     started = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, **how)
     try:
         yield started
@@ -37,7 +37,7 @@ async def killed_at_the_end(*command: str, **how: Any) -> AsyncIterator[asyncio.
 
 @asynccontextmanager
 async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A `keepstep` command; killed at the end if it still runs."""
+    """Start a `keepstep` command; kill it at the end if it still runs."""
     command = (sys.executable, "-m", "keepstep_cli", *arguments)
     async with killed_at_the_end(*command, stderr=subprocess.PIPE, env=environment(**variables)) as started:
         yield started
@@ -45,7 +45,7 @@ async def process(*arguments: str, **variables: str) -> AsyncIterator[asyncio.su
 
 @asynccontextmanager
 async def service_process(name: str, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """``keepstep <name>`` on a free port, and its address."""
+    """Start ``keepstep <name>`` on a free port; yield the process and its address."""
     async with process(name, "--bind", "127.0.0.1:0", "--log-level", "error", *flags) as started:
         async with asyncio.timeout(START_SECONDS):
             assert started.stdout is not None
@@ -56,7 +56,7 @@ async def service_process(name: str, *flags: str) -> AsyncIterator[tuple[asyncio
 
 
 class Command:
-    """Its lines, of both outputs, are read as they come. Who makes one closes it."""
+    """A `keepstep` command whose stdout and stderr are read as they come. The caller closes it."""
 
     def __init__(self, folder: Path, *arguments: str, deadline: float, **variables: str) -> None:
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ class Command:
             env=environment(**variables),
         )
         self.lines: list[str] = []
-        """Those that were waited for, and all before."""
+        """Lines read so far by ``wait_for``, ``seen`` and ``wait``."""
         self._deadline = deadline
         self._queue: Queue[str | None] = Queue()
         self._reader = threading.Thread(target=self._read)
@@ -82,7 +82,7 @@ class Command:
         self._queue.put(None)
 
     def wait_for(self, pattern: str, times: int = 1) -> re.Match[str]:
-        """The match of the n-th line from here on that fits."""
+        """Return the match of the n-th line from here on that matches."""
         while (line := self._queue.get(timeout=self._deadline)) is not None:
             self.lines.append(line)
             if match := re.search(pattern, line):
@@ -92,12 +92,12 @@ class Command:
         raise AssertionError(f"no line like {pattern!r} in:\n" + "\n".join(self.lines))
 
     def seen(self, pattern: str) -> None:
-        """Returns when some line fits, be it an earlier one: lines of different processes come in any order."""
+        """Wait for a line that matches, also an earlier one: lines of different processes come in any order."""
         if not any(re.search(pattern, line) for line in self.lines):
             self.wait_for(pattern)
 
     def wait(self) -> int:
-        """Its exit code; all its lines are in ``lines`` then."""
+        """Read all remaining lines into ``lines`` and return the exit code."""
         while (line := self._queue.get(timeout=self._deadline)) is not None:
             self.lines.append(line)
         return self.process.wait(self._deadline)

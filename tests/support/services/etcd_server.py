@@ -1,4 +1,4 @@
-"""A real etcd for tests: one node or several, each of which can be killed, frozen and started again."""
+"""A real etcd of one or several nodes, each of which a test can kill, freeze and restart."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EtcdNode:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait(self) -> None:
-        """Until it takes connections."""
+        """Wait until it accepts connections."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             assert self._process is not None
@@ -79,7 +79,7 @@ class EtcdNode:
             except OSError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"etcd does not listen on port {self.port}") from None
-                time.sleep(0.02)  # etcd tells nobody that it listens
+                time.sleep(0.02)  # etcd does not announce that it listens
             else:
                 return
 

@@ -1,4 +1,4 @@
-"""A lighthouse in this loop, and workers that speak its wire by hand: plain WebSocket frames, one message each."""
+"""A lighthouse in the test's loop, and workers that send its messages by hand, one in each WebSocket frame."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def lighthouse(**settings: Any) -> AsyncIterator[Lighthouse]:
 
 
 async def eventually(true: Callable[[], bool]) -> None:
-    """For what no message tells."""
+    """Wait for a condition that no message announces."""
     async with asyncio.timeout(DEADLINE):
         while not true():  # noqa: ASYNC110 - nothing to wait on
             await asyncio.sleep(0.01)
 
 
 class Worker:
-    """One WebSocket of a worker. ``next`` passes nothing over."""
+    """One WebSocket of a worker. ``next`` skips no message. It sends no heartbeats."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, replica_id: str) -> None:
         self.socket = socket
@@ -58,7 +58,7 @@ class Worker:
         await self.send(Hello(**{**facts, **changes}))
 
     async def ask(self, step: int = 0, **changes: Any) -> None:
-        """The first request of a connection brings the info."""
+        """Request a quorum. The first request of a connection carries the info."""
         self._requests += 1
         facts: dict[str, Any] = {
             "request": self._requests,
@@ -72,13 +72,13 @@ class Worker:
         await self.send(QuorumRequest(**{**facts, **changes}))
 
     async def next(self, kind: type[M]) -> M:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         message = await self.message()
         assert isinstance(message, kind), message
         return message
 
     async def until(self, kind: type[M]) -> M:
-        """The next message of this kind; others are passed over."""
+        """Return the next message of this kind; skip others before it."""
         while True:
             if isinstance(message := await self.message(), kind):
                 return message
@@ -90,26 +90,26 @@ class Worker:
         return codec.decode(frame.data, codec.MAX_SERVER_FRAME_BYTES)
 
     async def refusal(self) -> Refused:
-        """What the lighthouse says before it ends the session."""
+        """Return the refusal with which the lighthouse ends the session."""
         refused = await self.next(Refused)
         await self.ended()
         return refused
 
     async def ended(self) -> int:
-        """Close code; 1006 when the connection just broke."""
+        """Return the close code: 1006 when the connection broke."""
         async with asyncio.timeout(DEADLINE):
             while (frame := await self.socket.receive()).type is aiohttp.WSMsgType.BINARY:
                 pass
         return self.socket.close_code or (1006 if frame.type is aiohttp.WSMsgType.CLOSED else frame.data)
 
     def cut(self) -> None:
-        """The connection ends without a word."""
-        self.socket._response.close()  # aiohttp has no public way to be rude
+        """Break the connection without a close frame."""
+        self.socket._response.close()  # aiohttp has no public way to skip the close frame
 
 
 @asynccontextmanager
 async def connection(address: str, replica_id: str = "r0:1", job: str = "job", **headers: str) -> AsyncIterator[Worker]:
-    """Connected, nothing said yet."""
+    """A worker that has connected and sent nothing."""
     async with (
         aiohttp.ClientSession(headers=headers) as http,
         http.ws_connect(f"{address}/v1/jobs/{job}/session", max_msg_size=0) as socket,
@@ -119,7 +119,7 @@ async def connection(address: str, replica_id: str = "r0:1", job: str = "job", *
 
 @asynccontextmanager
 async def worker(address: str, replica_id: str = "r0:1", job: str = "job", **hello: Any) -> AsyncIterator[Worker]:
-    """Welcomed."""
+    """A worker that the lighthouse has welcomed."""
     async with connection(address, replica_id, job) as one:
         await one.hello(**hello)
         one.welcome = await one.next(Welcome)
@@ -128,13 +128,13 @@ async def worker(address: str, replica_id: str = "r0:1", job: str = "job", **hel
 
 @asynccontextmanager
 async def workers(address: str, count: int, job: str = "job") -> AsyncIterator[list[Worker]]:
-    """Welcomed, named ``r0:1`` and so on."""
+    """Workers ``r0:1``, ``r1:1`` and so on that the lighthouse has welcomed."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(worker(address, f"r{number}:1", job)) for number in range(count)]
 
 
 async def round_of(members: list[Worker], step: int = 0, **changes: Any) -> list[QuorumAnswer]:
-    """All ask, in order; their answers. What else they are told meanwhile is passed over."""
+    """Request a quorum from each member in order; return their answers and skip other messages."""
     for one in members:
         await one.ask(step, **changes)
     return [await one.until(QuorumAnswer) for one in members]

@@ -1,4 +1,4 @@
-"""A metrics service in this loop or in a process of its own, senders by hand, and a reader of its stream."""
+"""A metrics service in the test's loop or in its own process, senders driven by hand, and a reader of its stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def event(t: float, kind: str, replica_id: str = "", job: str = JOB, **detail: A
 
 
 class Teller:
-    """A sender by hand. ``name``: a replica_id, else it is a lighthouse."""
+    """A sender driven by hand. ``name``: a replica_id, or the name of a lighthouse."""
 
     def __init__(self, name: str = "", job: str = JOB) -> None:
         source = {"source": "worker", "name": name, "job": job} if name else {"source": "lighthouse", "name": "l"}
@@ -73,7 +73,7 @@ class Client:
             return json.loads(body) if "json" in answer.content_type else body
 
     async def get(self, path: str, job: str = JOB) -> Any:
-        """Below the job."""
+        """Get a path below the job."""
         return await self.call("GET", f"/v1/jobs/{job}/{path}")
 
     async def tell(self, teller: Teller, *records: dict[str, Any]) -> int:
@@ -81,7 +81,7 @@ class Client:
         return taken
 
     async def until(self, path: str, true: Callable[[Any], Any], job: str = JOB) -> Any:
-        """Asks until ``true`` of the answer; that answer."""
+        """Poll until ``true(answer)``; return that answer."""
         last = None
         try:
             async with asyncio.timeout(DEADLINE):
@@ -92,7 +92,7 @@ class Client:
                             return last
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"{path} did not become what was waited for: {str(last)[:3000]}") from None
+            raise AssertionError(f"{path}: no answer met the condition; the last: {str(last)[:3000]}") from None
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ async def client(address: str, token: str | None = None) -> AsyncIterator[Client
 async def following(
     at: Client, job: str = JOB, after: int | None = None
 ) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """The stream of a job, as (event, data), without pings."""
+    """Yield the stream of a job as (event, data), without pings."""
     headers = {} if after is None else {"Last-Event-ID": str(after)}
     timeout = aiohttp.ClientTimeout(total=DEADLINE)
     async with at.http.get(f"{at.address}/v1/stream?job={job}", headers=headers, timeout=timeout) as answer:

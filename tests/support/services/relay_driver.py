@@ -1,4 +1,4 @@
-"""A relay in this loop or in a process of its own, and a client that speaks its HTTP by hand."""
+"""A relay in the test's loop or in its own process, and a client that sends its HTTP requests by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def relay(**settings: Any) -> AsyncIterator[Relay]:
 
 @asynccontextmanager
 async def raw(address: str, request: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that has sent these bytes, and takes hardly anything until it is read."""
+    """A connection that has sent these bytes, with a receive buffer of 1 KiB."""
     host, port = address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     try:
@@ -51,12 +51,12 @@ async def raw(address: str, request: bytes) -> AsyncIterator[tuple[asyncio.Strea
 
 
 def get(path: str) -> bytes:
-    """For ``raw``."""
+    """A GET request for ``raw``."""
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
 
 
 async def metric(address: str, name: str) -> float:
-    """One without labels; ``name`` without ``keepstep_relay_``."""
+    """Return a metric without labels; ``name`` without ``keepstep_relay_``."""
     async with client(address) as one:
         lines = (await one.call("GET", "/metrics")).decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"keepstep_relay_{name} "))
@@ -64,7 +64,7 @@ async def metric(address: str, name: str) -> float:
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank, and the manifest that says so."""
+    """The bytes of one rank and their manifest."""
 
     pack: bytes
     manifest: bytes
@@ -91,14 +91,14 @@ def state(seed: int, size: int = 2 * CHUNK_BYTES + 1000, origin: Origin | None =
 
 
 def flip(file: Path) -> None:
-    """Damages a byte in the middle."""
+    """Damage a byte in the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 class Client:
-    """Raw requests; each asserts its status, and that an error is a problem document."""
+    """A client whose calls assert the status, and that an error is a problem document."""
 
     def __init__(self, http: aiohttp.ClientSession, address: str, job: str = JOB) -> None:
         self.http = http
@@ -145,7 +145,7 @@ class Client:
         return await self.call("GET", f"{self.checkpoints}/{name}/packs/{rank}?wait={wait}", status, **how)
 
     async def upload(self, one: State, name: str = "c1", step: int = 1, chunks: Iterable[int] | None = None) -> None:
-        """Begins, and uploads what is lacking, or some of the chunks."""
+        """Begin an upload and send the missing chunks, or some of the chunks."""
         await self.begin(name, step)
         await self.manifest(one, name)
         parts = one.chunks
