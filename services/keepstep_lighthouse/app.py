@@ -36,23 +36,23 @@ from keepstep_mesh.telemetry.record_sender import Sender
 
 MAX_SESSIONS = 20_000
 EVENT_BATCH_SECONDS = 0.1
-"""Between two batches of events for the metrics service."""
+"""Pause between two batches of events for the metrics service."""
 GOODBYE_SECONDS = 1.0
-"""For the last one."""
+"""Time limit of the last batch."""
 CLUSTER_PATH, OPENAPI_PATH = "/v1/cluster", "/openapi.json"
-"""Every lighthouse answers these itself."""
+"""Paths that every lighthouse answers itself."""
 
 __all__ = ["Lighthouse", "LighthouseSettings"]
 
 
 class Lighthouse(LighthouseNode, Embedded):
-    """``start`` and ``stop`` run it within a loop that is there; ``service`` is for one that runs several."""
+    """A lighthouse. ``start`` and ``stop`` run it within a running event loop; ``service`` is for the command."""
 
     def __init__(self, settings: LighthouseSettings) -> None:
         LighthouseNode.__init__(self, settings)
         Embedded.__init__(self, "lighthouse", settings)
         self._identity: Identity
-        """For links to other lighthouses; ``_asker`` for what is passed on to them, without a token of ours."""
+        """For links to other lighthouses; ``_asker``, without a token, for requests that are forwarded to them."""
         self._asker: Identity
 
     def routes(self) -> list[Route]:
@@ -102,7 +102,7 @@ class Lighthouse(LighthouseNode, Embedded):
                 await cancelled(keeper)
 
     def _telemetry(self) -> Sender:
-        """Passes the event log on to the metrics service, once there is one."""
+        """Send the event log to the metrics service, once one is registered."""
         identity = Identity(self.settings.own_token, self.settings.peer_tls)
         sender = Sender("lighthouse", self.node, self.metrics_address, identity, interval=EVENT_BATCH_SECONDS)
 
@@ -131,7 +131,7 @@ class Lighthouse(LighthouseNode, Embedded):
     # ---- other lighthouses
 
     def _led(self, handler: Handler) -> Handler:
-        """What only the leader knows: a lighthouse that follows passes it on."""
+        """Wrap a handler that needs the leader: a follower forwards the request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             if request.path not in (CLUSTER_PATH, OPENAPI_PATH):
@@ -156,7 +156,7 @@ class Lighthouse(LighthouseNode, Embedded):
         if self.leader_elsewhere() is None:
             self.leading()
         if len(self.sessions) >= MAX_SESSIONS:
-            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"this lighthouse holds its {MAX_SESSIONS} sessions")
+            raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, f"too many sessions (limit {MAX_SESSIONS})")
         session = self.new_session(name)
         response = await session.accept(request)
         self.add_session(session)

@@ -1,4 +1,4 @@
-"""What a lighthouse can be told, and where it is read from: flags beat the environment beats a file."""
+"""Settings of a lighthouse. Flags override the environment, which overrides the file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_se
 
 @dataclass(frozen=True, kw_only=True)
 class LighthouseSettings(ListenSettings):
-    """``policy``: of each job that is new; a known one keeps its own. ``event_log``: a file of JSON lines, if any.
-    ``max_jobs``: beyond them no new job is created.
+    """Settings of a lighthouse.
 
-    For a store of several lighthouses, ``lease``: seconds after which a leader that is not heard of any more is
-    succeeded; then workers and other lighthouses use ``advertise``, too.
+    Attributes:
+        policy: of new jobs; a stored job keeps its own.
+        event_log: file of JSON lines; None: no file.
+        max_jobs: limit; no new job is created beyond it.
+        lease: seconds, for a shared store: a leader that is silent for longer is replaced. Workers and other
+            lighthouses then reach this one at ``advertise``.
     """
 
     bind: str = "127.0.0.1:29510"
@@ -33,7 +36,7 @@ class LighthouseSettings(ListenSettings):
 
 
 MIN_LEASE = 3.0
-"""etcd knows no lease below 2 s, and a renewal takes its time."""
+"""etcd has no lease below 2 s, and a renewal takes some time."""
 
 
 def _lease(seconds: float) -> float:
@@ -49,7 +52,7 @@ def _max_jobs(count: int) -> int:
 
 
 def read_like(default: object) -> Callable[[Any], Any]:
-    """What reads a field of the policy that has this default."""
+    """Return the parser of a policy field that has this default."""
     readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str}
     return readers.get(type(default), duration)
 
@@ -61,7 +64,7 @@ def read_settings(
     ``Policy`` (seconds).
 
     In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
-    that names what is wrong, ``AuthError`` for tokens, ``StoreError`` for a store that there is not.
+    for an invalid value, ``AuthError`` for tokens, ``StoreError`` for an unknown kind of store.
     """
     given = {f"lighthouse_{name}": value for name, value in flags.items()}
     settings = Settings(flags=given, environ=environ, file=file or {})

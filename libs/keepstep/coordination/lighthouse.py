@@ -182,7 +182,7 @@ class LighthouseServer:
 
 
 class _Replica:
-    """What a client remembers of one replica_id, so that a round in which nothing changes builds nothing."""
+    """The last values of one replica_id, so that a round without a change builds no objects."""
 
     def __init__(self) -> None:
         self._info = MemberInfo()

@@ -23,7 +23,7 @@ from keepstep_mesh.session.session_settings import SessionSettings
 
 @dataclass(frozen=True, slots=True)
 class QuorumResult:
-    """What a quorum means for one rank. ``keepstep.group.quorum_plan`` computes it.
+    """The part of one rank in a quorum, as ``keepstep.group.quorum_plan`` computes it.
 
     Attributes:
         quorum_id: changes whenever the members change.

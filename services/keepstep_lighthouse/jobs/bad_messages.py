@@ -7,7 +7,7 @@ import time
 from keepstep_mesh.config.logging import get_logger
 
 LOGGED_BAD_MESSAGES = 10
-"""Within ``LOGGED_SECONDS``; the others are only counted."""
+"""Limit of log lines within ``LOGGED_SECONDS``; further messages are only counted."""
 LOGGED_SECONDS = 10.0
 
 log = get_logger("keepstep.lighthouse")

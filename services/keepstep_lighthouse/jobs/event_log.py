@@ -1,4 +1,4 @@
-"""What happened to each job, numbered. The last events of each job are in memory; a file, if given, holds all.
+"""The event log: numbered entries for each job. The latest ones are in memory; a file, if given, has all.
 
 Numbers grow for ever, over restarts and leaders too: the epoch times 2**32 plus a count. So a reader that says "after
 N" gets what is new, whichever lighthouse it asks.
@@ -28,13 +28,13 @@ from keepstep_mesh.protocol.membership import Data
 
 KEPT_PER_JOB = 10_000
 KEPT_IN_ALL = 100_000
-"""Beyond, the longest lists give way."""
+"""Limit of all lists together; the longest lists drop their oldest events first."""
 MAX_ENDINGS = 100
-"""Deleted jobs whose last event is still known."""
+"""Number of deleted jobs whose last event is kept."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Then the file becomes ``name.1``, in place of the one before."""
+"""Size at which the file is renamed to ``name.1``, replacing the previous one."""
 MAX_UNWRITTEN = 10_000
-"""Events that wait for the disk; beyond, they are dropped from the file and counted."""
+"""Limit of events that wait for the disk; further ones are not written to the file, and counted."""
 
 log = get_logger("keepstep.lighthouse.events")
 
@@ -58,20 +58,20 @@ class Happened:
 class EventLog:
     def __init__(self) -> None:
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """By job and kind, since this process started; those of a job go with it."""
+        """By job and kind, since this process started; dropped with the job."""
         self.totals: Counter[str] = Counter()
         """By kind, of all jobs, since this process started."""
         self.endings: OrderedDict[str, Happened] = OrderedDict()
-        """The last event of each job that was deleted lately."""
+        """The last event of each recently deleted job."""
         self._kept: dict[str, list[Happened]] = {}
         self._kept_in_all = 0
         self._forgotten: dict[str, int] = {}
-        """Number of the last event that left the memory, by job."""
+        """Number of the last event that was dropped from memory, by job."""
         self._news: dict[str, asyncio.Event] = {}
         self._epoch = 0
         self._last_id = 0
         self.on_event: Callable[[Happened], None] = lambda _: None
-        """Told of each as it is added."""
+        """Called with each event that is added."""
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -108,11 +108,11 @@ class EventLog:
 
     @property
     def jobs(self) -> set[str]:
-        """Those of which something is in memory, but for ``endings``."""
+        """Jobs with events in memory, without ``endings``."""
         return {*self._kept, *self.counts} - {""}
 
     def forget(self, job: str) -> None:
-        """The job was deleted: only its last event stays, for those who follow it."""
+        """Drop a deleted job, except for its last event, which followers still read."""
         kept = self._kept.pop(job, [])
         self._kept_in_all -= len(kept)
         self._forgotten.pop(job, None)
@@ -126,12 +126,12 @@ class EventLog:
             news.set()
 
     def forget_others(self, jobs: Collection[str]) -> None:
-        """Another leader may have deleted those of this process that are not among ``jobs``."""
+        """Drop jobs that are not among ``jobs``: another leader may have deleted them."""
         for job in self.counts.keys() - {"", *jobs}:
             self.forget(job)
 
     def after(self, job: str, number: int, limit: int) -> list[Happened]:
-        """The first ``limit`` events of ``job`` that are still in memory and newer than ``number``."""
+        """Return the first ``limit`` events of ``job`` in memory that are newer than ``number``."""
         kept = self._kept.get(job)
         if kept is None:
             kept = [self.endings[job]] if job in self.endings else []
@@ -139,12 +139,12 @@ class EventLog:
         return kept[start : start + limit]
 
     def newest(self, job: str, limit: int) -> list[Happened]:
-        """The last ``limit`` events of ``job``, oldest first."""
+        """Return the last ``limit`` events of ``job``, oldest first."""
         kept = self._kept.get(job, [])
         return kept[max(0, len(kept) - limit) :]
 
     def missed(self, job: str, number: int) -> bool:
-        """Whether events of ``job`` newer than ``number`` have left the memory."""
+        """Return whether events of ``job`` newer than ``number`` were dropped from memory."""
         return number < self._forgotten.get(job, 0)
 
     def latest(self, job: str, kind: str, replica_id: str) -> Happened | None:
@@ -152,21 +152,21 @@ class EventLog:
         return next(matching, None)
 
     def news(self, job: str) -> asyncio.Event:
-        """Set when the next event of ``job`` is there."""
+        """Return an event that is set with the next entry of ``job``."""
         return self._news.setdefault(job, asyncio.Event())
 
     def wake(self) -> None:
-        """Wakes those who wait for news, though there is none."""
+        """Wake all tasks that wait for an entry, without one."""
         for news in self._news.values():
             news.set()
         self._news.clear()
 
     async def close(self) -> None:
-        """Returns when all is written."""
+        """Wait until everything is written."""
 
 
 class FiledEventLog(EventLog):
-    """Also appends each event to a file of JSON lines, in a thread of its own. Made by ``open``."""
+    """Also append each event to a file of JSON lines, in a thread of its own. Created by ``open``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class FiledEventLog(EventLog):
 
     @classmethod
     async def open(cls, path: Path) -> FiledEventLog:
-        """Loads the tail of what is there. Raises ``StoreError`` when the file cannot be used."""
+        """Load the end of the file. Raise ``StoreError`` if the file cannot be used."""
         loop = asyncio.get_running_loop()
         events = cls(path)
         try:
@@ -229,7 +229,7 @@ class FiledEventLog(EventLog):
 
 
 def _tail(path: Path) -> list[Happened]:
-    """The last events of the file before and this one, in order. A line that is no event is skipped."""
+    """Return the last events of the previous file and of this one, in order. Skip invalid lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -247,12 +247,12 @@ def _tail(path: Path) -> list[Happened]:
         try:
             events.append(Happened(**json.loads(line)))
         except (ValueError, TypeError):
-            log.warning("a line of the event log is not an event", path=str(path), line=line[:200].rstrip())
+            log.warning("invalid line in the event log", path=str(path), line=line[:200].rstrip())
     return sorted(events, key=lambda one: one.id)
 
 
 def _append(path: Path, events: Iterable[Happened]) -> None:
-    """All of them, or, with an ``OSError``, none."""
+    """Append all lines, or none and raise ``OSError``."""
     if path.exists() and path.stat().st_size > MAX_FILE_BYTES:
         os.replace(path, _before(path))  # noqa: PTH105
     left = "".join(f"{one.json()}\n" for one in events).encode()

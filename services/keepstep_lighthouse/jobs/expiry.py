@@ -1,8 +1,8 @@
-"""Which jobs expire, and when. Pure.
+"""Expiry of unused jobs. Pure.
 
-A job expires when nobody used it for the ``job_ttl`` of its policy. It is in use while a session is open; an operator's
-order counts as use too. It does not expire while a group may come back (reconnect grace, takeover grace). When it was
-last used is not stored: a new leader counts from the beginning of its term.
+A job expires when it was unused for the ``job_ttl`` of its policy. It is in use while a session is open; an operator's
+order counts as use too. It does not expire while a group may reconnect (reconnect grace, takeover grace). The time of
+the last use is not stored: a new leader counts from the beginning of its term.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class JobUse:
     """0: it never expires."""
     sessions: int
     used_at: float
-    """When its last session ended, or its last order came."""
+    """When its last session ended, or its last order arrived."""
     awaited: bool = False
-    """A group without a session may come back."""
+    """A group without a session may reconnect."""
 
 
 def due_at(use: JobUse) -> float:
-    """When the job is to be looked at; ``NEVER`` while it is in use."""
+    """Return when the job expires; ``NEVER`` while it is in use."""
     return NEVER if use.sessions or not use.ttl else use.used_at + use.ttl
 
 
 def expired(uses: Iterable[JobUse], now: float) -> list[str]:
-    """Names of the jobs that have expired, the longest unused first."""
+    """Return the names of expired jobs, the longest unused first."""
     found = [use for use in uses if due_at(use) <= now and not use.awaited]
     return [use.job for use in sorted(found, key=lambda use: use.used_at)]
 

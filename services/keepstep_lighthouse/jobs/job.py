@@ -1,13 +1,14 @@
-"""The shell of one job. Its duties, in their order:
+"""The shell around the state machine of one job. Its duties, in order:
 
-1. receive an event (a frame, an order, a timer) and give it to the core, events in the order in which they happened;
-2. carry out the core's decisions in the order in which they stand: write what is to be persisted, and only when that
-   write is known to have succeeded go on to what stands behind it, of this event and of all later ones;
-3. set one timer for the deadline that the core names, once for all events that came together.
+1. Receive an event (a frame, an order, a timer) and pass it to the state machine, events in the order in which they
+   happened.
+2. Carry out the decisions in their order. After a ``Persist``, continue only when the write is known to have succeeded,
+   with the rest of this event and with all later events.
+3. Set one timer for the deadline of the state machine, once for all events that arrived together.
 
-A decision with no write before it is carried out at once, in the call that brought the event: a quorum round in steady
-state has no task switch. A write that fails or whose outcome is unknown ends the term: what stands behind it is never
-said.
+A decision without a write before it is carried out at once, in the call that received the event: a quorum round in
+steady state has no task switch. A write that fails or whose outcome is unknown ends the term, and the decisions
+after it are dropped.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import QuorumAnswer
 
 MIN_WAIT = 0.001
-"""Clocks of loops are that coarse; a timer that fires too early would fire again and again."""
+"""Resolution of an event loop's clock; a timer that fires too early would fire again and again."""
 
 log = get_logger("keepstep.lighthouse")
 
 LAPSED = "its lease is over by its own clock"
 
 Step = Decision | Callable[[], None]
-"""What is carried out in order: the core's decisions, and what the shell puts between them."""
+"""A decision, or a call that the shell makes between decisions."""
 
 
 class Job:
-    """``on_term_over`` is called once when a write ended the term; the job then does nothing more."""
+    """``on_term_over`` is called once, when a write ended the term; the job is then inactive."""
 
     def __init__(
         self,
@@ -69,15 +70,15 @@ class Job:
         self.used_at = time.monotonic()
         """See ``expiry.JobUse``."""
         self.closed = False
-        """It is being deleted."""
+        """The job is being deleted."""
         self.rounds = 0
-        """Quorums announced, confirmed ones too."""
+        """Announced quorums, confirmed ones included."""
         self.steps = 0
-        """By which the job went on under this lighthouse."""
+        """Steps by which the job advanced under this lighthouse."""
         self.healed_bytes = 0
         self.heal_seconds = 0.0
         self._step: int | None = None
-        """Of the last quorum that was announced."""
+        """Step of the last announced quorum."""
         self._stored = stored
         self._written = record
         """The record as last written."""
@@ -111,7 +112,7 @@ class Job:
         self.core.heard(session, time.monotonic())
 
     def open(self, session: Session, event: Opened) -> None:
-        """The hello was accepted: writes what it made necessary, then welcomes, then the rest."""
+        """Handle an accepted hello: write if necessary, send Welcome, then carry out the rest."""
 
         def welcomed(steps: list[Step]) -> list[Step]:
             if EndSession(session.number) not in steps:
@@ -127,9 +128,9 @@ class Job:
         self._process(event, welcomed)
 
     async def order(self, event: Event) -> list[Happened]:
-        """Carries out what an administrator orders; the entries of the event log that it made, once all is written."""
+        """Handle an administrator's order; return its entries of the event log once everything is written."""
         if self._over:
-            raise TermOverError("the lighthouse begins a new term, or the job is being deleted; ask again")
+            raise TermOverError("the lighthouse begins a new term, or the job is being deleted; retry")
         self.used_at = time.monotonic()
         done: asyncio.Future[list[Happened]] = self._loop.create_future()
         made: list[Happened] = []
@@ -144,7 +145,7 @@ class Job:
         return await done
 
     def _process(self, event: Event, arranged: Callable[[list[Step]], list[Step]]) -> None:
-        """``arranged`` puts what the shell has to do between the decisions."""
+        """``arranged`` inserts calls of the shell between the decisions."""
         if self._over:
             return
         if self.term.lapsed:
@@ -212,12 +213,12 @@ class Job:
             case LogEntry():
                 self._log(decision, [])
             case Persist():
-                raise TypeError("a Persist is written, not done")
+                raise TypeError("Persist is handled by the writer")
             case _:
                 decision()
 
     def _announce(self, announce: Announce) -> None:
-        """Who knows the member list gets the short answer. Each of the two is packed once."""
+        """Send the short answer to sessions that have the member list. Each of the two answers is packed once."""
         self.rounds += 1
         if self._step is not None:
             self.steps += max(0, announce.step - self._step)
@@ -258,7 +259,7 @@ class Job:
             self._loop.call_soon(self._set_timer)
 
     def _set_timer(self) -> None:
-        """A timer that fires too early costs less than setting it anew for each event."""
+        """Set the timer. Firing too early is cheaper than setting it again for each event."""
         self._timer_is_stale = False
         if self._over:
             return
@@ -282,27 +283,27 @@ class Job:
             self._on_term_over(reason)
 
     def close(self) -> None:
-        """The job is about to be deleted: nothing is decided or said from now on."""
+        """Make the job inactive because it is about to be deleted."""
         self.closed = True
         self.end()
 
     def end(self) -> None:
-        """Nothing is decided or said from now on."""
+        """Make the job inactive: no more decisions, no more messages."""
         self._over = True
         self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()
         for done in list(self._orders):
             if not done.done():
-                done.set_exception(TermOverError("whether the order was carried out is not known; ask again"))
+                done.set_exception(TermOverError("the outcome of the order is unknown; retry"))
 
     def writing(self) -> list[asyncio.Task[None]]:
-        """What has to be awaited before the store is closed."""
+        """Return tasks to await before the store is closed."""
         return [] if self._carrying is None else [self._carrying]
 
     @property
     def stored(self) -> bytes | None:
-        """What the store holds of it."""
+        """The stored record."""
         return self._stored
 
     @property
@@ -312,7 +313,7 @@ class Job:
 
     @property
     def unused(self) -> bool:
-        """Nobody is connected and nothing was ever stored: there is nothing to remember."""
+        """Whether the job has no session and no stored record."""
         return not self.sessions and self._stored is None and self._carrying is None
 
 

@@ -1,12 +1,12 @@
-"""The end of jobs: an operator deletes one, or nobody used it for its ``job_ttl``.
+"""The end of jobs: an operator deletes one, or it was unused for its ``job_ttl``.
 
-The duties of an end, in their order: let the job decide nothing more; wait for its last write; delete its record from
-the store, under the term, and in the same transaction raise the quorum_id that new jobs begin with above that of this
-job; log it; end the sessions, if there are any; forget what was kept in memory by its name. A deletion that fails, or
-whose outcome is unknown, ends the term, as any write does.
+The duties of a deletion, in order: make the job inactive; wait for its last write; delete its record from the store
+under the term, and in the same transaction raise the quorum_id of new jobs above that of this job; log it; end its
+sessions; drop its data in memory. A deletion that fails, or whose outcome is unknown, ends the term, as any write
+does.
 
-A quorum_id is never given twice, so a group of the deleted job that comes back later holds a lineage below every
-quorum_id of the next job of that name, and its last answer counts as over.
+A quorum_id is never used twice. So a group of the deleted job that reconnects later has a lineage below every
+quorum_id of the next job of that name, and its last answer is outdated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from keepstep_mesh.protocol.messages import Evicted
 from keepstep_mesh.protocol.names import name_of
 
 EXPIRY_CHECK_SECONDS = 60.0
-"""Between two looks for expired jobs at most."""
+"""Longest pause between two searches for expired jobs."""
 PAUSE_SECONDS = 0.1
-"""Between two looks at least."""
+"""Shortest pause between two searches."""
 MAX_EVICTED = 10_000
-"""Incarnations remembered that were evicted with their job; the oldest are forgotten."""
+"""Number of incarnations remembered that were evicted with their job; the oldest are dropped."""
 BY_TTL = "job_ttl"
 
 log = get_logger("keepstep.lighthouse")
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class JobOwner(Protocol):
-    """What holds the jobs: a lighthouse."""
+    """The lighthouse that holds the jobs."""
 
     jobs: dict[str, Job]
     events: EventLog
@@ -59,11 +59,11 @@ class JobOwner(Protocol):
 class JobEndings:
     def __init__(self, owner: JobOwner) -> None:
         self.floor = 0
-        """quorum_id that new jobs begin with."""
+        """quorum_id of new jobs."""
         self._stored_floor: bytes | None = None
         self._owner = owner
         self._evicted: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """(job, replica_id) of those that were connected when their job was deleted by force."""
+        """(job, replica_id) of groups that were connected when their job was deleted by force."""
         self._one_deletion = asyncio.Lock()
         self._wake = asyncio.Event()
 
@@ -72,7 +72,7 @@ class JobEndings:
         self.floor, self._stored_floor = records.parse_floor(stored_floor), stored_floor
 
     def refusal(self, job: str, replica_id: str) -> str | None:
-        """Why this incarnation may not begin the job anew; None: it may."""
+        """Return why this incarnation may not create the job again; None: it may."""
         if (job, replica_id) in self._evicted:
             return f"job {job!r} was deleted, and {replica_id} evicted with it; a new incarnation may come"
         return None
@@ -80,7 +80,7 @@ class JobEndings:
     # ---- deletion
 
     async def delete(self, job: Job, by: str, **detail: Data) -> Happened:
-        """Delete ``job``; groups that are connected, or may come back, are evicted. Return the entry of the event log.
+        """Delete ``job``; groups that are connected, or may reconnect, are evicted. Return the entry of the event log.
 
         Raises ``TermOverError``: whether it is deleted is not known.
         """
@@ -128,7 +128,7 @@ class JobEndings:
     # ---- expiry
 
     def wake(self) -> None:
-        """A job may expire sooner than was known."""
+        """Search for expired jobs again: one may expire sooner than computed."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -144,7 +144,7 @@ class JobEndings:
             except TermOverError as error:
                 log.warning("expired jobs are not deleted", reason=str(error))
             except Exception:
-                log.exception("fault in the expiry of jobs")  # without this task nothing would expire any more
+                log.exception("fault in the expiry of jobs")  # this task must not end: without it, jobs never expire
                 await asyncio.sleep(EXPIRY_CHECK_SECONDS)
 
     async def expire(self, at_most: int | None = None) -> None:

@@ -1,9 +1,9 @@
-"""What one lighthouse decides by, without the server in front: its term, its jobs, the sessions of all of them.
+"""One lighthouse without its server: its term, its jobs, and their sessions.
 
-The duties of a life, in their order (those of one event stand in ``job.py``): begin a term, which raises the epoch
-before anybody is welcomed; take up every job that the store knows. When the term is over, for whatever reason: say
-nothing more, close all sessions, read the store again, begin the next term. Where several lighthouses share a store, a
-term begins when the election gives one: till then this one follows, and sends workers to the leader.
+Its duties, in order (``job.py`` has those of one event): begin a term, which raises the epoch before any worker gets
+a Welcome; load every job of the store. When the term ends, for any reason: send nothing more, close all sessions,
+read the store again, begin the next term. If several lighthouses share a store, a term begins when this one wins the
+election; until then it follows the leader and redirects workers to it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 MAX_WELCOMED = 100_000
 HIGHEST_EPOCH = 2**31
-"""A hello that knows a higher one is broken, not ahead."""
+"""A hello with a higher one is invalid."""
 ELECTION_SECONDS = 2.0
 ALONE_SECONDS = 1.0
-"""Workers have so long to come to a new leader."""
+"""Time that workers have to connect to a new leader."""
 TERM_BACKOFF = Backoff(first=0.1, most=5.0)
 
 log = get_logger("keepstep.lighthouse")
@@ -61,40 +61,40 @@ class LighthouseNode:
         self.sessions: dict[int, Session] = {}
         self.events = EventLog()
         self.term: Term | None = None
-        """None: nothing may be decided now; ``trouble`` says why."""
+        """None: this lighthouse may not decide now; ``trouble`` has the reason."""
         self.trouble: str | None = "the lighthouse is starting"
         self.bad_messages = BadMessages()
         self.serving = False
-        """False once it stops: who waits for something has to go."""
+        """False while it stops: tasks that wait must end."""
         self.leadership: Leadership | None = None
-        """None where this lighthouse is the only one."""
+        """None: this lighthouse is the only one."""
         self.node = uuid.uuid4().hex
-        """Names this process."""
+        """Name of this process."""
         self.nodes: Nodes | None = None
-        """The lighthouses of this store, where there may be several."""
+        """The lighthouses of a shared store."""
         self.registry = Registry(self._tell_services)
         self.followers = FollowerLinks(self._offered_elsewhere)
         self.endings = JobEndings(self)
         self.store: Store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
-        """(job, replica_id) of those who have the epoch of this term from us."""
-        self._said_to_keep: set[str] = set()
-        """Jobs whose stored policy is not the one given here, which was logged."""
+        """(job, replica_id) of groups that got the epoch of this term here."""
+        self._policy_warned: set[str] = set()
+        """Jobs whose stored policy differs from the one in the settings, and for which that was logged."""
         self._writes: set[asyncio.Task[Any]] = set()
-        """Under way, and not to be left behind."""
+        """Running writes, awaited at the end of the term."""
         self._over = asyncio.Event()
         self._led_since = 0.0
         self._settled = asyncio.Event()
-        """It is known who leads."""
+        """Set while the leader is known."""
         self._link: LeaderLink
         self._alone_since = 0.0
-        """When a follower was first offered a session since there was one here; 0: it was not, or there is one."""
+        """When a follower was first offered a session while this leader had none; 0: not so."""
 
     # ---- terms
 
     def leading(self) -> Term:
-        """The term. Raises ``Problem`` 503 while there is none."""
+        """Return the term. Raise ``Problem`` 503 without one."""
         if self.term is None:
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, self.not_ready() or "the lighthouse is not ready")
         return self.term
@@ -107,7 +107,7 @@ class LighthouseNode:
         return self.leadership.doubt or self.trouble
 
     async def stand_by(self, address: str, link: LeaderLink) -> None:
-        """Leads whenever the election says so, and follows otherwise. ``address``: where others reach this one."""
+        """Lead when the election is won, follow otherwise. ``address``: where others reach this lighthouse."""
         self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
         self._link = link
         leadership = self.leadership = Leadership(
@@ -128,12 +128,12 @@ class LighthouseNode:
                 try:
                     await self._begin(term)
                 except Exception as error:
-                    # Whatever it is: without this task there is no leader here any more. Others go first.
+                    # This task must not end: without it, this lighthouse never leads again. Others go first.
                     if not isinstance(error, StoreError | TimeoutError):
-                        log.exception("fault at the begin of a term")
+                        log.exception("fault at the beginning of a term")
                     silent = "the store does not answer" if isinstance(error, TimeoutError) else repr(error)
                     reason = str(error) or silent
-                    leadership.give_up(f"the jobs cannot be taken up: {reason}", stand_back=True)
+                    leadership.give_up(f"cannot load the jobs: {reason}", stand_back=True)
                 await self._over.wait()
                 reason = self.trouble or "the last term is over"
                 leadership.give_up(reason)
@@ -148,7 +148,7 @@ class LighthouseNode:
             await cancelled(on_record)
 
     async def keep_term(self) -> None:
-        """Begins the next term whenever one is over."""
+        """Begin the next term whenever one ends."""
         try:
             await self._next_terms()
         finally:
@@ -163,10 +163,10 @@ class LighthouseNode:
                 try:
                     await self.begin_term()
                 except (StoreError, TimeoutError) as error:
-                    self.trouble = f"the store does not let a term begin: {str(error) or 'it does not answer'}"
+                    self.trouble = f"cannot begin a term: {str(error) or 'the store does not answer'}"
                     failures += 1
                     pause = TERM_BACKOFF.seconds(failures)
-                    log.error("no term", reason=self.trouble, again_in_seconds=pause)
+                    log.error("cannot begin a term", reason=self.trouble, retry_in_seconds=round(pause, 3))
                     await asyncio.sleep(pause)
 
     async def begin_term(self) -> None:
@@ -176,7 +176,7 @@ class LighthouseNode:
         await self._begin(term)
 
     async def _begin(self, term: Term) -> None:
-        """Takes up the jobs of the store, unless the term is over by then."""
+        """Load the jobs of the store, unless the term ends in the meantime."""
         async with asyncio.timeout(STORE_TIMEOUT):
             stored = await self.store.get_prefix(records.JOB_PREFIX)
             floor = await self.store.get(records.FLOOR_KEY)
@@ -198,10 +198,10 @@ class LighthouseNode:
 
     def _warn_stored_policy_differs(self, job: str, policy: Policy) -> None:
         names = policy_changes(self.settings.policy, policy)
-        if names and job not in self._said_to_keep:
-            self._said_to_keep.add(job)
+        if names and job not in self._policy_warned:
+            self._policy_warned.add(job)
             log.warning(
-                "a stored job keeps its policy",
+                "stored policy differs from the settings and is kept",
                 job=job,
                 keeps={name: getattr(policy, name) for name in names},
                 for_new_jobs={name: getattr(self.settings.policy, name) for name in names},
@@ -213,7 +213,7 @@ class LighthouseNode:
         return job
 
     def _term_is_over(self, reason: str) -> None:
-        """Called in the middle of anything: from here on nothing is said; the rest is the keeper's."""
+        """Stop all jobs at once, at any point; the task of the term does the rest."""
         (log.error if self.serving else log.info)("term over", reason=reason)
         self.term, self.trouble = None, f"the last term is over: {reason}"
         self._settled.clear()
@@ -241,23 +241,23 @@ class LighthouseNode:
             self.trouble = f"{leader.address} leads"
             self._settled.set()
         elif self.term is None:
-            self.trouble = "the lighthouses are about to agree who leads"
+            self.trouble = "no leader yet: the election is not over"
             self._settled.clear()
 
     async def election_over(self) -> None:
-        """A worker that comes in the middle of an election is held for a moment rather than sent away."""
+        """Wait for the end of an election, up to ``ELECTION_SECONDS``, before a worker is refused."""
         if self.leadership is not None and self.term is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ELECTION_SECONDS):
                     await self._settled.wait()
 
     def leader_elsewhere(self) -> str | None:
-        """Address of the lighthouse that leads, if it is another."""
+        """Return the address of the leader if it is another lighthouse."""
         leader = self.leadership.leader if self.leadership is not None and self.term is None else None
         return None if leader is None else leader.address
 
     def _offered_elsewhere(self) -> None:
-        """A follower was offered sessions. If none of them is here, none of the workers reaches this leader."""
+        """A follower was offered sessions. A leader without any session steps down: no worker reaches it."""
         if self.leadership is None or self.term is None:
             return
         now = time.monotonic()
@@ -265,12 +265,12 @@ class LighthouseNode:
             self._alone_since = 0.0 if self.sessions else now
         elif now - max(self._led_since, self._alone_since) > ALONE_SECONDS:
             self._alone_since = 0.0
-            self.leadership.give_up("no worker reaches this lighthouse, but another", stand_back=True)
+            self.leadership.give_up("workers reach another lighthouse, but not this one", stand_back=True)
 
     # ---- sessions
 
     def new_session(self, job: str) -> Session:
-        """To be accepted, and then given to ``add_session``."""
+        """Return a session; accept it, then pass it to ``add_session``."""
         return Session(
             next(self._numbers),
             job,
@@ -292,21 +292,21 @@ class LighthouseNode:
         elif term is None:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
         elif hello.epoch_seen > HIGHEST_EPOCH:
-            self._bad(session, f"no lighthouse ever had epoch {hello.epoch_seen}")
+            self._bad(session, f"invalid epoch {hello.epoch_seen} (limit {HIGHEST_EPOCH})")
         elif hello.epoch_seen < term.epoch or (session.job, session.replica_id) in self._welcomed:
             self._open(session, hello)
         else:
-            # It met a leader that our store knows nothing of: the store was restored, or is new.
+            # The group has met a leader that is not in our store: the store was restored, or is new.
             self.owned(asyncio.create_task(self._raise_epoch(term, session, hello)))
 
     def owned(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
-        """``task``, which writes; the end of the term waits for it."""
+        """Register a task that writes: the end of the term waits for it."""
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         return task
 
     def term_failed(self, term: Term, reason: str) -> None:
-        """A write under ``term`` failed, or nobody knows what became of it."""
+        """A write under ``term`` failed, or its outcome is unknown."""
         if self.term is term:
             self._term_is_over(reason)
 
@@ -316,7 +316,7 @@ class LighthouseNode:
         except TermOverError as error:
             self.term_failed(term, str(error))
         if self.term is not term:
-            session.refuse("not_ready", self.trouble or "the lighthouse began another term; try again")
+            session.refuse("not_ready", self.trouble or "the lighthouse began another term; retry")
             return
         log.warning("epoch raised", epoch=term.epoch, replica_id=session.replica_id, seen=hello.epoch_seen)
         self.events.begin_epoch(term.epoch)
@@ -348,7 +348,7 @@ class LighthouseNode:
         session.begin(job)
 
     async def _open_after_expiry(self, session: Session, hello: Hello) -> None:
-        with contextlib.suppress(TermOverError):  # then there is no term, which ``_open`` says
+        with contextlib.suppress(TermOverError):  # without a term, ``_open`` refuses the session
             await self.endings.expire(at_most=1)
         if not session.ending:
             self._open(session, hello, may_make_room=False)
@@ -381,13 +381,13 @@ class LighthouseNode:
 
 def _no_room(job: str, limit: int) -> str:
     return (
-        f"job {job!r} cannot be created: this lighthouse holds its {limit} jobs; delete those that are no longer "
+        f"job {job!r} cannot be created: the limit of {limit} jobs is reached; delete those that are no longer "
         f"needed (keepstep status shows them, keepstep job rm JOB), or raise the limit (--max-jobs)"
     )
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:
-    """Cancels ``task`` and waits for its end."""
+    """Cancel ``task`` and wait for its end."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

@@ -1,4 +1,4 @@
-"""What of a job is stored: its record as JSON, readable for people and for builds that know more or fewer fields."""
+"""The stored record of a job: JSON, readable for people and for versions with more or fewer fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 JOB_PREFIX = "jobs/"
 FLOOR_KEY = "first_quorum_id"
-"""With which the next new job is created: above every quorum_id of a job that was deleted."""
+"""quorum_id of the next new job: above those of all deleted jobs."""
 
 
 def encode(record: JobRecord) -> bytes:
@@ -21,7 +21,7 @@ def encode(record: JobRecord) -> bytes:
 
 
 def decode(key: str, value: bytes) -> JobRecord:
-    """Raises ``StoreError`` that names the key when this is no record."""
+    """Decode a record. Raise ``StoreError`` with the key if it is invalid."""
     try:
         plain = json.loads(value)
         plain["policy"] = _known(Policy, plain["policy"])
@@ -34,11 +34,11 @@ def decode(key: str, value: bytes) -> JobRecord:
 
 
 def parse_floor(stored: bytes | None) -> int:
-    """Raises ``StoreError`` when what is stored is no quorum_id."""
+    """Decode a quorum_id. Raise ``StoreError`` if it is invalid."""
     try:
         return int(stored or b"0")
     except ValueError as error:
-        raise StoreError(f"{FLOOR_KEY} in the store is {stored!r} and no number; restore it") from error
+        raise StoreError(f"{FLOOR_KEY} in the store is {stored!r}, which is not a number; restore it") from error
 
 
 def _known(cls: type[T], plain: dict[str, Any]) -> T:

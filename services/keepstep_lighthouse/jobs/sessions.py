@@ -1,6 +1,6 @@
-"""One worker's connection: a hello within its deadline, then frames to events.
+"""One worker's connection: a hello within its deadline, then frames that become events.
 
-What is not the protocol ends the session with ``Refused("bad_message")`` and the reason; it reaches neither the core
+A violation of the protocol ends the session with ``Refused("bad_message")`` and the reason; it reaches neither the core
 nor another session. A peer that does not read is cut off by its link.
 """
 
@@ -47,17 +47,17 @@ from keepstep_mesh.protocol.messages import (
 
 HELLO_SECONDS = 10.0
 SESSION_CLOSE_SECONDS = 5.0
-"""For the peer to take what was said last; then the connection is cut."""
+"""Time for the peer to read the last messages before the connection is aborted."""
 UNSENT_BYTES = 64 * 1024 * 1024
-"""What may wait for a peer that does not read: several full member lists of a large job."""
+"""Limit of the send buffer: several full member lists of a large job."""
 MAX_EARLY_FRAMES = 16
-"""Frames that may come between a hello and its welcome."""
+"""Limit of frames between a hello and its welcome."""
 
 log = get_logger("keepstep.lighthouse.session")
 
 
 class JobShell(Protocol):
-    """What a session needs of its job."""
+    """The part of a job that a session uses."""
 
     def handle(self, event: Event) -> None: ...
 
@@ -65,10 +65,15 @@ class JobShell(Protocol):
 
 
 class Session:
-    """``on_hello`` is called once, with a hello that is in order; the callee calls ``begin`` or ``refuse``.
+    """The session of one worker.
 
-    ``on_bad`` is called with the reason when the peer broke the protocol; the callee calls ``refuse``. ``on_end`` is
-    called exactly once, when the connection is gone. ``services``: those that the peer is told of.
+    Args:
+        number: unique within this process.
+        job: its name.
+        on_hello: called once, with a valid hello; the callee calls ``begin`` or ``refuse``.
+        on_bad: called with the reason when the peer violates the protocol; the callee calls ``refuse``.
+        on_end: called exactly once, when the connection has ended.
+        services: gives the services to announce to the peer.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Session:
         self.job = job
         self.replica_id = ""
         self.listed: tuple[int, int] | None = None
-        """(epoch, version) of the member list that the peer knows."""
+        """(epoch, version) of the member list that the peer has."""
         self.link = websocket.Link(
             self._on_frame, self._on_lost, limit_bytes=codec.MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES
         )
@@ -96,20 +101,20 @@ class Session:
         self._services = services
         self._welcomed = False
         self._shell: JobShell | None = None
-        """Set when the hello was accepted."""
+        """Set when the hello is accepted."""
         self._hello: Hello | None = None
         self._early: list[bytes] = []
         self._ending = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
-        """Answers the upgrade. Raises what ``Link.accept`` raises; then there is no session."""
+        """Answer the upgrade. If ``Link.accept`` raises, no session exists."""
         response = await self.link.accept(request)
         self._set_timer(HELLO_SECONDS, self._hello_is_late)
         return response
 
     async def ended(self) -> None:
-        """Returns when the connection is gone; whoever is cancelled in here ends it."""
+        """Wait for the end of the connection. Cancelling this ends it."""
         try:
             await self.link.closed
         finally:
@@ -154,7 +159,7 @@ class Session:
             case Failed(reason):
                 shell.handle(GroupFailed(self.number, reason))
             case _:
-                raise ProtocolError(f"{message.kind!r} is not for a lighthouse to get here")
+                raise ProtocolError(f"unexpected message {message.kind!r}")
 
     def _greet(self, message: codec.Message) -> None:
         if not isinstance(message, Hello):
@@ -173,7 +178,7 @@ class Session:
         self._early.append(frame)
 
     def begin(self, shell: JobShell) -> None:
-        """The hello was accepted: events go to ``shell`` from now on, first those that came meanwhile."""
+        """Pass events to ``shell`` from now on, first those that arrived since the hello."""
         self._shell = shell
         early, self._early = self._early, []
         for frame in early:
@@ -197,11 +202,11 @@ class Session:
         self.send(codec.encode(message))
 
     def tell_timing(self, policy: Policy) -> None:
-        """The policy changed. Whoever is not welcomed yet hears of it then."""
+        """The policy changed. A peer without its welcome gets the new values there."""
         self._tell_if_understood(codec.encode(Timing(*self._timing(policy), int(policy.heal_timeout * 1000))))
 
     def tell_services(self, frame: bytes) -> None:
-        """Services came or went; ``frame`` is the same for all sessions."""
+        """Send the registered services; ``frame`` is the same for all sessions."""
         self._tell_if_understood(frame)
 
     def _tell_if_understood(self, frame: bytes) -> None:
@@ -217,22 +222,20 @@ class Session:
         return interval_ms, timeout_ms, int(policy.reconnect_grace * 1000)
 
     def refuse(self, code: str, reason: str) -> None:
-        """Says why, then ends the session."""
+        """Send the reason, then end the session."""
         self.send(codec.encode(Refused(code, reason)))
         self.end(reason)
 
     def redirect(self, leader: str) -> None:
-        """Another lighthouse leads, at this address."""
+        """Tell the peer that the lighthouse at this address leads."""
         self.send(codec.encode(NotLeader(leader)))
         self.end(f"{leader} leads")
 
     def end(self, reason: str, code: int = websocket.CLOSE_NORMAL) -> None:
-        """Closes the connection after what was sent."""
+        """Close the connection after the messages sent so far."""
         if not self._ending:
             self._ending = True
-            self._set_timer(
-                SESSION_CLOSE_SECONDS, partial(self.link.abort, "the peer does not take what was said last")
-            )
+            self._set_timer(SESSION_CLOSE_SECONDS, partial(self.link.abort, "the peer does not read the last messages"))
             self.link.close(code, reason)
 
     def _set_timer(self, seconds: float | None, call: Callable[[], None] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The shell of the election: the store's watch, the link to the leader and the clock go in, terms come out.
+"""The shell around the election: store watch, link to the leader and clock in, terms out.
 
-One task runs ``run``; it alone asks the core and carries out what it says, so attempts and renewals never overlap.
-What ends a term is told to ``on_over`` at once; the key is given up only when the owner of the term says ``release``,
+One task runs ``run``; only it asks the election for actions and carries them out, so that attempts and renewals never
+overlap. ``on_over`` is called as soon as a term ends; the key is given up when the owner of the term calls ``release``,
 after it has closed its sessions.
 """
 
@@ -20,17 +20,23 @@ from keepstep_mesh.config.logging import get_logger
 
 LEADER_KEY = "leader"
 LONGEST_KEY = "longest_lease"
-"""Seconds; of all that ever led here: the --lease of lighthouses may differ."""
+"""Longest lease of all lighthouses that ever led, in seconds: their --lease may differ."""
 WATCH_AGAIN_SECONDS = 1.0
 
 log = get_logger("keepstep.lighthouse")
 
 
 class Leadership:
-    """``node``: names this process. ``address``: where others reach it. ``lease``: seconds.
+    """The part of this lighthouse in the election.
 
-    ``link`` is told whom to hold a link to. ``on_over`` is called with the reason when a term ends, ``on_leader`` when
-    it becomes known, or unknown, that another lighthouse leads.
+    Args:
+        store: shared by the lighthouses.
+        node: name of this process.
+        address: where other lighthouses and workers reach it.
+        lease: seconds.
+        link: link to the leader; gets the leader to connect to.
+        on_over: called with the reason when a term ends.
+        on_leader: called when another leader becomes known (or None: unknown).
     """
 
     def __init__(
@@ -45,11 +51,11 @@ class Leadership:
     ) -> None:
         self.core = Election(lease)
         self.leader: Leader | None = None
-        """Who leads elsewhere, as far as is known."""
+        """Another lighthouse that leads; None: unknown."""
         self.trouble = "no lighthouse leads yet"
-        """Why there is no term here."""
+        """Why this lighthouse has no term."""
         self.doubt: str | None = None
-        """What speaks against the term going on, or against what is known of the leader."""
+        """Why the term may not continue, or why ``leader`` may be outdated; None: no doubt."""
         self._store = store
         self._node = node
         self._address = address
@@ -64,25 +70,25 @@ class Leadership:
         self._wake = asyncio.Event()
         self._look_at = 0.0
         self._notifications = 0
-        """Changes that the watch told of."""
+        """Number of changes that the watch reported."""
         self._revoking: set[asyncio.Task[None]] = set()
 
     # ---- for the owner of the term
 
     async def term(self) -> Term:
-        """Returns when this lighthouse leads."""
+        """Wait until this lighthouse leads."""
         await self._led.wait()
         if self._term is None:
             raise RuntimeError("leading without a term")
         return self._term
 
     def give_up(self, reason: str, *, stand_back: bool = False) -> None:
-        """Ends the term, if there is one. ``stand_back``: for one lease others go first."""
+        """End the term, if any. ``stand_back``: leave the key to other lighthouses for one lease."""
         if self._term is not None:
             self._step_down(reason, stand_back=stand_back)
 
     async def release(self) -> None:
-        """The owner has closed its sessions: the key is given up, and the next term may begin."""
+        """Give up the key, after the owner has closed its sessions; the next term may then begin."""
         lease, self._lease = self._lease, 0
         if lease:
             await self._revoke(lease)
@@ -99,7 +105,7 @@ class Leadership:
                 try:
                     await self._once()
                 except Exception:
-                    # without this task a leader would lead for ever, and a follower never
+                    # this task must not end: without it, a leader would never stop and a follower never lead
                     log.exception("fault in the election")
                     self.give_up("a fault in the election; the log has it")
                     await asyncio.sleep(TRY_AGAIN_SECONDS)
@@ -114,7 +120,7 @@ class Leadership:
         if now >= self._look_at and not self.core.leading:
             await self._look()
             now = time.monotonic()
-        free = self._released.is_set() or self.core.leading  # else the sessions of the last term are being closed
+        free = self._released.is_set() or self.core.leading  # otherwise the sessions of the last term are being closed
         action = self.core.action(now) if free else None
         match action:
             case Take(expected):
@@ -131,7 +137,7 @@ class Leadership:
                         await self._wake.wait()
 
     async def _look(self) -> None:
-        """A follower asks now and then: a watch that fell silent must not be the end of the job."""
+        """Read the leader's key periodically, in case the watch has stopped without an error."""
         self._look_at = time.monotonic() + self.core.lease / 3
         try:
             async with asyncio.timeout(STORE_TIMEOUT):
@@ -140,10 +146,10 @@ class Leadership:
                 if told == self._notifications:
                     self._heard(value)
                 else:
-                    self._look_at = 0.0  # the watch told something meanwhile, which may be newer
+                    self._look_at = 0.0  # the watch reported a change during the read, which may be newer
         except (StoreError, TimeoutError) as error:
-            self.doubt = f"the store does not say who leads: {str(error) or 'no answer'}"
-            log.warning("no answer who leads", reason=self.doubt)
+            self.doubt = f"cannot read the leader from the store: {str(error) or 'no answer'}"
+            log.warning("cannot read the leader from the store", reason=self.doubt)
         else:
             self.doubt = None
 
@@ -163,12 +169,12 @@ class Leadership:
                     writes.append(Write(LONGEST_KEY, b"%r" % fence))
                 taken = await self._store.transact(compare, writes)
         except asyncio.CancelledError:
-            if lease:  # the key may become ours after we are gone
+            if lease:  # the attempt may succeed after this process has ended
                 await self._revoke(lease)
             raise
         except (StoreError, TimeoutError) as error:
-            self.trouble = f"the store does not let a term begin: {str(error) or 'it does not answer'}"
-            log.error("no term", reason=self.trouble)
+            self.trouble = f"cannot begin a term: {str(error) or 'the store does not answer'}"
+            log.error("cannot begin a term", reason=self.trouble)
             self._not_taken(lease, outrun=False)
             return
         if not taken:
@@ -177,8 +183,8 @@ class Leadership:
         self.core.took(record, sent)
         self.leader, self._lease = None, lease
         self._link.follow(None, b"")
-        # Who was deposed, and not gone, may confirm what it wrote until its lease is over by its own clock. A key that
-        # is gone proves nothing: it may have been that of a deposer, which gave it back or lost it meanwhile.
+        # A leader that was deposed while alive may confirm its quorum until its lease is over by its own clock. A
+        # missing key proves nothing: a later leader may have taken it and given it up.
         fenced_until = time.monotonic() + fence
         self._term = Term(self._store, epoch, Compare(LEADER_KEY, record), lambda: self.core.until, fenced_until)
         self._released.clear()
@@ -190,7 +196,7 @@ class Leadership:
     def _not_taken(self, lease: int, *, outrun: bool) -> None:
         self.core.not_taken(time.monotonic(), outrun=outrun)
         self._look_at = 0.0
-        if lease:  # if the key is ours after all, it goes with it
+        if lease:  # if the attempt succeeded after all, this removes the key
             self._revoke_soon(lease)
 
     async def _renew(self) -> None:
@@ -204,7 +210,7 @@ class Leadership:
         except (StoreError, TimeoutError) as error:
             now = time.monotonic()
             reason = str(error) or "it does not answer"
-            self.doubt = f"the store does not renew the lease, which ends in {self.core.until - now:.1f} s: {reason}"
+            self.doubt = f"cannot renew the lease, which ends in {self.core.until - now:.1f} s: {reason}"
             log.warning("lease not renewed", reason=self.doubt)
             self.core.not_renewed(now)
             with contextlib.suppress(StoreError, TimeoutError):
@@ -232,7 +238,7 @@ class Leadership:
                             self._heard(change.value)
                             self._wake.set()
             except StoreError as error:
-                log.warning("the watch of the leader broke", reason=str(error))
+                log.warning("watch of the leader broke", reason=str(error))
             await asyncio.sleep(WATCH_AGAIN_SECONDS)
 
     def _heard(self, value: bytes | None) -> None:
@@ -242,10 +248,10 @@ class Leadership:
         try:
             leader = None if value is None else Leader.decode(value)
         except StoreError as error:
-            log.error("no leader", reason=str(error))
+            log.error("invalid leader in the store", reason=str(error))
             leader = None
         if leader is not None and (leader.node == self._node or leader.address == self._address):
-            leader = None  # what we gave up, or who was at our address before us: nobody is to be sent there
+            leader = None  # our own old key, or a previous process at our address: workers must not be sent there
         self._known(leader)
         if leader is None or value is None:
             self._link.follow(None, b"")
@@ -273,7 +279,7 @@ class Leadership:
             async with asyncio.timeout(STORE_TIMEOUT / 4):
                 await self._store.revoke(lease)
         except (StoreError, TimeoutError) as error:
-            log.info("a lease was not given back; it runs out", reason=str(error) or "no answer")
+            log.info("lease not revoked; it will expire", reason=str(error) or "no answer")
 
     def _revoke_soon(self, lease: int) -> None:
         task = asyncio.create_task(self._revoke(lease))
@@ -285,4 +291,6 @@ def _seconds(stored: bytes | None) -> float:
     try:
         return float(stored or 0)
     except ValueError as error:
-        raise StoreError(f"{LONGEST_KEY} in the store is {stored!r} and no number of seconds; delete it") from error
+        raise StoreError(
+            f"{LONGEST_KEY} in the store is {stored!r} which is not a number of seconds; delete it"
+        ) from error

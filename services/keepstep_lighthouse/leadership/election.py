@@ -1,15 +1,15 @@
-"""Who leads. Pure: events in, the next action out, time is an argument.
+"""The election of the leader. Pure: events in, the next action out, time is an argument.
 
-The rules (ARCHITECTURE, "why failing over is safe"):
+Rules:
 
 * The leader's key in the store holds its record, under a lease. Taking it is one compare-and-swap that raises the
-  epoch too; a takeover revokes the lease of the one before.
-* A follower takes the key when it is gone; or, without waiting for the lease, the moment that its *established* link to
-  the leader of that key breaks. A follower that never reached the leader waits for the lease.
-* A leader renews at every third of the lease, and stops a tenth before its end as its own clock counts it, from the
-  sending of the last renewal that succeeded; also as soon as it hears that the key is another's.
-* A leader that has no worker's session while workers offer theirs to a follower steps down, and leaves the key to
-  others for one lease.
+  epoch too; a takeover revokes the lease of the previous leader.
+* A follower takes the key when it is missing; or, without waiting for the lease, as soon as its *established* link to
+  the leader of that key breaks. A follower that never had a link to the leader waits for the lease.
+* A leader renews after every third of the lease. It stops when nine tenths of the lease have passed by its own clock
+  since it sent the last successful renewal, or as soon as it hears that another lighthouse has the key.
+* A leader without sessions, while workers offer sessions to a follower, steps down and leaves the key to others for
+  one lease.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass
 from keepstep_lighthouse.store.contract import StoreError
 
 TRY_AGAIN_SECONDS = 0.2
-"""After an attempt at the key that the store did not carry out."""
+"""Pause after an attempt that the store did not carry out."""
 OUTRUN_SECONDS = 0.02
-"""After an attempt that found the key, or the epoch, changed."""
+"""Pause after an attempt that found another key or epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """What the leader's key holds. ``address``: where workers and other lighthouses reach it."""
+    """Value of the leader's key. ``address``: where workers and other lighthouses reach it."""
 
     node: str
     address: str
@@ -38,12 +38,12 @@ class Leader:
 
     @classmethod
     def decode(cls, value: bytes) -> Leader:
-        """Raises ``StoreError`` when this is no leader's record."""
+        """Decode the value. Raise ``StoreError`` if it is invalid."""
         try:
             plain = json.loads(value)
             return cls(str(plain["node"]), str(plain["address"]), int(plain["lease"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"the leader's key holds {value[:200]!r} and no leader; delete it") from error
+            raise StoreError(f"the leader's key holds {value[:200]!r}, which is not a leader; delete it") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Renew the lease, and see that the key is still ours."""
+    """Renew the lease and check that the key is still ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Election:
     def __init__(self, lease: float) -> None:
         self.lease = lease
         self.value: bytes | None = None
-        """Of the leader's key, as last heard; meaningless before ``known``."""
+        """Last known value of the leader's key; valid while ``known``."""
         self.known = False
         self.mine: bytes | None = None
         """Our record while we lead."""
         self.until = 0.0
-        """When we have to stop, unless a renewal succeeds first."""
+        """When this leader must stop unless a renewal succeeds first."""
         self._renew_at = 0.0
         self._linked: bytes | None = None
         self._broken: bytes | None = None
@@ -91,11 +91,11 @@ class Election:
     # ---- events
 
     def heard(self, value: bytes | None) -> None:
-        """The store told what the key holds."""
+        """The store reported the value of the key."""
         self.value, self.known = value, True
 
     def linked(self, leader: bytes) -> None:
-        """There is an established link to this leader."""
+        """The link to this leader is established."""
         self._linked, self._broken = leader, None
 
     def link_broke(self, leader: bytes) -> None:
@@ -110,7 +110,7 @@ class Election:
         self.renewed(sent_at)
 
     def not_taken(self, now: float, *, outrun: bool) -> None:
-        """``outrun``: the key or the epoch was changed meanwhile; else the store did not do it."""
+        """``outrun``: the key or the epoch had changed; otherwise the store did not carry it out."""
         pause = OUTRUN_SECONDS if outrun else TRY_AGAIN_SECONDS
         self._not_before = max(self._not_before, now + pause)
 
@@ -119,23 +119,23 @@ class Election:
         self._renew_at = sent_at + self.lease / 3
 
     def not_renewed(self, now: float) -> None:
-        """The store did not answer; there is time to try again."""
+        """The store did not answer; retry, because the lease still lasts."""
         self._renew_at = now + self.lease / 20
 
     def stepped_down(self, now: float, *, stand_back: bool = False) -> None:
         """``stand_back``: leave the key to others for one lease."""
         self.mine = None
-        self.known = False  # until the store tells again
+        self.known = False  # until the store reports the key again
         if stand_back:
             self._not_before = now + self.lease
 
     # ---- what follows
 
     def action(self, now: float) -> Action | None:
-        """What to do now; its outcome is to be reported before this is asked again."""
+        """Return what to do now. Report its outcome before the next call."""
         if self.mine is not None:
             if self.known and self.value != self.mine:
-                return StepDown("another lighthouse took over" if self.value else "its key in the store is gone")
+                return StepDown("another lighthouse took over" if self.value else "its key in the store is missing")
             if now >= self.until:
                 return StepDown("its lease could not be renewed in time")
             return Renew() if now >= self._renew_at else None
@@ -146,7 +146,7 @@ class Election:
         return None
 
     def deadline(self) -> float | None:
-        """When ``action`` is to be asked again, if nothing happens before."""
+        """Return when to call ``action`` again if no event happens before."""
         if self.mine is not None:
             return min(self.until, self._renew_at)
         if self.known and (self.value is None or self.value == self._broken):

@@ -1,6 +1,4 @@
-"""What a lighthouse that does not lead does with a request: reads are answered with the leader's answer, whatever
-changes something, or lasts, is sent to the leader.
-"""
+"""Forward REST requests from a standby to the leader: proxy short reads, redirect everything else."""
 
 from __future__ import annotations
 
@@ -18,14 +16,19 @@ PASSED_ON = "X-Keepstep-Passed-On"
 
 
 async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.StreamResponse:
-    """The leader's answer to a read, a redirection of everything else. Raises ``Problem`` when the leader is silent.
+    """Return the leader's answer to a read; redirect every other request.
 
-    ``identity``: without a token of its own; that of who asks is passed on.
+    Args:
+        identity: without a token: the client's token is forwarded.
+
+    Raises:
+        Problem: the leader does not answer, or does not lead either.
+        web.HTTPTemporaryRedirect: the request is not a short read.
     """
     if request.method != hdrs.METH_GET or "follow" in request.query or request.path == "/":
         raise web.HTTPTemporaryRedirect(f"{leader}{request.rel_url}")
     if PASSED_ON in request.headers:
-        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the lighthouses do not agree yet who leads; ask again")
+        raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the lighthouses have not agreed on a leader yet; retry")
     headers = {PASSED_ON: "1"}
     if hdrs.AUTHORIZATION in request.headers:
         headers[hdrs.AUTHORIZATION] = request.headers[hdrs.AUTHORIZATION]
@@ -36,8 +39,11 @@ async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.
             async for part in answer.content.iter_any():
                 body += part
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise Problem(HTTPStatus.BAD_GATEWAY, f"the answer is too long to be passed on; ask {leader}")
+                    raise Problem(
+                        HTTPStatus.BAD_GATEWAY,
+                        f"answer too large to forward (limit {MAX_ANSWER_BYTES} bytes); ask {leader}",
+                    )
             return web.Response(body=bytes(body), status=answer.status, content_type=answer.content_type)
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reason = explained(error, leader)
-        raise Problem(HTTPStatus.BAD_GATEWAY, f"{leader} leads and does not answer: {reason}") from error
+        raise Problem(HTTPStatus.BAD_GATEWAY, f"the leader {leader} does not answer: {reason}") from error

@@ -1,8 +1,8 @@
-"""A follower's link to the leader: an open connection whose end says that the leader is gone.
+"""A follower's link to the leader: an open connection whose end means that the leader has died.
 
-A link that breaks without a word is tried once more, shortly: a leader that is there takes it. One that neither answers
-nor closes is silent; after ``SILENCE`` seconds without a sign of life it counts as broken too. Over the link the
-follower tells how many sessions of workers it was offered, for a leader that none of them reaches.
+A link that breaks without a close frame is retried once after a short pause, since a living leader accepts it. A leader
+from which no frame arrives for ``SILENCE`` seconds counts as dead too. Over the link the follower reports how many
+sessions workers offered to it, for a leader that no worker reaches.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Told = Callable[[bytes], None]
 
 
 class LeaderLink:
-    """``identity``: with the token that the leader asks of other services."""
+    """``identity``: has the service token that the leader requires."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._problem = ""
-        """Why there is no link, as last reported."""
+        """Last logged reason why the link is not established."""
         self._target: tuple[str, bytes] | None = None
         """Address of the leader, and the value of its key."""
         self._moved = asyncio.Event()
         self._link: Link | None = None
         self._offered = 0
         self._dismissed = False
-        """The leader ended the last link with a word: it leads no more."""
+        """The leader closed the last link itself: it no longer leads."""
 
     def follow(self, address: str | None, leader: bytes) -> None:
-        """From now on the link is to this leader; None: to nobody."""
+        """Connect to this leader from now on; None: to no lighthouse."""
         target = None if address is None else (address, leader)
         if target != self._target:
             self._target = target
@@ -110,16 +110,16 @@ class LeaderLink:
             self._dismissed = link.closed.done() and link.closed.result().startswith("closed by the peer")
         finally:
             self._link = None
-            link.abort("the link is given up")
+            link.abort("link closed")
         return True
 
     def _report(self, address: str, error: Exception) -> None:
-        """What an operator has to mend is said once, aloud; that a leader is gone, or leads no more, is no news."""
+        """Log at level warning what an operator must fix, once; that a leader died is expected."""
         reason = explained(error, address)
-        mend = isinstance(error, aiohttp.ClientSSLError) or getattr(error, "status", 0) in (401, 403)
-        if mend and reason != self._problem:
+        misconfigured = isinstance(error, aiohttp.ClientSSLError) or getattr(error, "status", 0) in (401, 403)
+        if misconfigured and reason != self._problem:
             self._problem = reason
-            log.warning("no link to the leader: a takeover would wait for its lease", leader=address, reason=reason)
+            log.warning("no link to the leader; a takeover would wait for its lease", leader=address, reason=reason)
         else:
             log.debug("no link to the leader", leader=address, reason=reason)
 

@@ -1,4 +1,4 @@
-"""The lighthouses that share a store: each keeps a leased record there, and sees those of the others."""
+"""The lighthouses that share a store: each has a leased record there and reads those of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = get_logger("keepstep.lighthouse")
 
 
 class Nodes:
-    """``node``: names this process. ``address``: where it is. ``lease``: seconds that its record outlives it."""
+    """``node``: name of this process. ``address``: where others reach it. ``lease``: seconds, of its record."""
 
     def __init__(self, store: Store, node: str, address: str, lease: float) -> None:
         self.addresses: dict[str, str] = {node: address}
@@ -29,7 +29,7 @@ class Nodes:
         self._lease = 0
 
     async def run(self) -> None:
-        """Until cancelled; the record goes with it."""
+        """Keep the record until cancelled, then remove it."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._stay())

@@ -1,8 +1,8 @@
 """A lighthouse's term: its epoch, and writes that happen only while the store still says so.
 
 Beginning a term raises the epoch in the store by compare-and-swap, so that each epoch has one owner. Every write of the
-term compares the epoch, the leader's key where there is one, and what the term itself wrote before. A write that does
-not hold ends the term (``TermOverError``): whoever holds a Term that is over decides nothing any more. So does, in a
+term compares the epoch, the leader's key if the store is shared, and the earlier writes of the term. A write that does
+not hold ends the term (``TermOverError``), and the owner of an ended term makes no more decisions. So does, in a
 store of one lighthouse, a write that fails, hangs, or has an unknown outcome; a leader among several has time until its
 lease ends: it reads back what became of the write, and tries again.
 """
@@ -20,22 +20,24 @@ from keepstep_mesh.net.backoff import Backoff
 
 EPOCH_KEY = "epoch"
 STORE_TIMEOUT = 10.0
-"""A store that takes longer has no outcome."""
+"""The outcome of a write that takes longer is unknown."""
 WRITE_BACKOFF = Backoff(first=0.05, most=1.0)
 
 log = get_logger("keepstep.lighthouse")
 
 
 class TermOverError(KeepstepError):
-    """This lighthouse may not decide any more under this term."""
+    """The term is over: this lighthouse may not decide under it."""
 
 
 class Term:
-    """Made by ``begin``, or by the election. ``epoch`` only grows.
+    """A term, begun by ``begin`` or by the election. ``epoch`` only grows.
 
-    ``leader``: the key that says who leads, as it stands during this term. ``until``: the loop time by which the lease
-    behind it ends, None: never. ``fenced_until``: before that a leader that was deposed may still confirm the quorum
-    that it wrote, unless one of its members came over.
+    Args:
+        leader: the leader's key and its value during this term; None: the store is not shared.
+        until: gives the monotonic time at which the lease ends; None: never.
+        fenced_until: until then a deposed leader may still confirm the quorum that it wrote, unless one of its members
+            connects here.
     """
 
     def __init__(
@@ -55,12 +57,12 @@ class Term:
 
     @property
     def lapsed(self) -> bool:
-        """The lease is over by our own clock, whether or not the election has come to notice: we may have slept."""
+        """Whether the lease is over by our own clock, even if the election has not noticed it yet (after a stall)."""
         return self._until is not None and time.monotonic() >= self._until()
 
     @classmethod
     async def begin(cls, store: Store) -> Term:
-        """In a store that only this lighthouse can use. Raises ``StoreError`` when the store does not do it."""
+        """Begin a term in a store that only this lighthouse uses. Raise ``StoreError`` if the store fails."""
         while True:
             stored = await store.get(EPOCH_KEY)
             epoch = parse_epoch(stored) + 1
@@ -68,16 +70,16 @@ class Term:
                 return cls(store, epoch)
 
     async def replace(self, key: str, before: bytes | None, after: bytes | None, lease: int = 0) -> None:
-        """Writes ``after`` where ``before`` stood. ``after`` None deletes."""
+        """Write ``after`` if the key holds ``before``. ``after`` None deletes."""
         await self.change((Compare(key, before),), (Write(key, after, lease),))
 
     async def change(self, compare: Sequence[Compare], writes: Sequence[Write]) -> None:
-        """Do all of ``writes``, where all of ``compare`` holds."""
+        """Do all of ``writes`` if all of ``compare`` holds."""
         async with self._one_write:
             await self._write(compare, writes)
 
     async def raise_epoch(self, seen: int) -> None:
-        """Raises the epoch above ``seen``, which a worker met."""
+        """Raise the epoch above ``seen``, which a worker reported."""
         async with self._one_write:
             if self.epoch <= seen:
                 await self._write((), (Write(EPOCH_KEY, b"%d" % (seen + 1)),))
@@ -97,10 +99,10 @@ class Term:
                         return
                     if await self._store.transact((*mine, *compare), writes):
                         return
-                    # what seemed lost may have come between the two
+                    # the lost write may have arrived between the two
                     if unknown and await self._store.transact(done, ()):
                         return
-                raise TermOverError("the store was changed by somebody else")
+                raise TermOverError("another process changed the store")
             except (StoreError, TimeoutError) as error:
                 unknown = unknown or isinstance(error, OutcomeUnknownError | TimeoutError)
                 reason = str(error) or f"the store did not answer a write for {STORE_TIMEOUT:g} s"
@@ -108,12 +110,12 @@ class Term:
                 pause = WRITE_BACKOFF.seconds(failures)
                 if self._until is None or time.monotonic() + pause >= self._until():
                     raise TermOverError(reason) from error
-                log.warning("the store does not take a write; trying again", keys=[*written], reason=reason)
+                log.warning("write to the store failed; retrying", keys=[*written], reason=reason)
             await asyncio.sleep(pause)
 
 
 def parse_epoch(stored: bytes | None) -> int:
-    """Raises ``StoreError`` when what is stored is no epoch."""
+    """Decode an epoch. Raise ``StoreError`` if it is invalid."""
     try:
         return int(stored or b"0")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What of a service that registered is stored: a record as JSON, under a lease. Pure."""
+"""The stored record of a registered service: JSON, under a lease. Pure."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class ServiceRecord:
     address: str
     """``http://host:port``, as workers reach it."""
     ttl_seconds: float
-    """It is forgotten so long after it last said that it is there."""
+    """Time to live of the registration; each renewal starts it again."""
     since: float
-    """Unix seconds: registered under this address without a gap."""
+    """Unix seconds: since then registered under this address without a gap."""
     details: dict[str, Detail] = field(default_factory=dict)
-    """Whatever the service says of itself, for people."""
+    """Details for operators, from the service itself."""
 
     @property
     def key(self) -> str:
         return key_of(self.kind, self.name)
 
     @property
-    def told(self) -> ServiceAddress:
+    def as_address(self) -> ServiceAddress:
         return ServiceAddress(self.kind, self.name, self.address)
 
 
@@ -48,14 +48,14 @@ def key_of(kind: str, name: str) -> str:
 
 
 def name_problem(kind: str, name: str) -> str | None:
-    """What is wrong with a kind or a name, as a sentence."""
+    """Return what is wrong with a kind or a name, as a sentence; None: valid."""
     if kind not in KINDS:
-        return f"{kind[:40]!r} is no kind of service; there are {', '.join(KINDS)}"
+        return f"invalid kind of service {kind[:40]!r}: expected one of {', '.join(KINDS)}"
     return names.problem(name, "service")
 
 
 def record_problem(record: ServiceRecord) -> str | None:
-    """What is wrong with a record whose fields have their types, as a sentence; None if it can be kept."""
+    """Return what is wrong with a record whose fields have their types, as a sentence; None: valid."""
     if (problem := name_problem(record.kind, record.name)) is not None:
         return problem
     try:
@@ -69,7 +69,7 @@ def record_problem(record: ServiceRecord) -> str | None:
         if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
             return f"details.{name[:40]} must be text, a number, true, false or null, not {value!r:.40}"
     if (size := len(json.dumps(record.details))) > MAX_DETAILS_BYTES:
-        return f"details have {size} bytes as JSON; at most {MAX_DETAILS_BYTES} are taken"
+        return f"details too large: {size} bytes as JSON (limit {MAX_DETAILS_BYTES})"
     return None
 
 
@@ -78,13 +78,13 @@ def encode(record: ServiceRecord) -> bytes:
 
 
 def decode(key: str, value: bytes) -> ServiceRecord:
-    """Raises ``StoreError`` that names the key when this is no record. Fields of newer builds are left out."""
+    """Decode a record, without fields of newer versions. Raise ``StoreError`` with the key if it is invalid."""
     try:
         plain: dict[str, Any] = json.loads(value)
         known = {name: plain[name] for name in ServiceRecord.__dataclass_fields__ if name in plain}
         record = ServiceRecord(**known)
         if record.key != key or record_problem(record) is not None:
-            raise ValueError("another key, or a value that would not be taken")
+            raise ValueError("its key or a value is invalid")
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} in the store is not the record of a service ({error!r}); delete it") from error
     return record

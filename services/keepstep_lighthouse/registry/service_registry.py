@@ -1,4 +1,4 @@
-"""The services that workers may need (relays, metrics): leased records in the store, and this lighthouse's picture.
+"""The services that workers may need (relays, metrics): leased records in the store, and this lighthouse's copy.
 
 A service puts its record under a lease and repeats that before the lease ends; a record that is not repeated goes by
 itself. The store is the truth: what this lighthouse answers and tells its workers is what it sees there, so every
@@ -27,18 +27,18 @@ log = get_logger("keepstep.lighthouse.registry")
 
 
 class RegistryFullError(StoreError):
-    """There are ``MAX_SERVICES`` already."""
+    """The limit of ``MAX_SERVICES`` is reached."""
 
 
 class Registry:
-    """``on_change`` is called when the addresses that workers are told are others than before."""
+    """``on_change`` is called when the addresses that workers get have changed."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._store: Store
         self._records: dict[str, ServiceRecord] = {}
         self._leases: dict[str, int] = {}
-        """Of the records that were put here, by key."""
+        """Leases of the records that were written here, by key."""
         self._turn = asyncio.Lock()
 
     @property
@@ -47,16 +47,16 @@ class Registry:
         return tuple(record for _, record in sorted(self._records.items()))
 
     def addresses(self) -> tuple[ServiceAddress, ...]:
-        return tuple(record.told for record in self.records)
+        return tuple(record.as_address for record in self.records)
 
     def term_begins(self) -> None:
-        """Leases of an earlier term prove nothing: another leader may have written the records since, under its own."""
+        """Drop leases of an earlier term: another leader may have written the records since then, under its own."""
         self._leases.clear()
 
     # ---- orders
 
     async def put(self, epoch: int, record: ServiceRecord) -> ServiceRecord:
-        """Keeps ``record`` for its time to live from now; as it is kept (``since`` is that of the first time).
+        """Store ``record`` for its time to live and return it as stored (``since``: of the first registration).
 
         Raises ``StoreError``, ``TermOverError`` or ``TimeoutError``: then it may or may not be kept; repeat it.
         """
@@ -66,12 +66,12 @@ class Registry:
                 record = replace(record, since=known.since)
             if record != known or not await self._renewed(record.key):
                 if known is None and len(self._records) >= MAX_SERVICES:
-                    raise RegistryFullError(f"this cluster has its {MAX_SERVICES} services")
+                    raise RegistryFullError(f"too many services (limit {MAX_SERVICES})")
                 await self._write(epoch, record)
             return record
 
     async def delete(self, epoch: int, kind: str, name: str) -> None:
-        """Raises as ``put`` does. One that is not there is no error."""
+        """Delete a record, if it exists. Raise the errors of ``put``."""
         key = service_records.key_of(kind, name)
         async with asyncio.timeout(STORE_TIMEOUT), self._turn:
             await self._transact(epoch, Write(key, None))
@@ -81,7 +81,7 @@ class Registry:
                 await self._store.revoke(lease)
 
     async def _renewed(self, key: str) -> bool:
-        """False when the record has no lease that is ours, or no more."""
+        """Renew the lease of a record. Return False if this lighthouse has no lease of it."""
         lease = self._leases.get(key)
         if lease is None:
             return False
@@ -106,13 +106,13 @@ class Registry:
 
     async def _transact(self, epoch: int, write: Write) -> None:
         if not await self._store.transact((Compare(EPOCH_KEY, b"%d" % epoch),), (write,)):
-            raise TermOverError("another term has begun; ask again")
+            raise TermOverError("another term has begun; retry")
 
     # ---- what the store holds
 
     @contextlib.asynccontextmanager
     async def following(self, store: Store) -> AsyncIterator[None]:
-        """Keeps the picture as ``store`` has it."""
+        """Keep the copy equal to ``store``."""
         self._store = store
         follower = asyncio.create_task(self._follow(), name="keepstep lighthouse registry")
         try:
@@ -132,11 +132,11 @@ class Registry:
                         self._see(change)
             except (StoreError, TimeoutError) as error:
                 reason = str(error) or "the store does not answer"
-                log.warning("services are not followed; those known are kept", reason=reason)
+                log.warning("cannot follow the services in the store; the last known ones are kept", reason=reason)
             await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
 
     def _see_all(self, found: Mapping[str, bytes]) -> None:
-        """Forgets what went while nobody looked; the watch tells of the others."""
+        """Drop services that were deleted while the watch was broken; the watch reports the others."""
         for key in [key for key in self._records if key not in found]:
             self._see(Change(key, None))
 
@@ -146,18 +146,18 @@ class Registry:
         try:
             after = None if change.value is None else service_records.decode(change.key, change.value)
         except StoreError as error:
-            log.error("a service is left out", reason=str(error))
+            log.error("invalid service in the store is ignored", reason=str(error))
         if after is None:
             self._records.pop(change.key, None)
             self._leases.pop(change.key, None)
         else:
             self._records[change.key] = after
-        if (before and before.told) != (after and after.told):
+        if (before and before.as_address) != (after and after.as_address):
             said = "service gone" if after is None else "service registered"
             log.info(said, service=change.key.removeprefix(PREFIX), address=after.address if after else None)
             self._on_change()
 
 
 def new_record(kind: str, name: str, address: str, ttl_seconds: float, details: dict[str, Detail]) -> ServiceRecord:
-    """Registered now."""
+    """Return a record that is registered now."""
     return ServiceRecord(kind, name, address, float(ttl_seconds), time.time(), details)

@@ -1,13 +1,13 @@
-"""The Store contract: what a lighthouse needs of the place where its membership is kept.
+"""The contract of a store, in which lighthouses keep their state.
 
-Keys are text, values are bytes, keys are ordered as text. What changes goes through ``transact``: a set of
-comparisons and, if all of them hold, a set of writes, all or none. A key written under a lease goes when that ends.
+Keys are text, values are bytes, keys are ordered as text. Changes go through ``transact``: a set of comparisons and,
+if all of them hold, a set of writes, all or none. A key written under a lease is deleted when the lease ends.
 
 A call that changes something ends in one of three ways, and the caller must tell them apart:
 
-* it returns: what it says has happened, durably;
-* ``WriteFailedError``: nothing has happened;
-* ``OutcomeUnknownError``: it may or may not have happened. Nothing may be built on it before the keys were read again.
+* it returns: the change is made, durably;
+* ``WriteFailedError``: no change was made;
+* ``OutcomeUnknownError``: the change may have been made. Read the keys before anything depends on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepstep_mesh.errors import KeepstepError
 
 
 class StoreError(KeepstepError):
-    """The store cannot do its work: it cannot be opened or read, or it is closed."""
+    """The store cannot be opened or read, or it is closed."""
 
 
 class WriteFailedError(StoreError):
@@ -31,12 +31,12 @@ class WriteFailedError(StoreError):
 
 
 class OutcomeUnknownError(StoreError):
-    """Whether it was written is not known. Read before going on."""
+    """Whether it was written is unknown. Read before continuing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Holds when ``key`` has this very value; ``None``: when the key is absent."""
+    """Holds if ``key`` has this value; ``None``: if the key is absent."""
 
     key: str
     value: bytes | None
@@ -44,7 +44,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """``value`` None deletes the key. ``lease``: the key goes when this lease ends (0: it stays)."""
+    """``value`` None deletes the key. ``lease``: the key is deleted when this lease ends (0: never)."""
 
     key: str
     value: bytes | None
@@ -53,17 +53,17 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a key holds now; ``value`` None: it is gone."""
+    """The new value of a key; None: deleted."""
 
     key: str
     value: bytes | None
 
 
 class Watch:
-    """Changes of the keys that start with ``prefix``: first one for each key there is, then what happens.
+    """Changes of the keys that start with ``prefix``: first one for each existing key, then each later change.
 
-    It tells states, not history: of a key that changes faster than it is read only the last state is told, so a reader
-    that is slow costs no more memory than the keys do, and the last state is never missed.
+    A watch reports states, not history: of a key that changes faster than it is read, only the last state. A slow
+    reader therefore costs no more memory than the keys, and never misses the last state.
     Use as ``async with store.watch(prefix) as watch: async for change in watch``. The iteration ends when the store is
     closed, with a ``StoreError`` when it broke.
     """
@@ -111,18 +111,18 @@ class Store(ABC):
     """Used from one event loop. Every method may raise ``StoreError`` with the reason."""
 
     exclusive = True
-    """Whether nobody else uses what this store keeps: then its user leads without an election."""
+    """Whether only one process can use the store; it then leads without an election."""
 
     @abstractmethod
     async def get(self, key: str) -> bytes | None: ...
 
     @abstractmethod
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """All keys that start with ``prefix``, in order, as they were at one moment."""
+        """Return all keys that start with ``prefix``, in order, as of one moment."""
 
     @abstractmethod
     async def transact(self, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
-        """Does all ``writes`` if all comparisons hold, else none. True: they held and it is durable.
+        """Do all ``writes`` if all comparisons hold, else none. Return whether they held; the writes are then durable.
 
         Raises ``WriteFailedError`` (a lease that is over, among others) or ``OutcomeUnknownError``.
         """
@@ -132,19 +132,19 @@ class Store(ABC):
 
     @abstractmethod
     async def grant_lease(self, ttl: float) -> int:
-        """A lease of ``ttl`` seconds from now; its number is not 0."""
+        """Grant a lease of ``ttl`` seconds from now and return its number, which is not 0."""
 
     @abstractmethod
     async def keep_alive(self, lease: int) -> None:
-        """Its full time again from now. Raises ``WriteFailedError`` when the lease is over."""
+        """Restart the lease. Raise ``WriteFailedError`` if it has expired."""
 
     @abstractmethod
     async def revoke(self, lease: int) -> None:
-        """Ends the lease and deletes its keys. A lease that is over is no error."""
+        """End the lease and delete its keys. No error if it has expired."""
 
     @abstractmethod
     def watch(self, prefix: str) -> Watch: ...
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends watches and frees what the store holds. Leases go on where the store outlives the process."""
+        """End watches and free resources. Leases continue if the store outlives the process."""

@@ -1,9 +1,9 @@
-"""The store in etcd, through the ``etcd3`` package. Nothing else in the project knows etcd.
+"""A store in etcd, through the ``etcd3`` package.
 
-The package blocks, so calls run in a few threads of their own and each watch in one. What it does not do is done here:
-several endpoints (one is used until it fails, then the next), a deadline for each call, the difference between a write
-that failed and one whose outcome is unknown, and watches that survive a lost connection or a compaction: a watch that
-broke reads its keys again and tells what differs.
+The package blocks, so calls run in a few threads, and each watch in a thread of its own. This module adds to it:
+several endpoints (one is used until it fails, then the next), a deadline for each call, the difference between a
+write that failed and one whose outcome is unknown, and watches that survive a lost connection or a compaction by
+reading their keys again and reporting the differences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepstep_mesh.config.logging import get_logger, hide
 from keepstep_mesh.net.addresses import in_url
 from keepstep_mesh.net.backoff import Backoff
 
-# etcd3 ships code generated for an old protobuf, which the new one only takes in its Python form.
+# etcd3 ships code generated for an old protobuf; the new one accepts it only in its Python implementation.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 try:
     with warnings.catch_warnings():
@@ -53,13 +53,13 @@ except TypeError as error:
     ) from error
 
 CALL_SECONDS = 2.0
-"""Of one call to one endpoint."""
+"""Time limit of one call to one endpoint."""
 WATCH_BACKOFF = Backoff(first=0.05, most=1.0)
 THREADS = 4
 DEFAULT_PORT = 2379
 DEFAULT_PREFIX = "keepstep"
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # etcd takes no more than one ping in 5 s
+    ("grpc.keepalive_time_ms", 10_000),  # etcd accepts at most one ping in 5 s
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -68,7 +68,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
 )
 _NOT_SENT = "failed to connect to all addresses"
-"""How gRPC begins to say that a call never left this machine."""
+"""Beginning of gRPC's messages about calls that never left this machine."""
 _NOTHING_DONE = frozenset(
     (
         grpc.StatusCode.NOT_FOUND,
@@ -79,7 +79,7 @@ _NOTHING_DONE = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     )
 )
-"""etcd looked at the call and refused it."""
+"""Codes with which etcd refuses a call."""
 
 T = TypeVar("T")
 
@@ -113,9 +113,9 @@ class EtcdAddress:
         endpoints = tuple(_endpoint(url, one) for one in parts.netloc.split(","))
         given = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(set(given) - {"ca", "cert", "key", "user"}):
-            raise StoreError(f"{url}: unknown {', '.join(unknown)}; an etcd address takes ca, cert, key and user")
+            raise StoreError(f"{url}: unknown {', '.join(unknown)}; an etcd address accepts ca, cert, key and user")
         if bool(given.get("cert")) != bool(given.get("key")) or (given.get("cert") and not given.get("ca")):
-            raise StoreError(f"{url}: TLS takes ca, and for a client certificate ca, cert and key together")
+            raise StoreError(f"{url}: TLS needs ca, and for a client certificate ca, cert and key together")
         password = None
         if given.get("user"):
             password = _password(environ)
@@ -130,9 +130,9 @@ def _endpoint(url: str, text: str) -> tuple[str, int]:
         one = urlsplit(f"//{text}")
         host, port = one.hostname, one.port or DEFAULT_PORT
     except ValueError as error:
-        raise StoreError(f"{url}: {text!r} is no host:port ({error})") from None
+        raise StoreError(f"{url}: invalid endpoint {text!r}: expected host:port ({error})") from None
     if not host:
-        raise StoreError(f"{url}: an etcd address is etcd://host:port[,host:port]/prefix")
+        raise StoreError(f"{url}: expected etcd://host:port[,host:port]/prefix")
     return in_url(host), port
 
 
@@ -141,15 +141,15 @@ def _password(environ: Mapping[str, str]) -> str | None:
         try:
             return Path(file).read_text().strip()
         except OSError as error:
-            raise StoreError(f"KEEPSTEP_ETCD_PASSWORD_FILE cannot be read: {error}") from error
+            raise StoreError(f"cannot read KEEPSTEP_ETCD_PASSWORD_FILE: {error}") from error
     return environ.get("KEEPSTEP_ETCD_PASSWORD")
 
 
 class _Failure(Exception):
-    """A call that did not succeed, in our words."""
+    """A failed call, classified."""
 
     def __init__(self, error: BaseException) -> None:
-        # etcd3 turns some of gRPC's errors into its own and leaves their text behind
+        # etcd3 replaces some of gRPC's errors and drops their text
         known = error if isinstance(error, grpc.RpcError) else error.__context__
         rpc: Any = known if isinstance(known, grpc.RpcError) and hasattr(known, "code") else None
         self.code = rpc.code() if rpc else None
@@ -158,12 +158,12 @@ class _Failure(Exception):
         self.not_sent = details.startswith(_NOT_SENT)
         self.nothing_done = self.not_sent or self.code in _NOTHING_DONE
         self.refused = not self.not_sent and self.nothing_done
-        """Another endpoint would say the same."""
+        """Whether every endpoint would give the same answer."""
         self.token_is_over = self.code is grpc.StatusCode.UNAUTHENTICATED
 
 
 class EtcdStore(Store):
-    """``address``: which etcd, and below which prefix. Connects with the first call, and again whenever it must."""
+    """Connects with the first call, and again after a failure. ``address``: etcd and prefix."""
 
     exclusive = False
 
@@ -187,7 +187,7 @@ class EtcdStore(Store):
         return (await self._read(lambda client: self._range(client, prefix)))[0]
 
     def _range(self, client: Any, prefix: str) -> tuple[dict[str, bytes], int]:
-        """The keys below ``prefix``, and the revision at which they were so."""
+        """Return the keys below ``prefix``, and their revision."""
         answer = client.get_prefix_response(self._base + prefix, sort_order="ascend")
         skip = len(self._base)
         return {kv.key.decode()[skip:]: kv.value for kv in answer.kvs}, answer.header.revision
@@ -221,7 +221,7 @@ class EtcdStore(Store):
     async def keep_alive(self, lease: int) -> None:
         answer = await self._write(lambda client: next(iter(client.refresh_lease(lease)), None))
         if answer is None or answer.TTL <= 0:
-            raise WriteFailedError(f"lease {lease} is over")
+            raise WriteFailedError(f"lease {lease} has expired")
 
     async def revoke(self, lease: int) -> None:
         def act(client: Any) -> None:
@@ -242,7 +242,7 @@ class EtcdStore(Store):
         return await self._ask(call, changes=True)
 
     async def _ask(self, call: Callable[[Any], T], *, changes: bool) -> T:
-        """In a thread, of one endpoint after the other. What ``changes`` something is asked once, if it got there."""
+        """Run a call in a thread, at one endpoint after another. Do not repeat a sent call that ``changes`` keys."""
 
         def anywhere() -> T:
             for left in range(2 * len(self._address.endpoints), -1, -1):
@@ -256,15 +256,15 @@ class EtcdStore(Store):
                         raise OutcomeUnknownError(f"etcd did not answer a write: {failure}") from error
                     if not left or (failure.refused and not failure.token_is_over):
                         if changes:
-                            raise WriteFailedError(f"etcd did not take a write: {failure}") from error
-                        raise StoreError(f"etcd cannot be read: {failure}") from error
+                            raise WriteFailedError(f"etcd refused a write: {failure}") from error
+                        raise StoreError(f"cannot read from etcd: {failure}") from error
             raise AssertionError("unreachable")
 
         self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._pool, anywhere)
 
     def _connected(self) -> Any:
-        """The client in use. In a thread; raises what etcd3, gRPC or a certificate's file say."""
+        """Return the client. Called in a thread; raises the errors of etcd3, gRPC and certificate files."""
         with self._lock:
             self._check_open()
             if self._client is None:
@@ -283,16 +283,18 @@ class EtcdStore(Store):
                         grpc_options=CHANNEL_OPTIONS,
                     )
                 except OSError as error:
-                    raise StoreError(f"a file of the etcd connection cannot be read: {error}") from error
+                    raise StoreError(f"cannot read a file of the etcd connection: {error}") from error
                 except grpc.RpcError:
                     self._at = (self._at + 1) % len(self._address.endpoints)
                     raise
-                client.call_credentials = None  # the token is in the metadata too, and without TLS gRPC takes only that
+                client.call_credentials = (
+                    None  # the token is in the metadata too, and without TLS gRPC accepts only that
+                )
                 self._client = client
             return self._client
 
     def _failed(self, client: Any, error: Exception) -> _Failure:
-        """Lets the next call use the next endpoint, unless etcd refused this one for what it says."""
+        """Switch to the next endpoint, unless etcd refused the call itself."""
         self._check_open()
         failure = _Failure(error)
         if client is not None and (not failure.refused or failure.token_is_over):
@@ -302,9 +304,11 @@ class EtcdStore(Store):
                         self._at = (self._at + 1) % len(self._address.endpoints)
                         if len(self._address.endpoints) > 1:
                             host, port = self._address.endpoints[self._at]
-                            log.warning("etcd endpoint given up", reason=str(failure), next=f"{host}:{port}")
+                            log.warning(
+                                "etcd endpoint failed; using the next one", reason=str(failure), next=f"{host}:{port}"
+                            )
                     self._client = None
-                    client.close()  # watches on it break, and go on with the next
+                    client.close()  # its watches break and continue at the next endpoint
         return failure
 
     def _check_open(self) -> None:
@@ -339,7 +343,7 @@ class EtcdStore(Store):
 
 
 class _Watcher(Watch):
-    """A thread that reads the keys once, then follows what happens to them, and begins anew when that breaks."""
+    """A thread that reads the keys once, follows their changes, and starts again when that fails."""
 
     def __init__(self, store: EtcdStore, prefix: str) -> None:
         super().__init__(prefix)
@@ -394,12 +398,12 @@ class _Watcher(Watch):
         return revision
 
     def _follow(self, client: Any, revision: int) -> None:
-        """Until the stream ends, in whatever way."""
+        """Follow changes until the stream ends."""
         key = (self._base + self.prefix).encode()
         create = etcdrpc.WatchCreateRequest(key=key, range_end=_end_of_range(key), start_revision=revision)
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         requests.put(etcdrpc.WatchRequest(create_request=create))
-        metadata = (*(client.metadata or ()), ("hasleader", "true"))  # else a node cut off from the others stays silent
+        metadata = (*(client.metadata or ()), ("hasleader", "true"))  # otherwise a partitioned node stays silent
         call = etcdrpc.WatchStub(client.channel).Watch(
             iter(requests.get, None), credentials=client.call_credentials, metadata=metadata
         )
@@ -415,7 +419,7 @@ class _Watcher(Watch):
     def _take(self, call: Iterator[Any]) -> None:
         skip = len(self._base)
         for response in call:
-            if response.canceled:  # its revision was compacted away, or the node lost its leader
+            if response.canceled:  # the revision was compacted, or the node lost its leader
                 return
             changes = []
             for event in response.events:
@@ -435,10 +439,10 @@ class _Watcher(Watch):
 
         try:
             self._loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop has ended, and with it who listens
+        except RuntimeError:  # the event loop has ended
             self._stop.set()
 
 
 def _end_of_range(prefix: bytes) -> bytes:
-    """The first key behind all that start with ``prefix``."""
+    """Return the first key after all keys that start with ``prefix``."""
     return prefix[:-1] + bytes((prefix[-1] + 1,))

@@ -1,4 +1,4 @@
-"""The store in memory: of one process, gone with it. ``sqlite.py`` adds the disk to it."""
+"""A store in the memory of one process. ``sqlite_store.py`` adds a file to it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MemoryStore(Store):
     def _allowed(self, compare: Sequence[Compare], writes: Sequence[Write]) -> bool:
         for write in writes:
             if write.lease and write.lease not in self._leases:
-                raise WriteFailedError(f"{write.key} was not written: its lease is over")
+                raise WriteFailedError(f"{write.key} was not written: its lease has expired")
         return all(self._values.get(one.key) == one.value for one in compare)
 
     def _apply(self, writes: Sequence[Write]) -> None:
@@ -58,7 +58,7 @@ class MemoryStore(Store):
         for write in writes:
             existed = write.key in self._values
             self._lease_of.pop(write.key, None)
-            # A lease that ended while a disk was written takes this key with it.
+            # If the lease ended during the write to disk, this key is deleted too.
             value = write.value if not write.lease or write.lease in self._leases else None
             if value is None:
                 self._values.pop(write.key, None)
@@ -82,7 +82,7 @@ class MemoryStore(Store):
     async def keep_alive(self, lease: int) -> None:
         self._check_open()
         if lease not in self._leases:
-            raise WriteFailedError(f"lease {lease} is over")
+            raise WriteFailedError(f"lease {lease} has expired")
         self._start_lease(lease, self._leases[lease])
 
     async def revoke(self, lease: int) -> None:

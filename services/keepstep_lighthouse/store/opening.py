@@ -8,13 +8,11 @@ from keepstep_lighthouse.store.contract import Store, StoreError
 
 
 def checked_store(url: str) -> str:
-    """``url``, which names a store of a kind that there is. Raises ``StoreError`` that says what to write instead."""
+    """Return ``url`` if it names a known kind of store; else raise ``StoreError`` with the valid forms."""
     scheme, separator, rest = url.partition("://")
     if separator and {"memory": not rest, "sqlite": bool(rest.strip("/")), "etcd": True}.get(scheme, False):
         return url
-    raise StoreError(
-        f"store {url!r}: this is no store; use memory://, sqlite:///path/to/file or etcd://host:port/prefix"
-    )
+    raise StoreError(f"store {url!r}: expected memory://, sqlite:///path/to/file or etcd://host:port/prefix")
 
 
 async def open_store(url: str) -> Store:

@@ -1,7 +1,7 @@
-"""The embedded store: one SQLite file, one lighthouse. What it has acknowledged survives SIGKILL and a power cut.
+"""The embedded store: one SQLite file, one lighthouse. Acknowledged writes survive SIGKILL and a power cut.
 
-SQLite runs in a thread of its own; reads come from memory. The file is held exclusively: a second lighthouse on it
-fails at once instead of deciding against the first. A lease of a former process starts anew when the file is opened.
+SQLite runs in a thread of its own; reads come from memory. The file is locked exclusively: a second lighthouse that
+opens it fails at once. Opening the file restarts the leases of a former process.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ Row = tuple[str, bytes, int, float]
 """Key, value, lease (0: none), time to live of that lease."""
 
 STORE_LOCK_SECONDS = 1.0
-"""How long to wait for a lighthouse on the same file that is just ending."""
+"""How long to wait for a lighthouse that is closing the same file."""
 SCHEMA = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB, lease INTEGER, ttl REAL) WITHOUT ROWID"
 
 log = get_logger("keepstep.lighthouse.store")
 
 
 class SqliteStore(MemoryStore):
-    """Made by ``open``."""
+    """Created by ``open``."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-store")
         self._connection: sqlite3.Connection | None = None
-        """Only the thread uses it. None: memory may not show what the file holds; it has to be read (again)."""
+        """Used by the thread only. None: memory may differ from the file, which must be read again."""
         self._opened_before = False
         self._expired: set[str] = set()
-        """Keys whose lease is over; deleted from the file with the next write."""
+        """Keys whose lease has expired; deleted from the file with the next write."""
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def open(cls, path: Path) -> SqliteStore:
-        """Raises ``StoreError`` when the file cannot be used, or another process uses it."""
+        """Open the file. Raise ``StoreError`` if it cannot be used, or another process uses it."""
         store = cls(path)
         try:
             await store._uncancelled(store._read())
@@ -79,7 +79,7 @@ class SqliteStore(MemoryStore):
     # ---- on the loop
 
     async def _uncancelled(self, work: Coroutine[Any, Any, T]) -> T:
-        """What began is finished even when the one who asked for it is cancelled, so memory and file stay equal."""
+        """Finish a started call even if its caller is cancelled, so that memory and file stay equal."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -103,7 +103,7 @@ class SqliteStore(MemoryStore):
         return True
 
     async def _reload(self) -> None:
-        """Makes memory equal to the file, if it may not be. Needs the turn."""
+        """Make memory equal to the file, if it may differ. The caller holds the lock."""
         self._check_open()
         if self._connection is not None:
             return
@@ -136,7 +136,7 @@ class SqliteStore(MemoryStore):
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(self._path, timeout=STORE_LOCK_SECONDS, isolation_level=None)
-            # Exclusive before WAL: then SQLite needs no shared memory file, and nobody else gets in.
+            # Exclusive before WAL: SQLite then needs no shared memory file, and no other process can open the file.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
@@ -147,7 +147,7 @@ class SqliteStore(MemoryStore):
         except (sqlite3.Error, OSError) as error:
             if connection is not None:
                 connection.close()
-            raise StoreError(f"the store {self._path} cannot be opened: {self._advice(error)}") from error
+            raise StoreError(f"cannot open the store {self._path}: {self._advice(error)}") from error
         self._connection = connection
         return rows
 
@@ -164,7 +164,7 @@ class SqliteStore(MemoryStore):
                     row = (write.key, write.value, write.lease, ttl)
                     connection.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", row)
         except sqlite3.Error as error:
-            # Without a COMMIT nothing is written; a new connection begins from what the file holds.
+            # Without a COMMIT, nothing is written; a new connection reads the state of the file.
             self._disconnect()
             raise WriteFailedError(f"nothing was written to {self._path}: {self._advice(error)}") from error
         try:
@@ -172,7 +172,7 @@ class SqliteStore(MemoryStore):
         except sqlite3.Error as error:
             self._disconnect()
             raise OutcomeUnknownError(
-                f"whether the last write to {self._path} happened is not known: {self._advice(error)}"
+                f"the outcome of the last write to {self._path} is unknown: {self._advice(error)}"
             ) from error
 
     def _disconnect(self) -> None:

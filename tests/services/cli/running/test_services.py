@@ -115,7 +115,7 @@ async def test_a_service_that_cannot_start_says_why() -> None:
     [
         (("--bind", "nonsense"), "--bind 'nonsense': not an address to listen on; write host:port"),
         (("--bind", "127.0.0.1"), "--bind '127.0.0.1': not an address"),
-        (("--store", "bogus://x"), "--store 'bogus://x': this is no store; use memory://"),
+        (("--store", "bogus://x"), "--store 'bogus://x': expected memory://"),
         (("--lease", "1"), "--lease must be at least 3 s, not 1"),
         (("--min-replicas", "0"), "'--min-replicas' / '--min_replicas': 0 is not in the range"),
         (("--min-replicas", "3", "--max-replicas", "2"), "--max-replicas 2 is less than --min-replicas 3"),

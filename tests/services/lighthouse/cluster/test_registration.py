@@ -141,7 +141,11 @@ async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_n
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/services/oven/x", {"address": "http://a:1"}, "'oven' is no kind of service; there are metrics, relay"),
+        (
+            "/v1/services/oven/x",
+            {"address": "http://a:1"},
+            "invalid kind of service 'oven': expected one of metrics, relay",
+        ),
         ("/v1/services/relay/%20x", {"address": "http://a:1"}, "invalid service name"),
         ("/v1/services/relay/x", {}, "a field is missing; there are address, details, ttl_seconds"),
         ("/v1/services/relay/x", {"address": "a"}, "is no address; write http://host:port"),
@@ -153,7 +157,7 @@ async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_n
         ("/v1/services/relay/x", {"address": "http://a:1", "details": []}, "details must be an object"),
         ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": [1]}}, "details.x must be text"),
         ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": float("nan")}}, "details.x must be"),
-        ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": "y" * 5000}}, "at most 4096"),
+        ("/v1/services/relay/x", {"address": "http://a:1", "details": {"x": "y" * 5000}}, "(limit 4096)"),
         ("/v1/services/relay/x", {"address": "http://a:1", "role": "x"}, "unknown field 'role'"),
     ],
 )
@@ -171,7 +175,7 @@ async def test_services_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         body = {"address": "http://a:1"}
         await rest(one.address, "PUT", PATH, 200, json=body)
         problem = await rest(one.address, "PUT", "/v1/services/relay/relay-2", 503, json=body)
-        assert "has its 1 services" in problem["detail"]
+        assert "too many services (limit 1)" in problem["detail"]
         await rest(one.address, "PUT", PATH, 200, json={"address": "http://b:1"})
 
 
@@ -179,7 +183,7 @@ async def test_a_deposed_lighthouse_writes_no_record() -> None:
     async with lighthouse() as one:
         await one.store.put("epoch", b"7")
         problem = await rest(one.address, "PUT", PATH, 503, json={"address": "http://a:1"})
-        assert problem["detail"] == "another term has begun; ask again"
+        assert problem["detail"] == "another term has begun; retry"
         assert await one.store.get_prefix("services/") == {}
 
 
@@ -203,7 +207,7 @@ async def test_what_another_lighthouse_writes_to_the_store_is_seen() -> None:
     async with lighthouse() as one, worker(one.address) as member:
         record = service_registry.new_record("metrics", "m", "http://m:1", 15.0, {})
         await one.store.put(record.key, service_records.encode(record))
-        assert (await member.next(Services)).services == (record.told,)
+        assert (await member.next(Services)).services == (record.as_address,)
         assert (await services_of(one))[0]["name"] == "m"
         await one.store.transact((), (Write(record.key, None),))
         assert (await member.next(Services)).services == ()

@@ -304,7 +304,7 @@ async def test_a_job_in_its_takeover_grace_does_not_expire(tmp_path: Path) -> No
         await eventually(lambda: due_at(one.jobs["job"].use) < time.monotonic())
         await one.endings.expire()
         assert list(one.jobs) == ["job"]
-        assert "may be on their way back" in (await rest.call("DELETE", "/v1/jobs/job", 409))["detail"]
+        assert "may still reconnect" in (await rest.call("DELETE", "/v1/jobs/job", 409))["detail"]
 
 
 # ---- limits
@@ -320,7 +320,7 @@ async def test_a_newcomer_beyond_the_limit_is_told_what_to_do_and_expired_jobs_m
             await third.hello()
             refused = await third.refusal()
         assert refused.code == "not_ready"
-        for words in ("holds its 2 jobs", "keepstep job rm", "--max-jobs", "'third'"):
+        for words in ("the limit of 2 jobs is reached", "keepstep job rm", "--max-jobs", "'third'"):
             assert words in refused.reason
         monkeypatch.setattr(one.endings, "wake", lambda: None)  # nothing expires but for want of room
         await rest.patch("/v1/jobs/first", {"job_ttl": 0.01})

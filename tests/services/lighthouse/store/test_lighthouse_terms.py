@@ -167,7 +167,7 @@ async def test_a_write_that_may_have_failed_is_never_announced_and_the_next_term
 
         assert records.decode("jobs/job", (await store.get("jobs/job")) or b"").quorum_id == written
         if fault != "done":
-            await eventually(lambda: "does not let a term begin" in (one.trouble or ""))
+            await eventually(lambda: "cannot begin a term" in (one.trouble or ""))
             async with aiohttp.ClientSession() as http:
                 async with http.get(f"{one.address}/readyz") as ready:
                     assert (ready.status, (await ready.json())["detail"]) == (503, one.trouble)
@@ -192,7 +192,7 @@ async def test_an_order_whose_write_failed_says_that_it_is_not_known(monkeypatch
         async with aiohttp.ClientSession() as http:
             url = f"{one.address}/v1/jobs/job/replicas/r0/evict"
             async with http.post(url, json={"reason": "x"}) as answer:
-                assert (answer.status, "not known" in await answer.text()) == (503, True)
+                assert (answer.status, "outcome of the order is unknown" in await answer.text()) == (503, True)
         await members[0].ended()
         store.fault = ""
 
@@ -414,7 +414,7 @@ async def test_a_changed_policy_outlives_the_lighthouse_which_says_once_that_it_
     def said() -> list[str]:
         found = [one.getMessage() for one in caplog.records]
         caplog.clear()
-        return [one for one in found if one.startswith("a stored job keeps its policy")]
+        return [one for one in found if one.startswith("stored policy differs from the settings")]
 
     url, flags = f"sqlite://{tmp_path}/x.db", Policy(min_replicas=2, join_timeout=7.0)
     async with (

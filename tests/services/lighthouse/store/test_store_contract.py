@@ -196,17 +196,17 @@ async def test_a_closed_store_says_so(store: Store):
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("etcd://", "an etcd address is etcd://host:port"),
-        ("etcd://a:x/jobs", "'a:x' is no host:port"),
+        ("etcd://", "expected etcd://host:port"),
+        ("etcd://a:x/jobs", "invalid endpoint 'a:x'"),
         ("etcd://user:secret@a:2379/jobs", "KEEPSTEP_ETCD_PASSWORD"),
         ("etcd://a:2379/jobs?user=me", "an etcd user needs KEEPSTEP_ETCD_PASSWORD"),
-        ("etcd://a:2379/jobs?cert=c&key=k", "TLS takes ca"),
+        ("etcd://a:2379/jobs?cert=c&key=k", "TLS needs ca"),
         ("etcd://a:2379/jobs?ttl=3", "unknown ttl"),
-        ("memory", "use memory://"),
-        ("memory://x", "is no store"),
-        ("sqlite:x.db", "is no store"),
-        ("sqlite://", "is no store"),
-        ("", "is no store"),
+        ("memory", "expected memory://"),
+        ("memory://x", ": expected memory:"),
+        ("sqlite:x.db", ": expected memory:"),
+        ("sqlite://", ": expected memory:"),
+        ("", ": expected memory:"),
     ],
 )
 async def test_an_address_that_is_no_store_is_refused_with_advice(address: str, said: str):
@@ -277,14 +277,14 @@ async def test_a_second_lighthouse_on_the_same_file_is_told_so(tmp_path: Path):
 async def test_a_file_that_is_no_store_is_refused_and_left_alone(tmp_path: Path, content: bytes):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"notes\.txt cannot be opened"):
+    with pytest.raises(StoreError, match=r"cannot open the store .*notes\.txt"):
         await open_store(f"sqlite://{path}")
     assert path.read_bytes() == content
 
 
 async def test_a_path_that_cannot_be_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="cannot open the store"):
         await open_store(f"sqlite://{tmp_path}/file/x.db")
 
 
