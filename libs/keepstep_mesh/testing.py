@@ -45,7 +45,7 @@ class _Pair:
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
     opening: bytes = b""
-    """What the client said first."""
+    """First bytes from the client."""
 
     def abort(self) -> None:
         for writer in (self.client, self.server):
@@ -58,7 +58,7 @@ class ChaosProxy:
 
     ``cut`` ends what is open; ``refuse`` does so and takes nothing new until ``accept``; ``freeze`` lets bytes wait in
     both directions, like a dead machine or a dropped network, until ``thaw``; ``half_open`` ends the side of the server
-    only, so that the client has a connection to nobody.
+    only, so that the client keeps a connection without a peer.
 
     ``cut`` and ``refuse`` may be given ``only``: what the connections that are meant say first, such as
     ``b"GET /v1/jobs/"``. With TLS nothing of that can be read, and nothing would be meant.
@@ -120,7 +120,7 @@ class ChaosProxy:
         self._flowing.set()
 
     def half_open(self) -> None:
-        """Whatever the client sends from now on over the open connections is swallowed."""
+        """Discard what clients send over the open connections from now on."""
         for pair in self._pairs.values():
             if pair.server is not None:
                 pair.server.transport.abort()

@@ -76,7 +76,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
         if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.%]+\]|[^/:\[\]@\s]+):[0-9]{1,5}", address):
             raise ValueError(f"{address!r} is no address; write http://host:port")
         if not 0 < int(address.rpartition(":")[2]) <= 65535:
-            raise ValueError(f"{address!r} has no such port; there are 1 to 65535")
+            raise ValueError(f"invalid port in {address!r}: expected 1-65535")
     return addresses
 
 

@@ -135,7 +135,7 @@ class Registrar:
         self.lighthouse, self.trouble = None, f"no lighthouse takes the registration ({reason})"
         self.known.clear()
         if self._failures_logged.allows(asyncio.get_running_loop().time()):
-            log.warning("not registered; trying on", service=self._registration.name, reason=reason)
+            log.warning("not registered; retrying", service=self._registration.name, reason=reason)
 
 
 @contextlib.asynccontextmanager

@@ -75,10 +75,10 @@ def claim(ours: socket.socket) -> None:
 
 @contextlib.contextmanager
 def claim_opened(search: Callable[[], Found]) -> Iterator[None]:
-    """Claims the sockets that a library opens within the block, and keeps programs that are executed from them too.
+    """Claim the sockets that a library opens within the block, and hide them from programs that are executed.
 
     ``search`` finds them, in any thread and, when a fork comes before the end of the block, in the child. Sockets that
-    it finds before the block are somebody else's.
+    it finds before the block are not claimed.
     """
     foreign = {number for _, number in search()}
 

@@ -350,7 +350,7 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _explained(request: web.Request, error: web.HTTPException) -> str:
     if error.status == HTTPStatus.NOT_FOUND:
-        return f"there is nothing at {request.path}"
+        return f"path {request.path} not found"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path} does not take {request.method}; it takes {', '.join(sorted(error.allowed_methods))}"
     return error.text or error.reason

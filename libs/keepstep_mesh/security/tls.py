@@ -145,7 +145,7 @@ def is_away(error: BaseException) -> bool:
 
 def _unconnected(error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"there is no host {error.host} ({error.os_error.strerror or error.os_error})"
+        return f"host {error.host} not found ({error.os_error.strerror or error.os_error})"
     numbers = {one.errno for one in (error.os_error, *getattr(error.os_error, "exceptions", ()))}
     if errno.ECONNREFUSED in numbers:
         return "nothing listens there (connection refused)"

@@ -1,12 +1,13 @@
-"""Bearer tokens by role, and who may do what.
+"""Bearer tokens with roles, and the access of each role.
 
-A service has any number of tokens for each role; a client presents one. Without any token a service listens on loopback
-only and everybody there may do everything. Tokens are compared in constant time and hidden from logs. Those of a file
-are read again when it changes.
+A service has any number of tokens for each role; a client sends one. Without tokens a service listens on loopback only
+and grants every access. Tokens are compared in constant time and hidden from logs. Files of tokens are reloaded when
+they change.
 
-The token itself is shown to lighthouses, and by people to services whose address they give. A service whose address a
-lighthouse told is shown what is derived from the token for that kind of service at that address: anybody with a service
-token can register one. Processes of a job show each other what is derived for peers. Neither is taken anywhere else.
+Clients send the token itself to lighthouses, and to services whose address the user gave. To a service whose address
+came from a lighthouse they send a token derived for this kind of service at this address, because every holder of a
+service token can register an address. Processes of a job send each other a token derived for peers. A derived token is
+valid nowhere else.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from keepstep_mesh.security.reloaded_files import ReloadedFiles
 
 MIN_TOKEN_CHARACTERS = 16
 TOKEN_CHECK_SECONDS = 1.0
-"""How often, at most, a client looks whether its token file has changed."""
+"""Least interval at which a client checks its token file for changes."""
 
 
 class Role(enum.Enum):
-    """Who a token speaks for."""
+    """The role of a token."""
 
     WORKER = "worker"
     SERVICE = "service"
@@ -40,7 +41,7 @@ class Role(enum.Enum):
 
 
 class Access(enum.Enum):
-    """What a route asks for: the roles that may use it. ``OPEN`` needs no token."""
+    """The roles that may use a route. ``OPEN`` needs no token."""
 
     OPEN = None
     READ = frozenset(Role)
@@ -137,7 +138,7 @@ class Tokens:
         return found.get(Role.SERVICE) or found.get(Role.ADMIN)
 
     def check(self, authorization: str | None, access: Access, places: Collection[str] = ()) -> Token | None:
-        """Who asks; None for an open route. ``AuthError``, or ``ForbiddenError`` for a role that may not.
+        """Return the token of the client; None for an open route. Raises ``AuthError``, or ``ForbiddenError``.
 
         ``places``: see ``holder``.
         """
@@ -245,17 +246,17 @@ class ClientToken:
         return {"Authorization": f"Bearer {_for_peers(shown)}"} if shown else {}
 
     def accepts_peer(self, authorization: str) -> bool:
-        """Whether a peer that sends this header is one of us; everybody is where there is no token."""
+        """Return whether a peer may connect with this header. Without a token every peer may."""
         tokens = self._current()
         return not tokens or any(_equal(f"Bearer {_for_peers(token)}", authorization) for token in tokens)
 
     def latest(self) -> str | None:
-        """What is shown to services, once it was looked whether the file has changed."""
+        """Return the current token for services, after a check of the file."""
         self.refresh()
         return self.shown
 
     def refresh(self) -> None:
-        """Looks now whether the file has changed."""
+        """Check now whether the file has changed."""
         self._looked = time.monotonic()
         self._tokens.refresh()
 
@@ -299,7 +300,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, tokens: Tokens, *, insecure: bool) -> None:
-    """Raises ``AuthError`` for a service that would let everybody in from beyond this machine."""
+    """Raise ``AuthError`` for a service without tokens that would listen beyond this machine."""
     if not tokens and not insecure and not is_loopback(host):
         raise AuthError(
             f"refusing to listen on {host} without a token: whoever reaches the port could end the job. Set "

@@ -1,8 +1,8 @@
-"""What a web page that is open on this machine may ask of a server without tokens: nothing.
+"""Refuse requests of web pages to a server without tokens.
 
-Such a server listens on loopback, where any browser of this machine reaches it too. A page from elsewhere names itself
-in ``Origin``. A page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) has that name in ``Host``, and
-counts for its browser as the same origin. Pure.
+Such a server listens on loopback, where every browser of this machine can reach it. The request of a foreign page has
+its ``Origin``. A page whose host name resolves to 127.0.0.1 (DNS rebinding) has the same origin for its browser, but
+its name is in ``Host``. Pure.
 """
 
 from __future__ import annotations

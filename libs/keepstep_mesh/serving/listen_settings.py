@@ -1,4 +1,4 @@
-"""What every service can be told: where it listens, who may ask it, and what it shows to others."""
+"""Settings of every service: address, tokens, certificates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from keepstep_mesh.security.web_pages import host_names
 
 @dataclass(frozen=True, kw_only=True)
 class ListenSettings:
-    """``bind``: host:port, port 0 for any free one. ``tls``: files of its certificate; without, it speaks plain HTTP.
+    """``bind``: host:port; port 0: any free one. ``tls``: files of its certificate; without them plain HTTP.
 
-    ``insecure``: listen beyond this machine without a token. ``advertise``: where others reach it, None: where it
-    listens. ``peer_tls``: certificates for its connections to lighthouses. ``allow_host``: names of its own, for those
-    who reach it on loopback without a token under another name than localhost.
+    ``insecure``: listen beyond this machine without a token. ``advertise``: its address for others; None: the address
+    on which it listens. ``peer_tls``: certificates for its connections to lighthouses. ``allow_host``: host names
+    beside localhost that are accepted on loopback without a token.
     """
 
     bind: str = "127.0.0.1:0"
@@ -35,18 +35,18 @@ class ListenSettings:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names under which it is reached on loopback, beside localhost."""
+        """Host names that are accepted on loopback, beside localhost."""
         advertised = urlsplit(self.advertise or "").hostname
         return self.allow_host + ((advertised,) if advertised else ())
 
     def own_token(self) -> str | None:
-        """The one of those it takes that it shows to other services."""
+        """Return the token that it sends to other services, one of those it accepts."""
         return (self.tokens.value if isinstance(self.tokens, ReloadedFiles) else self.tokens).for_services()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredSettings(ListenSettings):
-    """Of a service that registers with ``lighthouses``, as ``name``, with the token ``token``."""
+    """Settings of a service that registers with ``lighthouses`` as ``name``, with ``token``."""
 
     service: ClassVar[str]
     lighthouses: tuple[str, ...] = ()
@@ -54,11 +54,11 @@ class RegisteredSettings(ListenSettings):
     token: ClientToken | None = None
 
     def shown_token(self) -> str | None:
-        """What it shows to lighthouses: the token that it was given, else one of those that it takes."""
+        """Return the token that it sends to lighthouses: ``token``, else one of those it accepts."""
         return self.token.latest() if self.token else self.own_token()
 
     def service_name(self, port: int) -> str:
-        """``name``, else one that is the same after a restart."""
+        """Return ``name``, else a name that is stable over restarts."""
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or self.service
         return self.name or f"{host}-{port}"
 

@@ -22,7 +22,7 @@ SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", types
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a route takes and answers: dataclasses, and query parameters with what they mean."""
+    """Input and output of a route: dataclasses, and query parameters with their meaning."""
 
     answer: type | None
     """None: nothing."""

@@ -1,4 +1,4 @@
-"""What REST handlers of services share: bodies checked against dataclasses, and answers made of them."""
+"""Shared code of REST handlers: check bodies against dataclasses, and answer with dataclasses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from keepstep_mesh.text import listed
 T = TypeVar("T")
 
 MAX_NAMED = 20
-"""Of those that there are, in an error."""
+"""Limit of known names in an error."""
 MAX_DIGITS = 20
-"""Of a number in a request."""
+"""Limit of a number in a request."""
 
 
 def those(known: list[str]) -> str:
@@ -50,7 +50,7 @@ TAKEN: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     str | None: ((str, NoneType), "text or null"),
 }
-"""What of JSON is taken for a field of this type, and how that is called."""
+"""JSON types that are accepted for a field of this type, and their name in errors."""
 
 
 async def read_body(request: web.Request, cls: type[T]) -> T:

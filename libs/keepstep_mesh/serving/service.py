@@ -51,7 +51,7 @@ FILE_CHECK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Service:
-    """What distinguishes one service from the others."""
+    """Description of one service for ``serving``."""
 
     name: str
     routes: Sequence[Route]

@@ -151,7 +151,7 @@ async def test_metrics_are_prometheus_text() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
-        ("GET", "/nothing", 404, "there is nothing at /nothing"),
+        ("GET", "/nothing", 404, "path /nothing not found"),
         ("DELETE", "/echo", 405, "it takes POST"),
         ("GET", "/conflict", 409, "taken by r1"),
         ("GET", "/protocol", 400, "hello.version must be an integer"),

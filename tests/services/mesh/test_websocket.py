@@ -249,7 +249,7 @@ async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
 
 async def test_an_answer_that_is_no_upgrade_says_what_it_was() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
-        with pytest.raises(UpgradeError, match=r"answers 404 .*: there is nothing at /elsewhere$") as raised:
+        with pytest.raises(UpgradeError, match=r"answers 404 .*: path /elsewhere not found$") as raised:
             await Peer().link.connect(http, f"{url}/elsewhere")
         assert raised.value.status == 404
 

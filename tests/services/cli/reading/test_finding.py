@@ -22,7 +22,7 @@ async def test_no_lighthouse_says_what_was_tried_and_what_to_do() -> None:
     assert "Traceback" not in said.err
     said = await keepstep("status", "--lighthouse", "http://no-such-host.invalid:29510")
     assert said.code == 3
-    assert "there is no host no-such-host.invalid" in said.err
+    assert "host no-such-host.invalid not found" in said.err
 
 
 @asynccontextmanager
