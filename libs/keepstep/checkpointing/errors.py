@@ -1,4 +1,4 @@
-"""What can go wrong with a state: it cannot be stored, what arrived cannot be trusted, or it did not arrive."""
+"""Errors of a state that cannot be stored, or was not received."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from keepstep_mesh.errors import KeepstepError
 
 
 class UnsupportedValue(KeepstepError, TypeError):
-    """The state holds a value that the format has no type for. The message names its path."""
+    """The state has a value of a type that the format cannot store. The message names its path."""
 
 
 class TransferError(KeepstepError):
     """A state was not received completely.
 
-    ``torn`` is true when bytes may already have been written into the tensors of ``into``: their content is undefined
-    until a later transfer into them succeeds. Without ``into`` nothing of the caller's was touched.
+    Attributes:
+        torn: whether the tensors of ``into`` may be half written. Their content is undefined then, until a later
+            transfer into them succeeds.
     """
 
     def __init__(self, message: str, *, torn: bool = False) -> None:

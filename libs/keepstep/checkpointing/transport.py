@@ -44,27 +44,32 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @property
     def needs_all_sources(self) -> bool:
-        """Whether every group that has the state is to send, not only the one that a joiner heals from."""
+        """Whether every group that has the state must send it, not only the one that a joiner heals from."""
         return False
 
     def prepare(self, exchange: Exchange) -> None:
-        """Comes before ``send_checkpoint`` and ``recv_checkpoint`` of a step."""
+        """Announce the transfer of a step. Called before ``send_checkpoint`` and ``recv_checkpoint``."""
 
     @abstractmethod
     def metadata(self) -> str:
-        """What another group passes to ``recv_checkpoint`` to fetch from this one."""
+        """The value that another group passes to ``recv_checkpoint`` to receive from this one."""
 
     @abstractmethod
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Takes a snapshot of ``state_dict`` on the calling thread and serves it as the state of ``step``.
+        """Take a snapshot of ``state_dict`` on the calling thread, and serve it as the state of ``step``.
 
-        Returns when the snapshot is taken: the state may change at once. Readers are served in the background and never
-        waited for; one that makes no progress for ``timeout`` is cut off. Who calls it calls ``refuse_checkpoint`` when
-        it raises.
+        Returns when the snapshot is taken: the state may change at once. Readers are served in the background, and the
+        caller never waits for them. If this raises, the caller calls ``refuse_checkpoint``.
+
+        Args:
+            dst_ranks: replica ranks of the groups that heal from this one.
+            step: the step of the state.
+            state_dict: the state.
+            timeout: a reader without progress for this long is disconnected.
         """
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """There is no snapshot of ``step``, and none will come: whoever asks for it is told why, at once."""
+        """Answer requests for ``step`` with ``reason`` at once: no snapshot of it will follow."""
 
     @abstractmethod
     def recv_checkpoint(
@@ -78,32 +83,48 @@ class CheckpointTransport(ABC, Generic[T]):
         progress: Progress | None = None,
         limit: timedelta | None = None,
     ) -> T:
-        """The state of exactly ``step`` from the transport that ``metadata`` names.
+        """Receive the state of exactly ``step``.
 
-        ``into``: a state of the same structure that nobody else uses meanwhile. Each of its tensors with the same path,
-        dtype and shape is overwritten and stands in the result; everything else in the result is new and on the CPU.
-        Only a new DTensor is on the device of its mesh, which must exist in this process and be the only one that fits.
-        When this raises, tensors of ``into`` may be half written (``TransferError.torn``): the caller must not count
-        them as valid until a later call succeeds, which overwrites all of them.
-        ``timeout``: for all of it; with ``limit``: without progress, which waiting for one's turn at the source is too,
-        and ``limit`` for all of it. Raises ``TimeoutError`` when it passes, ``TransferError`` with the reason
-        otherwise.
+        Args:
+            src_rank: replica rank of the source.
+            metadata: ``metadata()`` of the source's transport.
+            step: the step of the state.
+            timeout: time limit; with ``limit``, the longest time without progress. Waiting in the queue of the source
+                is progress.
+            into: a state of the same structure, which no other code uses during the call. Each tensor with the same
+                path, dtype and shape is overwritten and returned. All other tensors of the result are new and on the
+                CPU; a new DTensor is on the device of its mesh, which must exist in this process and be the only one
+                that fits. Default: all tensors are new.
+            progress: called with the bytes received and the bytes in all. Default: not called.
+            limit: time limit of the whole transfer. Default: ``timeout``.
+
+        Returns:
+            The state.
+
+        Raises:
+            TimeoutError: a time limit was exceeded.
+            TransferError: the state was not received. If its ``torn`` is true, tensors of ``into`` may be half
+                written, and are invalid until a later call succeeds, which overwrites all of them.
         """
 
     def source_lost(self, reason: str) -> None:
-        """The group that ``recv_checkpoint`` receives from is gone. From any thread."""
+        """React to the loss of the group that ``recv_checkpoint`` receives from. Called from any thread."""
         self.abort_receive(reason)
 
     def abort_receive(self, reason: str) -> None:
-        """Ends every ``recv_checkpoint`` in progress with ``TransferError``. From any thread."""
+        """End every ``recv_checkpoint`` in progress with ``TransferError``. Called from any thread."""
 
     def disallow_checkpoint(self) -> None:
-        """No new reader gets the snapshot. Never waits: a reader in the middle of it finishes from its own copy."""
+        """Serve no new reader. Never waits: a reader that has begun continues from its own snapshot."""
 
     def shutdown(self, wait: bool = True) -> None:
-        """Ends all transfers and frees threads, ports and buffers. ``wait``: return when they are freed."""
+        """End all transfers and free threads, ports and buffers.
+
+        Args:
+            wait: return when they are freed.
+        """
 
     @property
     def via(self) -> str:
-        """How the state of the last ``recv_checkpoint``, or of the one in progress, came: ``direct``, ``relay`` ..."""
+        """The way of the last state that was received, or is being received: ``direct``, ``relay`` ..."""
         return ""

@@ -1,4 +1,4 @@
-"""What the threads of one fetch share."""
+"""State that the threads of one fetch share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FetchState:
         self.failures = defaultdict(int, dict.fromkeys(self.relays, 0))
         """In a row, by address."""
         self.brought: set[str] = set()
-        """Who sent a chunk: ``RELAY``, ``SOURCE``, names of peers."""
+        """Senders of chunks: ``RELAY``, ``SOURCE``, names of peers."""
         self.source_lost = ""
         """Why the source is lost; empty: it is not."""
         self.closing = False

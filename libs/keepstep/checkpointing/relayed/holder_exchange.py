@@ -57,7 +57,7 @@ class HolderExchange:
         self._met = met
         self._peers: set[str] = set()
         self.complete = False
-        """Whether the others know that this joiner has all chunks, or nobody keeps a list of them."""
+        """Whether the others know that this joiner has all chunks, or no process keeps a list of them."""
 
     def run(self) -> None:
         """Exchange until the transfer ends or closes; at once when all chunks are here."""

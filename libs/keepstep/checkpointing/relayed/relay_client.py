@@ -1,4 +1,4 @@
-"""What a trainer says to relays about one checkpoint. docs/relay.md has the protocol."""
+"""Requests of a trainer to relays about one checkpoint. docs/relay.md describes the protocol."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class RelayedChunks:
         self._state = FetchState(relays)
         self._changed = self._state.changed
         self.brought: AbstractSet[str] = self._state.brought
-        """Who sent a chunk so far: ``RELAY``, ``SOURCE``, names of peers."""
+        """Senders of chunks so far: ``RELAY``, ``SOURCE``, names of peers."""
         self._relays = self._state.relays
         self._joiners = exchange.joiners if self._relays else exchange.beside
         self._is_single = len(self._joiners) == 1

@@ -61,7 +61,7 @@ class RelayTransport(CheckpointTransport[T]):
         self._relays = relays
         self._exchange: Exchange | None = None
         self._brought: AbstractSet[str] = frozenset()
-        """Who sent chunks of the last ``recv_checkpoint``, or of the one in progress, unless it is direct."""
+        """Senders of chunks of the last ``recv_checkpoint``, or of the one in progress, unless it is direct."""
         self._by_relay = False
         self._uploads: list[Upload] = []
         """The newest, and older ones that are about to end."""
