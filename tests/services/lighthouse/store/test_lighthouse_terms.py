@@ -20,9 +20,9 @@ import pytest
 from keepstep_history.reading import check_files
 from keepstep_lighthouse import app
 from keepstep_lighthouse.app import Lighthouse, LighthouseSettings
-from keepstep_lighthouse.jobs import records
+from keepstep_lighthouse.jobs import lighthouse_node, records
 from keepstep_lighthouse.jobs.job import Job
-from keepstep_lighthouse.leadership import term
+from keepstep_lighthouse.leadership import campaign, term
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Ban,
@@ -198,7 +198,8 @@ async def test_an_order_whose_write_failed_says_that_it_is_not_known(monkeypatch
 
 
 async def test_a_store_that_hangs_ends_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(term, "STORE_TIMEOUT", 0.1)
+    for module in (term, campaign, lighthouse_node):
+        monkeypatch.setattr(module, "STORE_TIMEOUT", 0.1)
     async with faulty_lighthouse(monkeypatch) as (one, store), workers(one.address, 1) as members:
         assert one.term is not None
         before = one.term.epoch
