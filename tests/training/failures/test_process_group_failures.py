@@ -1,4 +1,7 @@
-"""Gloo groups over real processes that are frozen, killed and aborted in the middle of what they do."""
+"""Gloo groups of real processes that are frozen, killed and aborted in the middle of collectives.
+
+Some of these tests are slow: a rank that is killed is a new Python process, which imports torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""examples/train_ddp.py and the demo, as a user runs them. Real training processes, a real lighthouse, real kills."""
+"""examples/train_ddp.py and the demo, as a user runs them. Real training processes, a real lighthouse, real kills.
+
+These tests are slow: every rank is a Python process that imports torch, which alone takes seconds of CPU time.
+"""
 
 import json
 import re

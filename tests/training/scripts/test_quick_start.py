@@ -1,4 +1,7 @@
-"""What README.md and docs/quick-start.md show, as a newcomer runs it: by `keepstep run`, with a group killed."""
+"""The scripts of README.md and docs/quick-start.md, started with `keepstep run`; one group is killed.
+
+These tests are slow: every rank is a Python process that imports torch, which alone takes seconds of CPU time.
+"""
 
 from __future__ import annotations
 
