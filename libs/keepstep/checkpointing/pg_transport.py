@@ -65,14 +65,16 @@ class PGTransport(CheckpointTransport[T]):
         return "process group"
 
     def metadata(self) -> str:
-        """Nothing that a joiner needs: it finds the source by its rank."""
+        """A constant: a joiner finds the source by its rank."""
         return "process group"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Returns when all of ``dst_ranks`` have it.
+        """See ``CheckpointTransport``. Returns when all of ``dst_ranks`` have the state.
 
-        Raises ``UnsupportedValue`` that names the path of a value that cannot be stored, ``TransferTimeout`` or
-        ``TransferError`` when a joiner is too slow or gone.
+        Raises:
+            UnsupportedValue: the state has a value that cannot be stored; the error names its path.
+            TransferTimeout: a joiner is too slow.
+            TransferError: a joiner is gone.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         snapshot = self._staging.stage(step, state_dict)
@@ -83,9 +85,9 @@ class PGTransport(CheckpointTransport[T]):
         self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], deadline)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """See ``CheckpointTransport``. Joiners are told to look into the source's log."""
+        """See ``CheckpointTransport``. The error of a joiner refers to the log of the source."""
         del reason
-        if self._pg.errored() is None:  # else nobody receives
+        if self._pg.errored() is None:  # else no joiner receives
             self._send(dst_ranks, [_head(step, NOT_SENT)], time.monotonic() + self._timeout)
 
     def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], deadline: float) -> None:

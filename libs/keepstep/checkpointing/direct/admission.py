@@ -3,7 +3,7 @@
 The rules:
 
 * ``READERS_AT_ONCE`` readers have a turn at a time. With more, each gets so small a part of the uplink that all of them
-  run out of time together, and nobody has anything early that it could pass on.
+  run out of time together, and no reader has chunks early that it could pass on.
 * The reader that came first goes first. It has a turn while any of its requests is answered; between two of them the
   next reader may come in, so the uplink is never idle.
 * A reader that took nothing for ``SLOW_JOINER_SECONDS`` keeps its turn, but others no longer wait for it.
@@ -36,7 +36,7 @@ class Admission:
         """In the order in which they came."""
 
     def enter(self, reader: str) -> None:
-        """From now on it has a place, until ``leave``."""
+        """Give it a place in the queue, until ``leave``."""
         self._readers[reader] = _Reader()
 
     def leave(self, reader: str) -> None:
@@ -50,7 +50,7 @@ class Admission:
             one.waiting -= 1
 
     def begin(self, reader: str, now: float) -> bool:
-        """Whether one of its waiting requests is to be answered now; that has begun, then."""
+        """Begin to answer one of its waiting requests, if it has a turn. Returns whether it has."""
         one = self._readers[reader]
         if not one.answered:
             if self.ahead(reader) >= self._at_once - self._working(now):
@@ -61,7 +61,7 @@ class Admission:
         return True
 
     def took(self, reader: str, now: float) -> None:
-        """It took a part of what it is sent."""
+        """Note that it read a part of an answer."""
         if (one := self._readers.get(reader)) is not None:
             one.took_at = now
 
