@@ -68,7 +68,7 @@ async def test_what_the_service_says_is_shown_as_text_and_never_as_html(tmp_path
     mesh.failures.append({"t": now, "name": evil, "cause": evil, "recovered_at": None, "seconds_to_commit": None,
                           "seconds_to_return": None})  # fmt: skip
     texts = "['.waiting', '.events', '.heals', '.charts', '.members', '.told', '[aria-label=Groups]',"
-    texts += "'[aria-label=Failures]', '[aria-label=Stragglers]', '[aria-label^=Transfers]']"
+    texts += "'[aria-label=Failures]', '[aria-label=Stragglers]', '[aria-label^=Finished]']"
     lacking = f"{texts}.filter((it) => !document.querySelector(it).textContent.includes({json.dumps(evil)})).length"
     dangerous = "document.title === '1' || document.querySelectorAll('img, b b').length"
     async with shown(tmp_path, mesh) as (browser, endpoint):
