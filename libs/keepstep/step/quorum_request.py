@@ -61,11 +61,11 @@ class QuorumRequest:
         asking = 2 * self._timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
         try:
             return self._result(asking + context.timeout.total_seconds() + CALL_MARGIN_SECONDS, times)
+        except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:  # Banned is a SessionClosed
+            self._end_training(error)
         except SessionClosed:
             context.raise_fatal()
             raise
-        except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:
-            self._end_training(error)
 
     def _result(self, limit: float, times: StepTimes) -> QuorumPlan:
         if self._future.done():

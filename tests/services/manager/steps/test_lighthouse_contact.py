@@ -13,6 +13,7 @@ import torch
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
+from keepstep.runtime.exits import EvictedExit
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.protocol.messages import ServiceAddress
 from tests.services.manager.groups import SECOND, manager
@@ -88,6 +89,28 @@ def test_the_manager_knows_the_services_that_registered(lighthouse):
         pass
     with manager(lighthouse, "a") as m:
         assert m.services == (ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520"),)
+
+
+def test_a_group_that_is_banned_when_it_reconnects_exits_as_evicted(lighthouse):
+    with manager(lighthouse, "other", init_sync=False):
+        body = json.dumps({"reason": "bad GPU", "ban_seconds": 500}).encode()
+        order = urllib.request.Request(f"{lighthouse}/v1/jobs/default/replicas/a/evict", body, method="POST")
+        with urllib.request.urlopen(order, timeout=20):
+            pass
+    first = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    with manager(f"{first.address()},{lighthouse}", "a", init_sync=False) as m:
+        try:
+            m.start_quorum()
+            assert m.should_commit()
+        finally:
+            first.shutdown()
+        m.start_quorum()
+        assert not m.allreduce(torch.ones(1)).wait()
+        with pytest.raises(EvictedExit, match="bad GPU") as end:
+            m.should_commit()
+        assert end.value.code == 77
+        with pytest.raises(EvictedExit, match="bad GPU"):
+            m.start_quorum()
 
 
 def test_a_wish_to_leave_ends_at_the_next_step_with_exit_code_0(lighthouse):
