@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 from torch.futures import Future
 
 
 def fail_future(future: Future[Any], error: Exception) -> None:
-    """Complete ``future`` with ``error``; each reader gets a copy of it.
+    """Complete ``future`` with ``error``. Each reader gets a copy of it.
 
-    ``Future.set_exception`` raises one object for all readers, so its traceback refers to their frames, and these to
-    the future. C++ owns the future: the garbage collector does not see this cycle, and the tensors, threads and sockets
-    of a failed collective would never be freed.
+    ``Future.set_exception`` raises one object for all readers. Its traceback refers to their frames, and these refer to
+    the future. C++ owns the future, so the garbage collector does not see this cycle, and the tensors, threads and
+    sockets of a failed collective would never be freed.
     """
 
     def raise_copy(stored: Exception) -> NoReturn:
@@ -23,7 +24,14 @@ def fail_future(future: Future[Any], error: Exception) -> None:
 
 
 def _copy(error: Exception) -> Exception:
-    """The same type, arguments and attributes; no traceback, cause or context."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    return copy
+    """Return an error of the same type, arguments and attributes, without traceback, cause and context.
+
+    An error that cannot be copied, because its type has a constructor of its own, is returned itself: a future that
+    never completes would be worse than a cycle.
+    """
+    with contextlib.suppress(Exception):
+        copy = type(error).__new__(type(error), *error.args)
+        copy.__dict__.update(error.__dict__)
+        if str(copy) == str(error):
+            return copy
+    return error

@@ -24,6 +24,30 @@ def test_each_reader_gets_a_copy_with_the_arguments_and_attributes() -> None:
     assert caught[0].peer_address == caught[1].peer_address == "http://10.0.0.1:1"
 
 
+class NeedsTwoArguments(Exception):
+    def __new__(cls, code: int, reason: str) -> NeedsTwoArguments:
+        return super().__new__(cls, code, reason)
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NeedsTwoArguments(3, "bad value"),
+        FileNotFoundError(2, "No such file or directory", "/data/shard-7"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ],
+)
+def test_an_error_that_cannot_be_copied_completes_the_future_with_its_own_text(error: Exception) -> None:
+    future: Future[None] = Future()
+    fail_future(future, error)
+    with pytest.raises(type(error)) as info:
+        future.value()
+    assert str(info.value) == str(error)
+
+
 def test_a_callback_sees_the_error() -> None:
     future: Future[None] = Future()
     after = future.then(lambda done: done.value())
