@@ -97,9 +97,10 @@ class Communicator(ABC):
         return False
 
     def start(self, operation: str, args: tuple[Any, ...]) -> Work:
-        """Start torch's operation of that name.
+        """Call the method ``operation`` of torch's backend.
 
-        No frame of a traceback may refer to the backend: whoever keeps an error would keep its threads and sockets.
+        The backend is in no local variable when this raises. An error that is kept keeps the local variables of its
+        traceback, and with the backend its threads and sockets.
         """
         backend = self.backend
         try:

@@ -52,12 +52,13 @@ class AcceleratorCommunicator(Communicator):
         self._abort: threading.Thread | None = None
 
     def connect(self) -> None:
-        backend = self._backend_class(self._store, self.rank, self.size, self._options)
-        self.backend = backend  # so that `interrupt` reaches it while it connects
+        # set before it connects, so that `interrupt` reaches it; in no local variable, as in `start`
+        self.backend = self._backend_class(self._store, self.rank, self.size, self._options)
         if self.error is not None:
             raise self.error
         device: Any = torch.accelerator.current_accelerator()
-        backend.eager_connect_single_device(torch.device(device.type, torch.accelerator.current_device_index()))
+        index = torch.accelerator.current_device_index()
+        self.start("eager_connect_single_device", (torch.device(device.type, index),))
 
     def interrupt(self) -> None:
         store_abort = getattr(self._store, "abort", None)

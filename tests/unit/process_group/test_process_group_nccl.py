@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -175,6 +176,28 @@ def test_a_future_of_an_accelerator_holds_the_error_of_its_operation() -> None:
     operation.future.set_exception(RuntimeError("unhandled system error"))
     with pytest.raises(RuntimeError, match="unhandled system error"):
         future.wait()
+
+
+class Unreachable:
+    """A backend that does not connect."""
+
+    def __init__(self, *_arguments: object) -> None:
+        self.eager_connect_single_device = self.refuse
+
+    @staticmethod
+    def refuse(_device: torch.device) -> None:
+        raise RuntimeError("no route to host")
+
+
+def test_the_error_of_a_backend_that_does_not_connect_does_not_keep_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    communicator = AcceleratorCommunicator(Unreachable, None, dist.HashStore(), 0, 2, timedelta(seconds=7))
+    with pytest.raises(RuntimeError, match="no route to host") as kept:
+        communicator.connect()
+    freed = weakref.ref(communicator.backend)
+    communicator.backend = None
+    assert freed() is None, f"the traceback of {kept.value!r} keeps it"
 
 
 @on_gpu
