@@ -78,7 +78,7 @@ class LauncherStore:
         known = ""
         while (found := self._call(partial(self._replace, known, entry))) != entry:
             other_address, _, other = found.partition(" ")
-            if self._listens_at(other_address):
+            if other_address != address and self._listens_at(other_address):
                 raise KeepstepError(
                     f"{replica_id} found rank 0 of {other} at work in the store at {self._place}: give every group a "
                     f"MASTER_ADDR and MASTER_PORT of its own"

@@ -65,3 +65,10 @@ def test_rank_0_serves_the_store_of_a_group_when_nobody_does(lighthouse):
     place = place_to_meet()
     for _life in range(2):
         assert_group_commits(lighthouse, place)
+
+
+def test_rank_0_with_a_fixed_port_replaces_the_entry_of_its_earlier_life(lighthouse, monkeypatch):
+    monkeypatch.setenv("KEEPSTEP_MANAGER_PORT", str(place_to_meet()["store_port"]))
+    with another_process() as port:
+        for _life in range(2):
+            assert_group_commits(lighthouse, place_to_meet() | {"store_port": port})
