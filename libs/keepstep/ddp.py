@@ -136,13 +136,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         buffers = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         _trigger_torchs_warning()
         _notice_reentrant_checkpoints()
-        self._reduces_queue_averaging = False
+        self._averages_at_end = False
         """True from a forward pass through a reentrant checkpoint to the end of its backward pass."""
         self._reduction_queued = False
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # of broadcast_buffers; older torch does not have its successor
+            # of broadcast_buffers; older versions of torch do not have its successor
+            warnings.simplefilter("ignore", FutureWarning)
             super().__init__(
                 module,
                 process_group=_ReducerGroup(0, 1),
@@ -166,8 +165,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._reduces_queue_averaging |= synced and _forward_pass.reentrant
-        if not (synced and self._reduces_queue_averaging):
+        self._averages_at_end |= synced and _forward_pass.reentrant
+        if not (synced and self._averages_at_end):
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
         with self.no_sync():  # so that the reducer does not wait for gradients
             output = super()._post_forward(output)  # type: ignore[no-untyped-call]
@@ -183,7 +182,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce_all)  # noqa: SLF001
 
     def _reduce_all(self) -> None:
-        self._reduces_queue_averaging = self._reduction_queued = False
+        self._averages_at_end = self._reduction_queued = False
         self.reducer.prepare_for_backward([])
         self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001
 

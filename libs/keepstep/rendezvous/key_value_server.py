@@ -33,11 +33,12 @@ MAX_VALUE_BYTES = 1024 * 1024
 MAX_BODY_BYTES = MAX_VALUE_BYTES + 4096
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
 MAX_TABLES = 4096
-IDLE_CONNECTION_SECONDS = 600.0
+IDLE_TABLE_SECONDS = 600.0
+"""A table that no member uses for longer is dropped."""
 VERSION = 2
 """What this build understands of where members meet and what they store there (``MemberInfo.rendezvous``). 2: another
 host for each quorum_id, and short Gloo addresses."""
-WATCH_POLL_SECONDS = 5.0
+WAIT_POLL_SECONDS = 5.0
 """How long the server holds a wait over HTTP before it answers "not yet" and is asked again."""
 
 _KEY_OVERHEAD_BYTES = 128
@@ -211,8 +212,8 @@ class KeyValueServer:
                     raise RendezvousError(_over(table, known))
                 if known.job == table.job and known.generation < table.generation:
                     _fail([self._tables.pop(known)], _over(known, table))
-                elif now - self._tables[known].used_at > IDLE_CONNECTION_SECONDS:
-                    _fail([self._tables.pop(known)], f"nobody used this table for {IDLE_CONNECTION_SECONDS} s")
+                elif now - self._tables[known].used_at > IDLE_TABLE_SECONDS:
+                    _fail([self._tables.pop(known)], f"nobody used this table for {IDLE_TABLE_SECONDS} s")
             if len(self._tables) >= MAX_TABLES:
                 raise RendezvousError(f"the rendezvous host is full: it holds {MAX_TABLES} tables already")
             self._tables[table] = _Contents(now)
@@ -236,7 +237,7 @@ class KeyValueServer:
             match operation, arguments:
                 case "wait", [list(keys), int(start), float(seconds)] if start >= 0 and seconds >= 0:
                     arrived = asyncio.wrap_future(self.wait(table, keys))
-                    await asyncio.wait([arrived], timeout=min(seconds, WATCH_POLL_SECONDS))
+                    await asyncio.wait([arrived], timeout=min(seconds, WAIT_POLL_SECONDS))
                     if not arrived.done():
                         arrived.cancel()
                         return None

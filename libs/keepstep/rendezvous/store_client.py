@@ -33,8 +33,9 @@ __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "Rende
 MAX_ANSWER_BYTES = 256 << 20
 """No table holds as much."""
 MAX_REASON_BYTES = 500
-RETRY_SECONDS = 0.02
 MAX_NAMED_KEYS = 4
+"""Limit of keys that an error lists."""
+RETRY_SECONDS = 0.02
 """Between two tries to reach a host that does not listen yet."""
 _REPEATABLE = frozenset({"wait", "check", "items", "set"})
 

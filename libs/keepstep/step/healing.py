@@ -23,7 +23,7 @@ from keepstep.step.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 
 MAX_HEAL_DOUBLINGS = 10
-"""Equal to the lighthouse's constant."""
+"""The time limit of a heal doubles at most this often. Equal to the constant of the lighthouse."""
 GIVE_UP_SECONDS = 1.0
 """A heal runs this much longer than the lighthouse waits for it, so that the lighthouse sees a late heal, not a broken
 one.

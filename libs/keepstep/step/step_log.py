@@ -4,8 +4,7 @@ Each line: ``t`` (Unix seconds), ``job``, ``replica_id``, ``group_rank``, ``n`` 
 missing line shows), ``event``, ``step`` (committed steps after the event), ``quorum_id``, and the fields of the event:
 
 * ``started``, ``loaded`` (the user's checkpoint), ``torn``, ``diverged`` (the weights were found to differ from those
-of
-  the other groups): ``lineage`` of this group
+  of the other groups): ``lineage`` of this group
 * ``quorum`` (the quorum has formed, and its process group is built): ``epoch``, ``members``, ``participants`` (all)
 * ``healed``: ``epoch``, ``lineage`` of the loaded state, ``source``, ``seconds``, ``bytes``
 * ``committed``: ``epoch``, ``participants``, ``lineage`` of the state before the step; only if true: ``behind`` (the

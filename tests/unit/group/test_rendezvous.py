@@ -164,7 +164,7 @@ async def test_a_wait_ends_with_its_timeout(make) -> None:
 
 
 async def test_a_wait_outlasts_the_servers_patience(make, monkeypatch) -> None:
-    monkeypatch.setattr(key_value_server, "WATCH_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(key_value_server, "WAIT_POLL_SECONDS", 0.05)
     one, other = make(), make()
     waiting = await begun(call(one.get, "key"))
     await call(other.set, "key", b"value")
@@ -235,7 +235,7 @@ async def test_the_server_is_bounded_and_forgets_what_nobody_uses(server, monkey
         server.set(Table(), "key", bytes(2000))
     with pytest.raises(RendezvousError, match="full: it holds 10000 bytes"):
         server.set(Table(), "large", bytes(5000))
-    monkeypatch.setattr(key_value_server, "IDLE_CONNECTION_SECONDS", -1.0)
+    monkeypatch.setattr(key_value_server, "IDLE_TABLE_SECONDS", -1.0)
     server.set(Table(group_rank=3), "large", bytes(5000))
 
 

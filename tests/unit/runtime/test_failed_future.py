@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Self
 
 import pytest
 from torch.futures import Future
@@ -25,7 +26,7 @@ def test_each_reader_gets_a_copy_with_the_arguments_and_attributes() -> None:
 
 
 class NeedsTwoArguments(Exception):
-    def __new__(cls, code: int, reason: str) -> NeedsTwoArguments:
+    def __new__(cls, code: int, reason: str) -> Self:
         return super().__new__(cls, code, reason)
 
     def __init__(self, code: int, reason: str) -> None:
