@@ -219,17 +219,19 @@ class BackendWork(Work):
         """
         raw = self._raw
         if raw is not None:
+            failed = asleep = False
             try:
                 self._await(raw, timeout)
             except (RuntimeError, TimeoutError) as error:
-                self._error = self._failure(error, timeout)
-                self._communicator.fail(self._error)
-                if isinstance(error, _AsleepError):
-                    self._raw = None
-                self.finish()
-            else:
+                self._error, failed = self._failure(error, timeout), True
+                asleep = isinstance(error, _AsleepError)
+            if asleep or not failed:
                 self._raw = None  # torch's work keeps the communicator's threads and sockets
             del raw  # so would a traceback
+            if failed and self._error is not None:
+                # not in the `except` block: its error would be the context of errors that callbacks raise
+                self._communicator.fail(self._error)
+                self.finish()
         if self._error is not None:
             raise self._error
         return True

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Work
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo, communicator
 from keepstep.process_group.gloo_sockets import GlooRank, shut_down
@@ -403,6 +403,46 @@ def test_a_failed_collective_frees_its_tensors_though_its_future_was_read(cohort
     assert "the lighthouse said so" in str(errors.pop())
     del work, tensor
     gc.collect()
+    assert freed() is None
+
+
+class Idle(communicator.Communicator):
+    """A communicator without connections."""
+
+    def connect(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+
+class Reset(Work):
+    """An operation of torch whose wait notices the lost connection before its future does."""
+
+    def wait(self, _timeout: timedelta = timedelta(0)) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+
+def test_an_error_that_the_reader_of_a_future_keeps_does_not_keep_the_operation(monkeypatch) -> None:
+    monkeypatch.setattr(communicator, "_finish", lambda _: None)  # the waiting thread completes the future
+    errors: list[Exception] = []
+
+    def read(future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except ProcessGroupError as error:
+            errors.append(error)
+
+    raw = Reset()
+    freed = weakref.ref(raw)
+    work = communicator.BackendWork(Idle(0, 2, LONG), raw, "allreduce", [torch.ones(2)])
+    del raw
+    work.get_future().then(read)
+    with pytest.raises(ProcessGroupError, match="Connection reset by peer"):
+        work.wait()
+    gc.collect()
+    assert errors
     assert freed() is None
 
 
