@@ -87,7 +87,7 @@ async def test_two_groups_whose_names_differ_behind_a_colon_stay_two() -> None:
                 return [one for one in it["events"] if one["event"] == "evicted"]
 
             (event,) = evicted(await asking.until("events", evicted, "default"))
-            assert (event["name"], event["sentence"]) == ("a:1", "a:1 is evicted by admin at 127.0.0.1: bad host")
+            assert (event["name"], event["sentence"]) == ("a:1", "admin at 127.0.0.1 evicted a:1: bad host")
             for other in ("a", "a:0"):
                 problem = await orders.call("POST", order(other, "readmit"), 409, json={})
                 assert problem["detail"] == f"{other} is neither banned nor evicted"
