@@ -1,13 +1,13 @@
 """One configuration of a process group on one of torch's backends, and the operations in flight on it.
 
-The first failure of a communicator is its end: its connections are cut, so that what is in flight here ends within a
-millisecond and every peer learns of it at once. ``wait`` returns or raises when the operation has let go of its
-tensors, so that a late result never lands in a gradient.
+The first failure of an operation ends the communicator: its connections are closed, so that all operations in flight
+end within a millisecond, and every peer notices at once. ``wait`` returns or raises after the operation has released
+its tensors, so that a late result is never written to a gradient.
 
-One thing Gloo does not do: wake an operation whose peer went away in the middle of a message (only those are woken that
-wait for a message not begun). It sleeps until its own timeout and touches nothing. So a wait looks whether the peers
-are all connected still (for futures, on which nobody may wait, a thread does), and what sleeps on a broken communicator
-is given up after ``PATIENCE``, which is much longer than whatever still runs can take.
+Gloo does not wake an operation whose peer disconnected in the middle of a message; it wakes only operations that wait
+for the start of one. Such an operation sleeps until its own timeout, and writes nothing. So a wait checks from time to
+time that all peers are still connected; for futures a thread does. On a failed communicator a sleeping operation is
+given up after ``PATIENCE``, which is much longer than any running operation takes to end.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
-"""To torch: the operation's own timeout."""
+"""Means the operation's own timeout, in torch's calls."""
 SLICE = timedelta(milliseconds=25)
-"""A wait looks this often whether its time is over or its communicator has failed."""
+"""A wait checks this often whether its timeout has passed or its communicator has failed."""
 INSTANT = timedelta(milliseconds=1)
-"""The shortest slice: to torch 0 is for ever."""
+"""The shortest slice, because torch waits without limit for 0."""
 PATIENCE = 6
-"""With a failed communicator, in slices; as many more as an operation's tensors have times ``PATIENCE_BYTES``."""
+"""Slices that a wait takes on a failed communicator, plus one for each ``PATIENCE_BYTES`` of its tensors."""
 PATIENCE_BYTES = 10_000_000
 PEER_IS_GONE = "a peer closed its connection"
 LOOK = 40
-"""Slices between two looks whether all peers are still connected."""
+"""Slices between two checks that all peers are still connected."""
 STALL = 5
-"""Looks that an operation has even if one is not. A peer that is done may go while others, that stalled, have yet to
-pass on what it contributed; of one that died the lighthouse tells sooner.
+"""Checks that may fail before an operation is given up. A peer that has finished may disconnect while others still pass
+on its data. The death of a peer is reported by the lighthouse sooner.
 """
 EXIT_SECONDS = 2.0
-"""At the end of the process, for communicators that are being freed."""
+"""Limit at the end of the process for communicators that are being freed."""
 
 _SLICE_IS_OVER = "Operation timed out!"
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
@@ -62,7 +62,7 @@ class Communicator(ABC):
 
     backend: Backend | None = None
     can_lose_a_peer = False
-    """Whether ``has_lost_a_peer`` is worth asking."""
+    """Whether ``has_lost_a_peer`` can be true."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -71,7 +71,7 @@ class Communicator(ABC):
         self.error: Exception | None = None
         self._pid = os.getpid()
         self.patience_spent = 0
-        """Slices that somebody has waited since the failure: what sleeps is waited for once, not one after another."""
+        """Slices that any wait took since the failure, so that several sleeping operations are waited for only once."""
         self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -79,21 +79,21 @@ class Communicator(ABC):
         tell_children(self)
 
     def forked(self) -> None:
-        """In a forked child: of no use, and torch's destructor would wait for threads that only the parent has."""
+        """Disable this object in a forked child: torch's destructor would wait for threads that only the parent has."""
         never_free(self, self.backend)
         self._lock = threading.Lock()
         self.error = fork_error("the process group", self._pid)
 
     @abstractmethod
     def connect(self) -> None:
-        """Meets the peers and sets ``backend``. Ends soon after ``interrupt``."""
+        """Connect to the peers and set ``backend``. Ends soon after ``interrupt``."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Ends what is in flight, ``connect`` included. From any thread; never blocks for long."""
+        """End all operations in flight, and ``connect``. From any thread; never blocks for long."""
 
     def has_lost_a_peer(self) -> bool:
-        """Whether a connection ended that no operation in flight may have been told of."""
+        """Return whether a connection ended that an operation in flight may not have noticed."""
         return False
 
     def start(self, operation: str, args: tuple[Any, ...]) -> Work:
@@ -111,11 +111,12 @@ class Communicator(ABC):
             del backend
 
     def started(self, work: BackendWork) -> None:
+        """Note that ``work`` is in flight."""
         with self._lock:
             self._in_flight.add(work)
 
     def look_after_futures(self) -> None:
-        """Somebody has the future of an operation."""
+        """Check the connections from now on in a thread: an operation has a future, which no thread may wait for."""
         if self.can_lose_a_peer and self._looking is None:
             with self._lock:
                 if self._looking is None and self.error is None:
@@ -123,9 +124,9 @@ class Communicator(ABC):
                     self._looking.start()
 
     def _look(self) -> None:
-        """Fails the communicator when a peer is gone and an operation has not noticed for ``STALL`` looks.
+        """Fail the communicator if a peer has disconnected and an operation did not notice for ``STALL`` checks.
 
-        Ends when nothing is in flight.
+        Ends when no operation with a future is in flight.
         """
         looks: weakref.WeakKeyDictionary[BackendWork, int] = weakref.WeakKeyDictionary()
         while not self._failed.wait(LOOK * SLICE.total_seconds()):
@@ -140,7 +141,7 @@ class Communicator(ABC):
             del promised
 
     def fail(self, error: Exception) -> Exception:
-        """Notes the first error and cuts the connections. Returns the error that counts."""
+        """Keep ``error``, if it is the first, and close the connections. Return the first error."""
         with self._lock:
             if self.error is not None:
                 return self.error
@@ -153,7 +154,7 @@ class Communicator(ABC):
         return error
 
     def close(self) -> None:
-        """Frees everything, after ``fail``. No operation writes to a tensor of the user's after it."""
+        """Free everything, after ``fail``. Afterwards no operation writes to a tensor of the user."""
         with self._lock:
             in_flight = list(self._in_flight)
         _finish(in_flight)
@@ -169,7 +170,7 @@ _disposals: set[threading.Thread] = set()
 
 
 def _dispose(backend: list[Backend | None]) -> None:
-    """Not on the caller's time: torch's destructor waits 20 ms for its thread, and for operations that sleep."""
+    """Free the backend in a thread: torch's destructor waits 20 ms for its own thread, and for sleeping operations."""
 
     def dispose() -> None:
         backend.clear()
@@ -182,18 +183,18 @@ def _dispose(backend: list[Backend | None]) -> None:
 
 @atexit.register
 def _await_disposals() -> None:
-    """A thread that comes back from C++ into an interpreter that ends is unwound by force, and C++ aborts for it."""
+    """Wait for threads in C++: one that returns while the interpreter shuts down would abort the process."""
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in tuple(_disposals):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _AsleepError(TimeoutError):
-    """The operation will not wake before its own timeout."""
+    """The operation sleeps until its own timeout."""
 
 
 class BackendWork(Work):
-    """An operation in flight. ``tensors`` are those that it writes, or sends."""
+    """An operation in flight. ``tensors``: those that it writes or sends."""
 
     def __init__(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> None:
         super().__init__()
@@ -208,14 +209,15 @@ class BackendWork(Work):
 
     @property
     def promised(self) -> bool:
-        """Somebody has its future."""
+        """Whether ``get_future`` was called."""
         return self._future is not None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Waits until the operation is over, at most ``timeout`` (0: the operation's own).
+        """Wait until the operation has ended, at most ``timeout`` (0: the operation's own). Return True.
 
-        :raises TimeoutError: it took too long; the group is broken then.
-        :raises ProcessGroupError: it failed or was aborted; the group is broken then.
+        Raises:
+            TimeoutError: the operation took too long. The group cannot be used until it is configured again.
+            ProcessGroupError: the operation failed or was aborted. The same holds for the group.
         """
         raw = self._raw
         if raw is not None:
@@ -237,14 +239,14 @@ class BackendWork(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Completes with the tensors, or the error, when the operation is over."""
+        """Return a future that completes with the tensors, or the error, when the operation has ended."""
         if self._future is None:
             raw = self._raw
             self._communicator.look_after_futures()
             self._future = Future(devices=list({one.device for one in _flat(self._tensors) if not one.is_cpu}))
             if raw is not None:
                 self._watch(raw)
-            if raw is None or self._communicator.error is not None:  # `fail` may not have seen that it is promised
+            if raw is None or self._communicator.error is not None:  # `fail` may have run before the future existed
                 self.finish()
         return self._future
 
@@ -265,7 +267,7 @@ class BackendWork(Work):
             self._raw.synchronize()
 
     def finish(self) -> None:
-        """Waits, once the communicator has failed, until the operation has let go of its tensors."""
+        """Wait until the operation has released its tensors, after the communicator has failed."""
         raw = self._raw
         if raw is not None:
             try:
@@ -297,10 +299,11 @@ class BackendWork(Work):
             fail_future(self._future, self._error)
 
     def _await(self, raw: Work, timeout: timedelta) -> None:
-        """Waits in slices, so that an operation that will never wake can be given up.
+        """Wait in slices, so that a sleeping operation can be given up.
 
-        :raises RuntimeError: what torch says about a failure.
-        :raises TimeoutError: ``timeout`` is over, or the patience with a failed communicator.
+        Raises:
+            RuntimeError: torch's error of the operation.
+            TimeoutError: ``timeout`` has passed, or the operation sleeps on a failed communicator.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
         communicator = self._communicator
@@ -320,7 +323,7 @@ class BackendWork(Work):
                 communicator.fail(ProcessGroupError(PEER_IS_GONE))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
-        """Whether it is over."""
+        """Wait up to ``limit``, and return whether the operation has ended."""
         try:
             raw.wait(limit)
         except RuntimeError as error:
@@ -330,7 +333,7 @@ class BackendWork(Work):
         return True
 
     def _failure(self, error: Exception, timeout: timedelta) -> Exception:
-        """What to tell of this operation: why its communicator failed if it did, else what torch or we found."""
+        """Return the error of this operation: that of its communicator if it has failed, else one from ``error``."""
         first = self._communicator.error
         if first is not None:
             kind = ProcessGroupAbortedError if isinstance(first, ProcessGroupAbortedError) else ProcessGroupError
@@ -342,7 +345,7 @@ class BackendWork(Work):
 
 
 class ThreadedWork(BackendWork):
-    """A send, receive or reduce-scatter over Gloo: torch gives it no future, and no wait that can be cut in slices."""
+    """A send, receive or reduce-scatter over Gloo. torch has no future for it, and no wait with a time limit."""
 
     _waiting: concurrent.futures.Future[None] | None = None
 
@@ -379,7 +382,7 @@ def _finish(works: list[BackendWork]) -> None:
 
 
 def plain(error: Exception) -> str:
-    """What Gloo says, without the places in its source and its guess."""
+    """Return Gloo's message without places in its source and without its guess at the cause."""
     return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
 
 

@@ -1,9 +1,9 @@
 """NCCL and XCCL: collectives on an accelerator, on the streams of their communicator.
 
-An accelerator's ``wait`` only makes the current stream wait, so a stuck peer shows as a stream that stands still. A
-watcher knows when each operation should have passed its stream and aborts the communicator when it has not; the kernels
-then end and the stream runs on, over a result that is worthless. So ``errored`` synchronises first: whoever asks it
-before using what was reduced never uses such a result. torch's own watchdog, which ends the process, is off.
+On an accelerator ``wait`` only makes the current stream wait, so a stuck peer blocks the stream. A thread knows when
+each operation should have ended on its stream, and aborts the communicator if it has not. The kernels then end, and the
+stream continues with a wrong result. So ``errored`` synchronizes the stream first: a caller that checks it before it
+uses a result never uses a wrong one. torch's own watchdog, which ends the process, is off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keepstep_mesh.config.logging import get_logger
 log = get_logger("keepstep.process_group")
 
 ABORT_SECONDS = 10.0
-"""How long freeing a communicator may wait for an abort that is under way."""
+"""Limit for an abort in progress when a communicator is freed."""
 
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # we abort; the watchdog would end the process
@@ -79,17 +79,19 @@ class AcceleratorCommunicator(Communicator):
         super().close()
 
     def expect(self, timeout: timedelta) -> None:
-        """The current stream should be through with what it has now within ``timeout``."""
+        """Expect that the current stream ends its present work within ``timeout``; else the communicator fails."""
         self._watch.add(timeout)
 
 
 class AcceleratorWork(BackendWork):
+    """An operation on the stream of an accelerator."""
+
     _communicator: AcceleratorCommunicator
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Makes the current stream wait. A failure that shows later is in ``errored`` of the group."""
+        """Make the current stream wait. A later failure is in ``errored`` of the group."""
         limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
-        if self._operation == "barrier":  # the only one that waits here and now
+        if self._operation == "barrier":  # the only operation for which the calling thread waits
             with context_timeout(lambda: self._late(limit), limit):
                 super().wait()
         else:
@@ -98,11 +100,11 @@ class AcceleratorWork(BackendWork):
         return True
 
     def get_future(self) -> Future[Any]:
-        """torch's, which knows of streams. A failure that shows later is in ``errored`` of the group."""
+        """Return torch's future, which respects streams. A later failure is in ``errored`` of the group."""
         timeout = self._communicator.timeout
 
         def expected(future: Future[Any]) -> Any:
-            # on a stream of torch's that comes after the operation's, which the current one need not
+            # runs on a stream that waits for the operation's; the stream of the caller may not
             self._communicator.expect(timeout)
             return future.value()
 
@@ -116,7 +118,7 @@ class AcceleratorWork(BackendWork):
 
 
 class _StreamWatch:
-    """Fails a communicator when a stream has not come past a mark in time. Its thread lives while there are marks."""
+    """Fails a communicator when a stream does not reach a mark in time. Its thread ends after the last mark."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -185,7 +187,7 @@ class ProcessGroupNCCL(BackendProcessGroup):
         return f"keepstep-{self._backend_name.lower()}"
 
     def errored(self) -> Exception | None:
-        """What broke the group. Waits for the current stream, which the watcher ends if it is stuck."""
+        """Return the error that broke the group. Waits for the current stream, at most until it is aborted."""
         if self._communicator is not None:
             torch.accelerator.current_stream().synchronize()
         return super().errored()
@@ -193,7 +195,7 @@ class ProcessGroupNCCL(BackendProcessGroup):
     def _create(
         self,
         store: Store,
-        host: str | None,  # noqa: ARG002  # NCCL_SOCKET_IFNAME is its way
+        host: str | None,  # noqa: ARG002  # NCCL reads NCCL_SOCKET_IFNAME
         rank: int,
         world_size: int,
         name: str,

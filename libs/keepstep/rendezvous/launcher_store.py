@@ -34,16 +34,16 @@ STORE_PROBE_SECONDS = 2.0
 STORE_CONNECT_RETRY_SECONDS = 0.05
 """Pause before the address of rank 0 is read again."""
 GRACE_SECONDS = 1.0
-"""What a call may take beyond the deadline, so that torch's own error comes first, and to end when it is cut off."""
+"""Time of a call beyond the deadline, so that torch's own error comes first; also the time to end when it is cut."""
 
 
 class LauncherStore:
-    """Join the store at ``host:port``, or serve it if nobody does and this is rank 0.
+    """Joins the store at ``host:port``; on rank 0, serves it if no other process does.
 
     Args:
         host, port: MASTER_ADDR and MASTER_PORT of the group.
         rank: of this process in its group.
-        restart: the number of this life of the group; each life has its own entry in a store that outlives it.
+        restart: the launcher's restart count. Each start of the group has its own entry in a store that outlives it.
         agent_serves: whether the launcher serves the store for certain; rank 0 waits for it then.
         deadline: limit of every wait, in monotonic time.
 
@@ -78,15 +78,16 @@ class LauncherStore:
         known = ""
         while (found := self._call(partial(self._replace, known, entry))) != entry:
             other_address, _, other = found.partition(" ")
+            # at its own address this process listens itself
             if other_address != address and self._listens_at(other_address):
                 raise KeepstepError(
                     f"{replica_id} found rank 0 of {other} at work in the store at {self._place}: give every group a "
                     f"MASTER_ADDR and MASTER_PORT of its own"
                 )
-            known = found  # an earlier life of this group wrote it
+            known = found  # written by this group before a restart
 
     def address_of_rank_0(self, name: str) -> str:
-        """Wait for the address of the group's server. An entry that an earlier life left is passed over.
+        """Wait for the address of the group's server. An entry from before a restart is ignored.
 
         Args:
             name: stable name of the group; empty: any.
@@ -101,8 +102,8 @@ class LauncherStore:
                 address, _, replica_id = self._call(self._read).partition(" ")
             except TimeoutError as error:
                 raise TimeoutError(
-                    f"rank {self._rank} was not told where rank 0 of its group is, in the store at {self._place}: look "
-                    f"at the output of rank 0, it may not have started or not reached the lighthouse: {error}"
+                    f"rank {self._rank} found no address of rank 0 of its group in the store at {self._place}: look at "
+                    f"the output of rank 0, it may not have started or not reached the lighthouse: {error}"
                 ) from error
             if self._listens_at(address):
                 break
@@ -133,8 +134,8 @@ class LauncherStore:
         store = self._join()
         if store.check([SERVED_BY]):
             raise KeepstepError(
-                f"the store at {self._place} belongs to another group, or to an earlier life of this one, whose rank 0 "
-                f"({store.get(SERVED_BY).decode()}) serves it: give every group its own MASTER_ADDR and MASTER_PORT"
+                f"the store at {self._place} is served by rank 0 of another group, or by that of this group before a "
+                f"restart ({store.get(SERVED_BY).decode()}): give every group its own MASTER_ADDR and MASTER_PORT"
             )
         return store
 
@@ -164,14 +165,14 @@ class LauncherStore:
         return listens(parts.hostname or "", parts.port or 0, min(STORE_PROBE_SECONDS, self._left()))
 
     def _left(self) -> float:
-        """Seconds before the deadline; never 0, which torch takes for no limit."""
+        """Return the seconds left; never 0, which torch treats as no limit."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _call(self, work: Callable[[], R]) -> R:
-        """Run ``work`` until the deadline.
+        """Run ``work`` with the deadline.
 
-        torch waits without limit for the answer of a server that is frozen, or is no store. The connections to it are
-        closed then, which ends ``work``.
+        torch waits without limit for the answer of a server that is frozen, or is not a store. At the deadline the
+        connections to it are closed, which ends ``work``.
         """
         done: concurrent.futures.Future[R] = concurrent.futures.Future()
         thread = threading.Thread(target=_complete, args=(done, work), name="keepstep-launcher-store", daemon=True)
@@ -180,7 +181,7 @@ class LauncherStore:
             return done.result(self._left() + GRACE_SECONDS)
         except concurrent.futures.TimeoutError:
             self._close_connections()
-            reason = "the server there does not answer, or is no TCPStore"
+            reason = "the server does not answer, or is not a TCPStore"
         except KeepstepError:
             raise
         except (RuntimeError, OSError) as error:
@@ -204,7 +205,7 @@ def _complete(done: concurrent.futures.Future[R], work: Callable[[], R]) -> None
 
 
 def listens(host: str, port: int, timeout: float) -> bool:
-    """Whether a server accepts connections at ``host:port``, found out within ``timeout`` seconds."""
+    """Return whether a server accepts a connection at ``host:port`` within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     with contextlib.suppress(OSError, ValueError):
         for family, kind, protocol, _, address in Lookup(host, port).result(timeout):

@@ -66,10 +66,8 @@ class StateExchange:
         """Seconds that a heal may take; None: no limit but the timeout without progress."""
         if not self._plan.heal_timeout_ms:
             return None
-        return (
-            self._plan.heal_timeout_ms / 1000 * 2.0 ** min(self._context.late_heals, MAX_HEAL_DOUBLINGS)
-            + GIVE_UP_SECONDS
-        )
+        doublings = min(self._context.late_heals, MAX_HEAL_DOUBLINGS)
+        return self._plan.heal_timeout_ms / 1000 * 2.0**doublings + GIVE_UP_SECONDS
 
     def run(self) -> Exception | None:
         """Hand out live state to the groups that heal from this one; heal, if this group is behind.

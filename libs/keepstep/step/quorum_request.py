@@ -26,14 +26,14 @@ class QuorumRequest:
 
     Args:
         context: of this process.
-        answered: asks for the quorum and rebuilds the process group; runs on the mesh thread.
+        coroutine: requests the quorum and rebuilds the process group; runs on the mesh thread.
         timeout: of the request, in seconds.
     """
 
-    def __init__(self, context: StepContext, answered: Coroutine[Any, Any, QuorumPlan], timeout: float) -> None:
+    def __init__(self, context: StepContext, coroutine: Coroutine[Any, Any, QuorumPlan], timeout: float) -> None:
         self._context = context
         self._timeout = timeout
-        self._future: concurrent.futures.Future[QuorumPlan] = context.mesh.spawn(answered)
+        self._future: concurrent.futures.Future[QuorumPlan] = context.mesh.spawn(coroutine)
 
     @property
     def done(self) -> bool:
@@ -58,7 +58,9 @@ class QuorumRequest:
             TimeoutError, KeepstepError: the reason why no quorum formed.
         """
         context = self._context
-        asking = 2 * self._timeout * (1 + context.settings.quorum_retries)  # the group's ranks wait, then the group
+        asking = (
+            2 * self._timeout * (1 + context.settings.quorum_retries)
+        )  # first for the group's other ranks, then for other groups
         try:
             return self._result(asking + context.timeout.total_seconds() + CALL_MARGIN_SECONDS, times)
         except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:  # Banned is a SessionClosed

@@ -72,7 +72,7 @@ def test_whoever_is_missing_is_a_timeout(lighthouse):
     )
     assert isinstance(without_lighthouse, TimeoutError)
     assert isinstance(without_rank_0, TimeoutError)
-    assert "rank 1 was not told where rank 0 of its group is" in str(without_rank_0)
+    assert "rank 1 found no address of rank 0 of its group" in str(without_rank_0)
 
 
 @pytest.mark.parametrize("going", [0, 1])

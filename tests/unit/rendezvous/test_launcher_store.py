@@ -83,17 +83,27 @@ def test_rank_0_waits_for_the_store_of_an_agent() -> None:
 def test_a_second_rank_0_is_refused_in_a_store_that_the_first_serves() -> None:
     port = free_port()
     first = join(port)
-    with pytest.raises(KeepstepError, match="belongs to another group, or to an earlier life of this one"):
+    with pytest.raises(
+        KeepstepError, match="is served by rank 0 of another group, or by that of this group before a restart"
+    ):
         join(port)
     assert first.store.check(["keepstep/served_by"])
 
 
 def test_a_second_rank_0_is_refused_while_the_first_is_at_work() -> None:
     host = hosted()
-    with listening() as server:
+    with listening() as server, listening() as another:
         join(host.port).announce_rank_0(f"http://{HOST}:{server}", FIRST)
         with pytest.raises(KeepstepError, match="g:2 found rank 0 of g:1 at work in the store"):
-            join(host.port).announce_rank_0(f"http://{HOST}:{server}", SECOND)
+            join(host.port).announce_rank_0(f"http://{HOST}:{another}", SECOND)
+
+
+def test_rank_0_replaces_an_entry_with_its_own_address() -> None:
+    host = hosted()
+    with listening() as server:
+        join(host.port).announce_rank_0(f"http://{HOST}:{server}", FIRST)
+        join(host.port).announce_rank_0(f"http://{HOST}:{server}", SECOND)
+    assert host.get("keepstep/0/group_server").decode().endswith(SECOND)
 
 
 def test_the_entry_of_a_life_that_ended_is_passed_over_and_replaced() -> None:
