@@ -16,10 +16,14 @@ def checked_store(url: str) -> str:
 
 
 async def open_store(url: str) -> Store:
-    """``memory://``; ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``);
-    ``etcd://host:port[,host:port]/prefix``, see ``etcd.EtcdAddress``. etcd is not connected to before the first call.
+    """Open the store at ``url``. An etcd store connects with its first call.
 
-    Raises ``StoreError`` that says what to do instead.
+    Args:
+        url: ``memory://``; ``sqlite://`` and a path (``sqlite:///var/lib/keepstep/lighthouse.db``); or
+            ``etcd://host:port[,host:port]/prefix`` (``etcd_address.EtcdAddress``).
+
+    Raises:
+        StoreError: the URL is invalid, or the store cannot be opened.
     """
     # Each store is loaded only where it is used: a mesh without etcd needs no etcd client.
     scheme, _, rest = checked_store(url).partition("://")
@@ -31,6 +35,7 @@ async def open_store(url: str) -> Store:
         from keepstep_lighthouse.store.sqlite_store import SqliteStore  # noqa: PLC0415
 
         return await SqliteStore.open(Path(rest))
-    from keepstep_lighthouse.store.etcd_store import EtcdAddress, EtcdStore  # noqa: PLC0415
+    from keepstep_lighthouse.store.etcd_address import EtcdAddress  # noqa: PLC0415
+    from keepstep_lighthouse.store.etcd_store import EtcdStore  # noqa: PLC0415
 
     return EtcdStore(EtcdAddress.parse(url))
