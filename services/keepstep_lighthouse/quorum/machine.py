@@ -1,16 +1,9 @@
 """The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
 
-Rules of this file (``quorum_rules`` has those that form a quorum, ``group`` and ``groups`` those about which groups
-count, ``departures`` the messages about a loss):
+Rules of this file (``rules/quorum_rules`` has those that form a quorum, ``changes/membership`` those of its id,
+``group`` and ``groups`` those about which groups count, ``changes/health`` those about which are lost, and
+``changes/departures`` the messages about a loss):
 
-* **Health.** A group is healthy while its session is open and its last frame is younger than ``heartbeat_timeout``. A
-  session that ends without a graceful leave makes the group *suspect*: it may reconnect within ``reconnect_grace`` as
-  if nothing had happened. A suspect is lost at once when more than half of the other members of its quorum left, are
-  lost, or ask again with ``commit_failures``.
-* **quorum_id** grows by one when the job has no quorum, when the sorted list of members changes, when a member
-  reports ``commit_failures``, when a member was lost since the last round, and when the reference state begins a new
-  history (a loaded checkpoint). Otherwise the quorum is confirmed under its id. It also grows beyond the lineage of
-  every member, because states may come from a job of another lighthouse.
 * **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
   a higher quorum_id that a hello reports. A confirmed quorum is not written.
 * **Repeated requests.** A request that was answered and arrives again after a reconnect gets the same answer and
@@ -26,7 +19,6 @@ count, ``departures`` the messages about a loss):
   ``takeover_grace`` is over. If the previous leader may be alive, also not until one of them has sent a frame here or
   that leader's lease is over. If a hello reports a higher quorum_id than the store has, the store was lost: the same
   grace applies.
-* **Late ticks.** A late tick means that frames may be unread, so every group gets ``LATE_SECONDS`` more.
 
 Duties of the shell: number the sessions; pass events in their order; send ``Tick`` when ``deadline()`` has passed;
 carry out decisions in their order, and none after a ``Persist`` whose success is not certain. On ``Opened``: write
@@ -40,7 +32,16 @@ from itertools import islice
 
 from keepstep_lighthouse.quorum import bans
 from keepstep_lighthouse.quorum.announcing import Announcer
-from keepstep_lighthouse.quorum.changes import agreements, departures, divergence, heals, orders, stragglers
+from keepstep_lighthouse.quorum.changes import (
+    agreements,
+    departures,
+    divergence,
+    heals,
+    health,
+    membership,
+    orders,
+    stragglers,
+)
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -71,14 +72,8 @@ from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
-from keepstep_mesh.protocol.lineage import origin, reference_state, repeats_steps
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
-
-LATE_TICK_SECONDS = 0.25
-"""A tick that is later than this is a late tick, see above."""
-HIGHEST_QUORUM_ID = 2**53
-"""A hello with a higher one is invalid."""
 
 
 class JobCore:
@@ -185,15 +180,17 @@ class JobCore:
         state = self._state
         seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
         refusal, code = bans.refusal(state.record, event.replica_id, now_unix), "banned"
-        if seen > HIGHEST_QUORUM_ID:
-            refusal, code = f"invalid quorum_id {seen} (limit {HIGHEST_QUORUM_ID})", "bad_message"
+        if seen > membership.HIGHEST_QUORUM_ID:
+            refusal, code = f"invalid quorum_id {seen} (limit {membership.HIGHEST_QUORUM_ID})", "bad_message"
         if refusal is not None:
             state.tell(event.session, Refused(code, refusal))
             state.end(event.session)
             state.log("refused", event.replica_id, reason=refusal)
             return
         if seen > state.record.quorum_id:
-            self._raise_quorum_id(seen, now)
+            membership.raise_quorum_id(state, seen)
+            if self._announcer.last is None:
+                self._takeover.wait((), now, state.takeover_grace)
         group = self._groups.by_id.get(event.replica_id)
         if group is None:
             member = event.replica_id in state.members
@@ -210,16 +207,6 @@ class JobCore:
             state.tell(event.session, Drain(group.draining))
         if event.held is not None:
             self._check_held(group, event.session, event.held)
-
-    def _raise_quorum_id(self, seen: int, now: float) -> None:
-        """The store is older than the job: the members of quorum ``seen`` are unknown here."""
-        state = self._state
-        state.set_members([])
-        state.round = Round()
-        state.persist(replace(state.record, quorum_id=seen, members=(), created_ms=0))
-        state.log("quorum_id_raised", "", quorum_id=seen)
-        if self._announcer.last is None:
-            self._takeover.wait((), now, state.takeover_grace)
 
     def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
         """Tell a group that reconnected with an answer whether that step can still be completed."""
@@ -301,46 +288,16 @@ class JobCore:
 
     def deadline(self) -> float | None:
         """Return the monotonic time of the next ``Tick``; None: no tick is needed."""
-        due = min(self._groups.next_request_deadline(), self._judging_due())
+        due = min(self._groups.next_request_deadline(), health.deadline(self._state))
         if self._takeover.until is None and self._verdict.until is not None:
             due = min(due, self._verdict.until)
         return None if due == NEVER else due
 
-    def _judging_due(self) -> float:
-        """Return when the next group will have been suspect or silent for too long; in a takeover grace, its end."""
-        state = self._state
-        if self._takeover.until is not None:
-            return max(self._takeover.until, state.awake_since)
-        policy, groups, due = state.record.policy, self._groups, NEVER
-        for silent in groups.by_session.values():
-            due = self._heard_at(silent) + policy.heartbeat_timeout
-            break
-        for away in groups.suspects.values():
-            due = min(due, away.closed_at + policy.reconnect_grace)
-            break
-        if state.round.left is not None:
-            due = min(due, state.round.left[0] + policy.heartbeat_timeout)
-        return max(due, state.awake_since)
-
-    def _heard_at(self, group: Group) -> float:
-        return max(group.heard_at, self._state.beats_counted_from)
-
     def _tick(self, now: float, now_unix: float) -> None:
-        state = self._state
         if self._verdict.until is not None and now >= self._verdict.until:
             self._settle(now, now_unix)  # a request whose deadline is that of the stragglers gets a quorum without them
         self._deny_overdue(now)
-        due = self._judging_due()
-        if now < due:
-            return
-        if now > due + LATE_TICK_SECONDS:
-            state.awake_since = now + LATE_TICK_SECONDS
-        elif self._takeover.until is not None:
-            for replica_id in sorted(self._takeover.absent):
-                departures.give_up_absent(state, replica_id, "it did not reconnect within takeover_grace")
-            state.end_grace(now)
-        else:
-            self._judge_groups(now)
+        health.check(self._state, now)
 
     def _deny_overdue(self, now: float) -> None:
         overdue = [(g, reasons.of_group(g, self._groups, self.record)) for g in self._groups.overdue(now)]
@@ -351,25 +308,6 @@ class JobCore:
                 self._state.tell(group.session, Denied(group.request.request, "deadline", reason.sentence))
                 self._state.log("denied", group.replica_id, code="deadline", reason=reason.sentence)
             self._groups.withdraw(group)
-
-    def _judge_groups(self, now: float) -> None:
-        state, policy = self._state, self.record.policy
-        for group in list(self._groups.suspects.values()):
-            if now < group.closed_at + policy.reconnect_grace:
-                break
-            reason = f"its connection ended and it did not reconnect within {policy.reconnect_grace:g} s"
-            departures.lose(state, group, reason, now)
-        for group in list(self._groups.by_session.values()):
-            if now < self._heard_at(group) + policy.heartbeat_timeout:
-                break
-            if group.session is not None:
-                state.end(group.session)
-            departures.lose(state, group, f"it was silent for {policy.heartbeat_timeout:g} s", now)
-        if state.round.left is not None and now >= state.round.left[0] + policy.heartbeat_timeout:
-            _, group = state.round.left
-            state.round.left = None
-            reason = f"{group.replica_id} left, so its part of the step may be missing"
-            departures.break_round(state, reason, group)
 
     # ---- forming a quorum
 
@@ -390,7 +328,7 @@ class JobCore:
         comparison = self._verification.compare(chosen)
         if comparison is not None:
             divergence.mark(state, comparison)
-        left_behind = self._next_quorum(chosen, now_unix)
+        left_behind = membership.change(state, chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
@@ -414,32 +352,6 @@ class JobCore:
             state.log("heal_given_up", group.replica_id, failed_heals=failed)
         if comparison is not None:
             divergence.tell(state, comparison)
-
-    def _next_quorum(self, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
-        """Make ``chosen`` the quorum, under a new id if the rules require it, and persist it.
-
-        Returns:
-            Sessions of former members that are at work under the previous quorum and are not in this one.
-        """
-        state, record = self._state, self.record
-        left_behind: tuple[int, ...] = ()
-        same = len(chosen) == len(record.members) and all(group.member for group in chosen)
-        requests = [group.request for group in chosen if group.request is not None]
-        failed = any(request.commit_failures for request in requests)
-        lineages = {one.lineage for one in requests}
-        known = (origin(lineage).quorum_id for lineage in lineages)
-        # above ours if states come from a job of another lighthouse
-        reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
-        anew = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
-        if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
-            return ()
-        if not same:
-            left_behind = state.member_sessions(lambda group: group.request is None)
-            state.set_members(chosen)
-        members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
-        quorum_id = max(record.quorum_id, reached) + 1
-        state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
-        return left_behind
 
     # ---- questions
 

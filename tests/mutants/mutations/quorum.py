@@ -12,11 +12,11 @@ VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_a
 MUTATIONS = (
     Mutation(
         "a quorum_id raised for a failed commit is not written",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
-        "        state.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
-        "        if not same:\n"
-        "            state.persist(state.record)\n",
+        f"{LIGHTHOUSE}/quorum/changes/membership.py",
+        "    state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "    state.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "    if not same:\n"
+        "        state.persist(state.record)\n",
         Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
     ),
     Mutation(
@@ -73,9 +73,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a quorum that lost a member between two rounds keeps its quorum_id",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        if same and not failed and not state.round.lost and not anew",
-        "        if same and not failed and not anew",
+        f"{LIGHTHOUSE}/quorum/changes/membership.py",
+        "    if same and not failed and not state.round.lost and not anew",
+        "    if same and not failed and not anew",
         Test(
             "tests/unit/quorum/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
@@ -83,9 +83,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a quorum whose member reports a failed commit keeps its quorum_id",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        failed = any(request.commit_failures for request in requests)\n",
-        "        failed = False\n",
+        f"{LIGHTHOUSE}/quorum/changes/membership.py",
+        "    failed = any(request.commit_failures for request in requests)\n",
+        "    failed = False\n",
         Seeds(1, 0, 500),
     ),
     Mutation(
@@ -216,9 +216,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a job that resumes keeps its quorum_id",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        anew = any(",
-        "        anew = False and any(",
+        f"{LIGHTHOUSE}/quorum/changes/membership.py",
+        "    anew = any(",
+        "    anew = False and any(",
         Test(
             "tests/unit/quorum/test_core_lineages.py::"
             "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"

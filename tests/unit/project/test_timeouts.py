@@ -26,7 +26,8 @@ from keepstep_cli.running.supervisor import Restarts
 from keepstep_lighthouse.api import event_stream
 from keepstep_lighthouse.jobs import job_endings, sessions
 from keepstep_lighthouse.leadership import leader_link, term
-from keepstep_lighthouse.quorum import machine, policies
+from keepstep_lighthouse.quorum import policies
+from keepstep_lighthouse.quorum.changes import health
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.rules import quorum_rules
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
@@ -67,7 +68,7 @@ RULES = {
     # a group that dies or is silent
     "ten heartbeats fit into the timeout": 10 * BEAT <= POLICY.heartbeat_timeout,
     "the smallest timeout allowed leaves room for a tick that is late": (
-        policies.MIN_HEARTBEAT_TIMEOUT <= machine.LATE_TICK_SECONDS < POLICY.heartbeat_timeout
+        policies.MIN_HEARTBEAT_TIMEOUT <= health.LATE_TICK_SECONDS < POLICY.heartbeat_timeout
     ),
     "a broken connection is judged before a silent one": POLICY.reconnect_grace < POLICY.heartbeat_timeout,
     "a broken connection is retried twice within the grace": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep_lighthouse.quorum.changes.departures import MAX_LOSSES_TOLD
+from keepstep_lighthouse.quorum.changes.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,
@@ -17,7 +18,6 @@ from keepstep_lighthouse.quorum.events import (
     LeftOnPurpose,
     MovedAway,
 )
-from keepstep_lighthouse.quorum.machine import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.views import GONE_SECONDS, MAX_GONE, ReplicaState
 from keepstep_mesh.protocol.membership import HeldAnswer
 from keepstep_mesh.protocol.messages import Goodbye, Healing, MemberLost, QuorumRequest, Refused, RoundBroken

@@ -1,1 +1,1 @@
-"""Change the state of a job: departures, heals, agreements, orders. Pure."""
+"""Change the state of a job: health, departures, membership, heals, agreements, orders. Pure."""

@@ -1,0 +1,54 @@
+"""Members and id of the next quorum. Pure.
+
+``quorum_id`` grows by one when the job has no quorum, when the sorted list of members changes, when a member reports
+``commit_failures``, when a member was lost since the last round, and when the reference state begins a new history (a
+loaded checkpoint). Otherwise the quorum is confirmed under its id. It also grows beyond the lineage of every member,
+because states may come from a job of another lighthouse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rounds import Round
+from keepstep_mesh.protocol.lineage import origin, reference_state, repeats_steps
+
+HIGHEST_QUORUM_ID = 2**53
+"""A hello with a higher one is invalid."""
+
+
+def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, ...]:
+    """Make ``chosen`` the quorum, under a new id if the rules require it, and persist it.
+
+    Returns:
+        Sessions of former members that are at work under the previous quorum and are not in this one.
+    """
+    record = state.record
+    left_behind: tuple[int, ...] = ()
+    same = len(chosen) == len(record.members) and all(group.member for group in chosen)
+    requests = [group.request for group in chosen if group.request is not None]
+    failed = any(request.commit_failures for request in requests)
+    lineages = {one.lineage for one in requests}
+    known = (origin(lineage).quorum_id for lineage in lineages)
+    # above ours if states come from a job of another lighthouse
+    reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
+    anew = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
+    if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
+        return ()
+    if not same:
+        left_behind = state.member_sessions(lambda group: group.request is None)
+        state.set_members(chosen)
+    members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
+    quorum_id = max(record.quorum_id, reached) + 1
+    state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
+    return left_behind
+
+
+def raise_quorum_id(state: JobState, seen: int) -> None:
+    """A hello reports ``seen``, so the store is older than the job, and the members of that quorum are unknown."""
+    state.set_members([])
+    state.round = Round()
+    state.persist(replace(state.record, quorum_id=seen, members=(), created_ms=0))
+    state.log("quorum_id_raised", "", quorum_id=seen)
