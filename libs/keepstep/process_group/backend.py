@@ -1,4 +1,4 @@
-"""The shared body of the groups that really communicate."""
+"""The common part of the process groups on torch's backends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SINGLE = {
     "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
 }
-"""What a backend is asked for, tensor by tensor, instead."""
+"""Operations that are run tensor by tensor, and the backend's operation for one tensor."""
 
 
 class BackendProcessGroup(ProcessGroup):
-    """A process group on one of torch's backends. ``timeout`` bounds the rendezvous and each operation."""
+    """A process group on one of torch's backends. ``timeout``: of the rendezvous, and of each operation."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class BackendProcessGroup(ProcessGroup):
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
     ) -> Communicator:
-        """A communicator that is yet to connect. ``name`` is for logs and traces."""
+        """Return a communicator that is not connected. ``name``: for logs and traces."""
 
     def configure(
         self,
@@ -64,7 +64,7 @@ class BackendProcessGroup(ProcessGroup):
         cause = None
         try:
             communicator.connect()
-        except Exception as error:  # noqa: BLE001  raised below, with the reason that counts
+        except Exception as error:  # noqa: BLE001  raised below, with the first reason
             cause = error
             if not isinstance(error, KeepstepError | TimeoutError):
                 error = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {plain(error)}")
@@ -97,7 +97,7 @@ class BackendProcessGroup(ProcessGroup):
         communicator = self._communicator
         if communicator is not None and communicator.backend is not None:
             communicator.timeout = timeout
-            communicator.backend.set_timeout(timeout)  # type: ignore[attr-defined]  # torch's stub lacks it
+            communicator.backend.set_timeout(timeout)  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def rank(self) -> int:
         return 0 if self._communicator is None else self._communicator.rank
@@ -125,7 +125,7 @@ class BackendProcessGroup(ProcessGroup):
             raw = communicator.start(operation, args)
         except RuntimeError as error:
             if communicator.error is None and not _is_connection_error(error):
-                raise  # the caller's mistake: the group is sound
+                raise  # a mistake of the caller; the group can still be used
             failure = ProcessGroupError(f"{operation} failed: {plain(error)}")
             communicator.fail(failure)
             raise failure from error
@@ -140,7 +140,7 @@ def _is_connection_error(error: RuntimeError) -> bool:
 
 
 def _tcp_store(address: str, timeout: timedelta) -> Store:
-    """The store at ``host:port/prefix``."""
+    """Connect to the store at ``host:port/prefix``."""
     place, _, prefix = address.partition("/")
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():

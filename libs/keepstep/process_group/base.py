@@ -1,7 +1,7 @@
-"""What every process group of keepstep is: the contract, and the forms in which torch calls a collective.
+"""The base class of keepstep's process groups, with all forms in which torch calls a collective.
 
-Each collective takes torch's options object or the plain value in its place (a reduce op, a root, a timeout), and comes
-down to one method, ``_run``, that subclasses provide.
+Each collective takes torch's options object, or a plain value in its place (a reduce op, a root, a timeout). All of
+them call one method, ``_run``, which subclasses implement.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class ProcessGroupAbortedError(ProcessGroupError):
     """``abort`` ended the operation."""
 
 
-class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: what subclasses must provide raises here
+class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstract methods raise NotImplementedError
     """A process group that can be configured again for every new membership.
 
-    It is torch's ``ProcessGroup``, so DDP, FSDP and the functional collectives take it; ``register`` makes it known to
-    ``torch.distributed`` by name. An operation that fails, or is aborted, raises where it is waited for.
+    It is a subclass of torch's ``ProcessGroup``, so DDP, FSDP and the functional collectives accept it; ``register``
+    adds it to ``torch.distributed`` under a name. ``wait`` raises the error of an operation that failed or was aborted.
     """
 
     works_tell_all = False
-    """Whether the tensors of a work that succeeded are right. Else ``errored`` is to be asked before they are used."""
+    """Whether the tensors of a work that succeeded are correct. If False, check ``errored`` before you use them."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size, which are asked of ours
+        super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size; the methods below replace them
         self._name: GroupName | None = None
 
     def configure(  # torchft's signature
@@ -69,38 +69,51 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: what sub
         store: Store | None = None,
         host: str | None = None,
     ) -> None:
-        """Connects this rank with its peers, in place of whatever was configured before; returns when all are there.
+        """Connect this rank with its peers, in place of the previous configuration. Return when all are connected.
 
-        ``store_addr`` is ``host:port/prefix`` of a TCPStore, with a prefix that was never used before; ``store`` is
-        used instead when it is given. ``rank`` and ``world_size`` count the replica groups. ``host`` is a name or
-        address of this machine that the peers reach, by default that of the interface from which the store is
-        reached. The rest names the members in logs and traces. Raises what went wrong; the group is then not
-        configured.
+        Args:
+            store_addr: ``host:port/prefix`` of a TCPStore, with a prefix that was never used before.
+            replica_id: of the replica group, for logs and traces.
+            rank: of the replica group, in [0, world_size).
+            world_size: number of replica groups.
+            quorum_id: of the quorum, for logs and traces.
+            group_rank: rank of this process within its replica group, for logs and traces.
+            group_world_size: number of ranks in the replica group.
+            global_ranks: ranks of the members in the job, for logs and traces.
+            store: used instead of ``store_addr``.
+            host: name or address of this machine that the peers can reach; default: that of the interface from which
+                the store is reached.
+
+        Raises:
+            Exception: the reason why the group could not be configured. It cannot be used then.
         """
         raise NotImplementedError
 
     def abort(self, reason: str | None = None) -> None:
-        """Ends operations in flight, and a ``configure`` in progress, with ``reason``. From any thread; does not wait.
+        """End operations in flight, and a ``configure`` in progress. From any thread; does not wait.
 
-        The group stays unusable, and ``errored`` says why, until the next ``configure``.
+        The group cannot be used until the next ``configure``, and ``errored`` returns the reason.
+
+        Args:
+            reason: for errors and logs.
         """
 
     def errored(self) -> Exception | None:
-        """What broke this group since the last ``configure``; None while it is sound."""
+        """Return the error that broke this group since the last ``configure``; None without one."""
         return None
 
     def shutdown(self) -> None:
-        """Aborts and frees everything. ``configure`` brings the group back."""
+        """Abort, and free everything. The group can be configured again."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long an operation may take from now on."""
+        """Set the time limit of operations that start from now on."""
 
     def rendezvous_bytes(self, world_size: int, version: int) -> int:  # noqa: ARG002
-        """At most how much each member of a world stores in a store of ``version`` to configure; 0: next to nothing."""
+        """Return the most bytes that each member stores to configure, in a store of ``version``; 0: almost none."""
         return 0
 
     def _run(self, operation: str, *args: Any) -> Work:
-        """Starts the collective that torch's backends call ``operation``, with their arguments."""
+        """Start the collective that torch's backends call ``operation``, with the arguments of the backend."""
         raise NotImplementedError
 
     # ---- collectives

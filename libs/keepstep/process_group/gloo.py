@@ -28,18 +28,18 @@ log = get_logger("keepstep.process_group")
 
 _GLOO: Any = TorchGloo  # torch's stubs do not fit it
 ABORT_POLL_SECONDS = 0.005
-"""Between two looks at a store that knows no abort."""
+"""Time between two reads of a store that cannot be aborted."""
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
 """From this version of the rendezvous on all members can read shortened addresses."""
 ADDRESS_BYTES = 384
 """At the rendezvous, with the key: 136 of a socket address, 64 of a host's name, 128 of overhead, lengths."""
 RESCUE_SECONDS = 0.02
-"""Between two tries to free a constructor that is to end."""
+"""Time between two attempts to end a blocked constructor."""
 
 
 class ProcessGroupGloo(BackendProcessGroup):
-    """Gloo with an ``abort`` that works, any number of times configurable."""
+    """Gloo, with an ``abort`` that ends operations in flight. It can be configured any number of times."""
 
     works_tell_all = True
 
@@ -90,7 +90,7 @@ class GlooCommunicator(Communicator):
 
     def _connect(self) -> None:
         try:
-            with context_timeout(self._overdue, self.timeout):  # Gloo waits for ever for one that should connect to it
+            with context_timeout(self._overdue, self.timeout):  # Gloo waits without limit for a peer to connect
                 self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
                 self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
@@ -126,7 +126,7 @@ class GlooCommunicator(Communicator):
             shut_down(self._store.own.listener, self._store.peers, connecting=connecting)
 
     def _free_constructor(self) -> None:
-        """Ends a constructor that waits for peers: those that should connect to us, those that do not answer."""
+        """End a constructor that waits for peers to connect or to answer."""
         greetings: list[socket.socket] = []
         while not self._connected.is_set():
             self._shut_down(connecting=True)
@@ -139,7 +139,7 @@ class GlooCommunicator(Communicator):
 
 
 class _ObservedStore(Store):
-    """Passes on what Gloo asks of a store, and notes the addresses in it. A wait ends when the communicator failed."""
+    """Forwards Gloo's calls to a store, and notes the addresses. A wait ends when the communicator fails."""
 
     def __init__(self, inner: Store, communicator: Communicator, timeout: timedelta) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _ObservedStore(Store):
 
 
 def _host(store: Store) -> str:
-    """Where the members meet."""
+    """Return the host of the store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host = store.host if isinstance(store, RendezvousStore) else getattr(store, "host", "")

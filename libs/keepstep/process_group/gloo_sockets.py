@@ -1,8 +1,9 @@
-"""The sockets of one Gloo context, found by the addresses that its ranks published, so that it can be interrupted.
+"""Find the sockets of one Gloo context by the addresses that its ranks published, and shut them down.
 
-torch's ``abort`` does nothing to a Gloo operation in flight; shutting its connections down ends it within a
-millisecond. A connection that we accepted has our listener's address as its own, one that we made has a peer's listener
-at the other end. The listening socket itself is never touched: Gloo ends the process when accepting fails.
+torch's ``abort`` does not end a Gloo operation in flight; a shutdown of its connections does, within a millisecond. An
+accepted connection has the address of this process's listener as its local address; an initiated one has the address
+of a peer's listener as its remote address. The listening socket is never shut down, because Gloo ends the process when
+``accept`` fails.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ _SYN_SENT = "02"
 
 @dataclass(frozen=True, slots=True)
 class GlooRank:
-    """What a rank publishes: where it listens, and the number by which each peer says who it is when it connects."""
+    """The data that a rank publishes: its address, and the number with which each peer identifies itself."""
 
     listener: Endpoint
     sequence_numbers: tuple[int, ...]
 
     @classmethod
     def parse(cls, published: bytes) -> GlooRank:
-        """Reads what Gloo stores for a rank: host name and ``sockaddr_storage``, their lengths in front, then a number
-        for each rank.
+        """Parse the bytes that Gloo stores for a rank.
 
-        :raises ValueError: they are something else.
+        They are the host name and the ``sockaddr_storage``, each after its length, then a number for each rank.
+
+        Raises:
+            ValueError: the bytes have another format.
         """
         try:
             (name_size,) = _LENGTH.unpack_from(published)
@@ -52,27 +55,27 @@ class GlooRank:
 
 
 def shut_down(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = False) -> int:
-    """Shuts down this process's connections from ``listener`` and to ``peers``; returns how many.
+    """Shut down this process's connections from ``listener`` and to ``peers``; return their number.
 
-    ``connecting``: those too whose first packet was not answered yet (this reads the kernel's table of all sockets).
+    ``connecting``: also connections whose first packet has no answer yet, from the kernel's table of all sockets.
     """
     pending = _unanswered(peers) if connecting else frozenset()
     count = 0
     for _, found in process_sockets():
         if _is_ours(found, listener, peers) or inode(found) in pending:
-            with contextlib.suppress(OSError):  # it ended by itself
+            with contextlib.suppress(OSError):  # it has ended already
                 found.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
 def connections(listener: Endpoint, peers: set[Endpoint]) -> int:
-    """How many connections there are from ``listener`` and to ``peers``."""
+    """Count the connections from ``listener`` and to ``peers``."""
     return sum(_is_ours(found, listener, peers) for _, found in process_sockets())
 
 
 def sockets(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = False) -> list[tuple[int, int]]:
-    """(descriptor, inode) of the listening socket too. ``connecting``: see ``shut_down``."""
+    """Return (descriptor, inode) of the connections and of the listening socket. ``connecting``: see ``shut_down``."""
     pending = _unanswered(peers) if connecting else frozenset()
     return [
         (descriptor, inode(found))
@@ -83,13 +86,13 @@ def sockets(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = Fals
 
 
 def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.socket]:
-    """Connects to our own listener in the name of every peer, so that Gloo stops waiting for those that never come.
+    """Connect to this process's own listener as every peer, so that Gloo stops waiting for peers.
 
     The sockets must stay open until Gloo's constructor has returned.
     """
     greetings = []
     for number in sequence_numbers:
-        with contextlib.suppress(OSError):  # Gloo closed the listener meanwhile: nobody waits on it
+        with contextlib.suppress(OSError):  # Gloo has closed the listener, so it does not wait
             greeting = socket.create_connection(listener, timeout=1.0)
             greetings.append(greeting)
             greeting.sendall(_SEQUENCE.pack(number))
@@ -102,7 +105,7 @@ def _is_ours(found: socket.socket, listener: Endpoint, peers: set[Endpoint]) -> 
 
 
 def _unanswered(peers: set[Endpoint]) -> frozenset[int]:
-    """Inodes of sockets that are being connected to one of ``peers``."""
+    """Return the inodes of sockets that are connecting to one of ``peers``."""
     wanted = {_kernel_text(peer) for peer in peers}
     inodes = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -115,7 +118,7 @@ def _unanswered(peers: set[Endpoint]) -> frozenset[int]:
 
 
 def _kernel_text(endpoint: Endpoint) -> str:
-    """As the kernel prints it: words of the address in the machine's order, the port, in hexadecimal."""
+    """Return the endpoint as the kernel prints it: address words in machine order and port, in hexadecimal."""
     host, port = endpoint
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)

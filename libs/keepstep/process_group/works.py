@@ -1,4 +1,4 @@
-"""Works made of nothing and of other works."""
+"""Works that are complete from the start, or combine other works."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 
 class CompletedWork(Work):
-    """Work that is done. Its future holds ``result``, the tensors of the operation."""
+    """A completed work. Its future has ``result``, the tensors of the operation."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class CompletedWork(Work):
 
 
 class JointWork(Work):
-    """Several works as one. Its future holds ``tensors``, or the first error once all are over."""
+    """Several works as one. Its future completes with ``tensors``, or with the first error after all have ended."""
 
     def __init__(self, works: list[Work], tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class JointWork(Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns, or raises the first error, when all are over."""
+        """Wait for all works, then raise the first error. Return whether all succeeded."""
         succeeded, first = True, None
         for work in self._works:
             try:

@@ -46,12 +46,12 @@ class ProcessGroupDummy(ProcessGroup):
             case "_allgather_base" | "_reduce_scatter_base" | "alltoall_base", (output, tensor, *_):
                 output.copy_(tensor.view_as(output))
             case "send" | "recv", _:
-                raise ProcessGroupError(f"{operation} in a group of one: there is nobody at the other end")
+                raise ProcessGroupError(f"{operation} needs a peer, and this group has one member")
         return CompletedWork(args[0])
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Hands everything to the group ``pg``."""
+    """Forwards every call to the group ``pg``."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__()
@@ -203,17 +203,17 @@ class _FailingWork(Work):
 
 
 class ManagerLike(Protocol):
-    """What ``ManagedProcessGroup`` asks of a Manager."""
+    """The part of a Manager that ``ManagedProcessGroup`` uses."""
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Work: ...
     def num_participants(self) -> int: ...
 
 
 class ManagedProcessGroup(ProcessGroup):
-    """All-reduces through a Manager: over the groups that take part in the step, with its errors reported there.
+    """All-reduces through a Manager, over the groups that take part in the step. The Manager gets the errors.
 
-    ``size()`` is the number of groups that take part. Whatever else is asked of it is refused, because nobody would
-    know that it failed.
+    ``size()`` is the number of groups that take part. Other operations raise ProcessGroupError, because the Manager
+    would not notice their errors.
     """
 
     def __init__(self, manager: ManagerLike) -> None:
@@ -228,7 +228,9 @@ class ManagedProcessGroup(ProcessGroup):
 
     def _run(self, operation: str, *args: Any) -> Work:
         if operation not in {"allreduce", "allreduce_coalesced"}:
-            raise ProcessGroupError(f"{operation} does not go through a Manager: only all-reduces do")
+            raise ProcessGroupError(
+                f"{operation} is not supported by ManagedProcessGroup; it supports allreduce and allreduce_coalesced"
+            )
         tensors, options = args
         works = [self._manager.allreduce(tensor, reduce_op=options.reduceOp) for tensor in tensors]
         return works[0] if len(works) == 1 else JointWork(works, tensors)
