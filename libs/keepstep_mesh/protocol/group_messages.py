@@ -76,7 +76,7 @@ class RankQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RankDenied:
-    """``code``: one of ``DENIALS``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
+    """``code``: that of ``Denied``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
 
     kind: ClassVar[str] = "rank_denied"
     request: int

@@ -213,17 +213,15 @@ class QuorumAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The request failed. ``code`` is one of ``DENIALS``; ``reason`` is a sentence for logs."""
+    """The request failed. ``reason`` is a sentence for logs."""
 
     kind: ClassVar[str] = "denied"
     request: int
     code: str
+    """``deadline`` or ``layout``; a worker treats any other code as a failure of the request."""
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""
-
-
-DENIALS = ("deadline", "layout", "cancelled", "superseded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +265,13 @@ class NotLeader:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The lighthouse refuses and closes the session. ``code`` is one of ``REFUSALS``; retry only for ``not_ready``."""
+    """The lighthouse refuses and closes the session."""
 
     kind: ClassVar[str] = "refused"
     code: str
+    """``version_too_old``, ``version_too_new``, ``bad_message``, ``banned``, ``replaced`` or ``not_ready``. Retry only
+    for ``not_ready``."""
     reason: str
-
-
-REFUSALS = ("version_too_old", "version_too_new", "bad_message", "banned", "replaced", "not_ready")
 
 
 @dataclass(frozen=True, slots=True)

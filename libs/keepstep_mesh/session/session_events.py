@@ -64,4 +64,4 @@ def of_request(denied: Denied) -> Exception:
         return TimeoutError(denied.reason)
     if denied.code == "layout":
         return LayoutMismatch(denied.reason, denied.peer_address)
-    return KeepstepError(f"the quorum request was {denied.code}: {denied.reason}")
+    return KeepstepError(f"the quorum request was denied ({denied.code}): {denied.reason}")

@@ -108,7 +108,7 @@ async def test_an_answer_to_nobody_is_ignored() -> None:
 
 async def test_a_denied_request_raises_what_the_lighthouse_said() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
-        for code, kind in (("deadline", TimeoutError), ("layout", LayoutMismatch), ("superseded", KeepstepError)):
+        for code, kind in (("deadline", TimeoutError), ("layout", LayoutMismatch), ("unknown", KeepstepError)):
             asking = worker.ask()
             request = await peer.next(QuorumRequest)
             peer.send(Denied(request.request, code, f"because of {code}", "http://peer:1"))
