@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from keepstep_cli.asking.job_link import JobLink, show_json, with_lighthouse
 from keepstep_cli.asking.known_names import job_names, refused_names, replica_names
 from keepstep_cli.asking.options import Named, Seconds
+from keepstep_cli.asking.policy_options import policy_change
 from keepstep_cli.asking.rest import run
 
 COMPARED = ("replicas_verified", "replicas_differ")
@@ -247,52 +248,10 @@ async def _comparison(link: JobLink, order: Any, wait: float) -> Any:
     )
 
 
-class SecondsOrNone(Seconds):
-    """Seconds, or ``none`` to use the default."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == "none" else super().convert(value, param, ctx)
-
-
 @click.command()
 @with_lighthouse
 @click.argument("name", metavar="[JOB]", required=False, shell_complete=job_names)
-@click.option("--min-replicas", type=click.IntRange(1), help="Minimum number of groups in a quorum.")
-@click.option("--max-replicas", type=click.IntRange(0), help="Maximum number of groups in a quorum; 0: no limit.")
-@click.option(
-    "--initial-replicas",
-    type=click.IntRange(0),
-    help="Groups that the first quorum of the job waits for, up to the join timeout.",
-)
-@click.option("--join-timeout", type=Seconds(), help="Maximum wait for groups that have not asked.")
-@click.option("--heal-timeout", type=Seconds(), help="Maximum wait for a group that heals.")
-@click.option("--heartbeat-timeout", type=Seconds(), help="A group that is silent for this time is lost.")
-@click.option(
-    "--reconnect-grace", type=Seconds(), help="Time in which a group may reconnect after its connection broke."
-)
-@click.option(
-    "--takeover-grace",
-    type=SecondsOrNone(),
-    help="Time after a restart in which no group is lost; none: the heartbeat timeout.",
-)
-@click.option(
-    "--verify-every",
-    type=click.IntRange(0),
-    metavar="STEPS",
-    help="Compare the weights at each step that this divides; 0: never.",
-)
-@click.option(
-    "--on-divergence",
-    type=click.Choice(["heal", "drain", "report"]),
-    help="Action for a group whose weights differ from the majority.",
-)
-@click.option(
-    "--drain-straggler-after",
-    type=click.IntRange(0),
-    metavar="STEPS",
-    help="Drain a group that was a straggler for this many steps in a row; 0: never.",
-)
-@click.option("--job-ttl", type=Seconds(), help="Delete the job after this time without sessions; 0: never.")
+@policy_change
 def policy(link: JobLink, name: str | None, **limits: Any) -> None:
     """Show the policy of a job, or change the given limits. A change is stored, and holds at once."""
     link = _link_to(link, name)

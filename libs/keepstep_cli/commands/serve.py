@@ -14,6 +14,7 @@ import click
 
 from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.asking.options import Seconds, all_of, make_folder
+from keepstep_cli.asking.policy_options import FIELDS, new_job_policy
 from keepstep_cli.running.service_options import FILE, service_options
 from keepstep_cli.running.services import announce, checked, configure_logs, importing, reported
 
@@ -22,76 +23,13 @@ if TYPE_CHECKING:
     from keepstep_mesh.serving.service import Endpoint, Service
 
 RELAY_PORTS_ABOVE, METRICS_PORTS_ABOVE = 10, 20
-NAMES = (
-    "min_replicas",
-    "max_replicas",
-    "initial_replicas",
-    "join_timeout",
-    "heal_timeout",
-    "heartbeat_timeout",
-    "reconnect_grace",
-    "takeover_grace",
-    "verify_every",
-    "on_divergence",
-    "drain_straggler_after",
-)
-SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(NAMES)})\b")
+SETTING = re.compile(rf"^(bind|store|lease|advertise)\b|\b({'|'.join(field.name for field in FIELDS)})\b")
 """Pattern of a setting's name in an error of the lighthouse."""
 
 _event_log_option = click.option("--event-log", type=FILE, help="File to append every event to, as a line of JSON.")
 
-_policy_options = all_of(
-    click.option(
-        "--min-replicas",
-        "--min_replicas",
-        type=click.IntRange(1),
-        help="Minimum number of groups in a quorum.  [default: 1]",
-    ),
-    click.option(
-        "--max-replicas",
-        type=click.IntRange(0),
-        help="Maximum number of groups in a quorum; 0: no limit.  [default: 0]",
-    ),
-    click.option(
-        "--initial-replicas",
-        type=click.IntRange(0),
-        help="Groups that the first quorum of a job waits for, up to the join timeout.  [default: 0]",
-    ),
-    click.option("--join-timeout", type=Seconds(), help="Maximum wait for groups that have not asked.  [default: 60]"),
-    click.option("--heal-timeout", type=Seconds(), help="Maximum wait for a group that heals.  [default: 60]"),
-    click.option(
-        "--heartbeat-timeout", type=Seconds(), help="A group that is silent for this time is lost.  [default: 5]"
-    ),
-    click.option(
-        "--reconnect-grace",
-        type=Seconds(),
-        help="Time in which a group may reconnect after its connection broke.  [default: 0.2]",
-    ),
-    click.option(
-        "--takeover-grace",
-        type=Seconds(),
-        help="Time after a restart in which no group is lost.  [default: the heartbeat timeout]",
-    ),
-    click.option(
-        "--verify-every",
-        type=click.IntRange(0),
-        metavar="STEPS",
-        help="Compare the weights of all groups at each step that this divides; 0: never.  [default: 0]",
-    ),
-    click.option(
-        "--on-divergence",
-        type=click.Choice(["heal", "drain", "report"]),
-        help="Action for a group whose weights differ from the majority.  [default: heal]",
-    ),
-    click.option(
-        "--drain-straggler-after",
-        type=click.IntRange(0),
-        metavar="STEPS",
-        help="Drain a group that was a straggler for this many steps in a row; 0: never.  [default: 0]",
-    ),
-    click.option(
-        "--job-ttl", type=Seconds(), help="Delete a job after this time without sessions; 0: never.  [default: 7d]"
-    ),
+_job_options = all_of(
+    new_job_policy,
     click.option("--max-jobs", type=click.IntRange(1), help="Maximum number of jobs.  [default: 1000]"),
     # Spellings of torchft_lighthouse. The last one has no effect: this lighthouse does not poll.
     click.option("--join_timeout_ms", type=float, hidden=True),
@@ -117,7 +55,7 @@ _policy_options = all_of(
 @click.option(
     "--advertise", metavar="URL", help="With etcd: address of this lighthouse for others.  [default: where it listens]"
 )
-@_policy_options
+@_job_options
 def lighthouse(**flags: Any) -> None:
     """Run a lighthouse, which forms the quorum of each step of each job.
 
@@ -146,7 +84,7 @@ def lighthouse(**flags: Any) -> None:
     metavar="HOST:PORT",
     help="Address of the metrics service.  [default: twenty ports above the lighthouse]",
 )
-@_policy_options
+@_job_options
 def up(state_dir: Path, relay_bind: str | None, metrics_bind: str | None, **flags: Any) -> None:
     """Run a lighthouse, a relay, and a metrics service in this process, with their state in a folder.
 
