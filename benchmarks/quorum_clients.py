@@ -1,11 +1,11 @@
 """Some clients of one lighthouse in one process; started by ``quorum_round.py`` with either side's Python.
 
-Each client asks, gets its answer, and asks again at once, with a step that grows as in training. What it writes: for
-each round the monotonic time at which the last client of this process had its answer, as 64-bit floats; then the
-processor seconds that this process spent on them.
+Each client requests a quorum, receives it, and requests the next one at once, with a step that grows as in training.
+The output holds 64-bit floats: for each round the monotonic time at which the last client of this process received its
+answer, then the processor seconds of this process.
 
-Spare clients join one after another, each ``--join-every`` rounds after the last, and stay; from its second round on
-such a one stands at the same step as all others, as if healed.
+Spare clients join one after another, each ``--join-every`` rounds after the last, and stay. From its second round on a
+spare client reports the same step as all others, as if healed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True, help="rounds after which `warm` is said")
+    parser.add_argument("--warm-up", type=int, required=True, help="rounds after which the process prints `warm`")
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--join-every", type=int, default=10)
     parser.add_argument("--out", required=True)

@@ -1,11 +1,11 @@
-"""How long a quorum round takes: the lighthouse in a process of its own, its clients in four others.
+"""Duration of a quorum round, with the lighthouse in a process of its own and its clients in four others.
 
-Every client asks again as soon as it has its answer. A round ends when the last client has its answer; its time is the
-time since the round before ended. Steps grow from round to round as in training.
+Every client requests the next quorum as soon as it has its answer. A round ends when the last client has its answer;
+its duration is the time since the end of the previous round. Steps grow from round to round as in training.
 
-``steady``: nobody comes or goes. ``joins``: in every tenth round one more group comes in, for good; coming is the one
-change that costs neither side a timeout (torchft has no way to leave). ``LighthouseClient``: as ``steady``, but both
-sides through the blocking class of that name, one thread a group.
+``steady``: no group joins or leaves. ``joins``: in every tenth round one more group joins and stays; a join is the only
+change that costs neither side a timeout (torchft has no graceful leave). ``LighthouseClient``: as ``steady``, but both
+sides use the blocking class of that name, with one thread for each group.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class GroupServer:
         try:
             await self.leave(reason, timeout)
         except (TimeoutError, KeepstepError, OSError) as error:
-            log.warning("leaving without goodbye to the lighthouse", error=str(error))
+            log.warning("graceful leave failed; closing the session", error=str(error))
             await self._session.close()
 
     async def leave(self, reason: str, timeout: float) -> None:

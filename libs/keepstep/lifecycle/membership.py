@@ -89,7 +89,7 @@ class GroupMembership:
     def leave(self, context: StepContext) -> NoReturn:
         """Say goodbye to the lighthouse, and raise Drained."""
         seconds = context.timeout.total_seconds()
-        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the group leaves without goodbye, then
+        with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the group leaves without confirmation then
             context.mesh.call(context.link.leave(context.leaving, min(seconds, LEAVE_SECONDS)), seconds)
         context.end_with(Drained(context.leaving))
 
@@ -106,7 +106,7 @@ class GroupMembership:
             try:
                 context.mesh.call(context.link.leave("shutdown", limit), limit + 1.0)
             except (TimeoutError, KeepstepError, OSError) as error:
-                context.log.info("left without goodbye", reason=f"{type(error).__name__}: {error}")
+                context.log.info("left without confirmation", reason=f"{type(error).__name__}: {error}")
         elif in_step and self._settings.world_size > 1:
             context.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
 

@@ -1,4 +1,4 @@
-"""The common part of the process groups on torch's backends."""
+"""Base class of the process groups that communicate through one of torch's backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.communicator import BackendWork, Communicator, plain
+from keepstep.process_group.communicator import BackendWork, Communicator, plain_message
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
@@ -24,11 +24,15 @@ _SINGLE = {
     "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
 }
-"""Operations that are run tensor by tensor, and the backend's operation for one tensor."""
+"""Collectives that run as one backend call per tensor, by the name of that call."""
 
 
 class BackendProcessGroup(ProcessGroup):
-    """A process group on one of torch's backends. ``timeout``: of the rendezvous, and of each operation."""
+    """A process group on one of torch's backends.
+
+    Args:
+        timeout: limit of the rendezvous and of each operation; default 60 s.
+    """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__()
@@ -39,7 +43,7 @@ class BackendProcessGroup(ProcessGroup):
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
     ) -> Communicator:
-        """Return a communicator that is not connected. ``name``: for logs and traces."""
+        """Return a communicator that is not connected yet. ``name`` appears in logs and traces."""
 
     def configure(
         self,
@@ -56,7 +60,7 @@ class BackendProcessGroup(ProcessGroup):
         host: str | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in a group of {world_size}")
+            raise ValueError(f"invalid rank {rank}: expected 0 <= rank < world_size ({world_size})")
         self.shutdown()
         store = store if store is not None else _tcp_store(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
@@ -64,10 +68,12 @@ class BackendProcessGroup(ProcessGroup):
         cause = None
         try:
             communicator.connect()
-        except Exception as error:  # noqa: BLE001  raised below, with the first reason
+        except Exception as error:  # noqa: BLE001  raised below, unless an earlier failure caused it
             cause = error
             if not isinstance(error, KeepstepError | TimeoutError):
-                error = ProcessGroupError(f"{name}, rank {rank} of {world_size}, did not connect: {plain(error)}")
+                error = ProcessGroupError(
+                    f"{name}, rank {rank} of {world_size}, did not connect: {plain_message(error)}"
+                )
             communicator.fail(error)
         failure = communicator.error
         if failure is not None:
@@ -97,7 +103,7 @@ class BackendProcessGroup(ProcessGroup):
         communicator = self._communicator
         if communicator is not None and communicator.backend is not None:
             communicator.timeout = timeout
-            communicator.backend.set_timeout(timeout)  # type: ignore[attr-defined]  # missing in torch's stubs
+            communicator.backend.set_timeout(timeout)  # type: ignore[attr-defined]  # missing in torch's stub
 
     def rank(self) -> int:
         return 0 if self._communicator is None else self._communicator.rank
@@ -108,10 +114,12 @@ class BackendProcessGroup(ProcessGroup):
     def _run(self, operation: str, *args: Any) -> Work:
         communicator = self._communicator
         if communicator is None:
-            raise ProcessGroupError(f"{operation} on a process group that is not configured")
+            raise ProcessGroupError(
+                f"cannot run {operation}: the process group is not configured; call configure first"
+            )
         if communicator.error is not None or communicator.backend is None:
             raise ProcessGroupError(
-                f"{operation} on a process group that is broken until it is configured again: {communicator.error}"
+                f"cannot run {operation}: the process group failed and must be configured again: {communicator.error}"
             ) from communicator.error
         single = _SINGLE.get(operation)
         if single is None:
@@ -125,8 +133,8 @@ class BackendProcessGroup(ProcessGroup):
             raw = communicator.start(operation, args)
         except RuntimeError as error:
             if communicator.error is None and not _is_connection_error(error):
-                raise  # a mistake of the caller; the group can still be used
-            failure = ProcessGroupError(f"{operation} failed: {plain(error)}")
+                raise  # an invalid call: the group still works
+            failure = ProcessGroupError(f"{operation} failed: {plain_message(error)}")
             communicator.fail(failure)
             raise failure from error
         return self._wrap(communicator, raw, operation, args[0])
@@ -141,10 +149,10 @@ def _is_connection_error(error: RuntimeError) -> bool:
 
 def _tcp_store(address: str, timeout: timedelta) -> Store:
     """Connect to the store at ``host:port/prefix``."""
-    place, _, prefix = address.partition("/")
-    host, _, port = place.rpartition(":")
+    endpoint, _, prefix = address.partition("/")
+    host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"the store address {address!r} is not host:port/prefix")
+        raise ValueError(f"invalid store address {address!r}: expected host:port/prefix")
     with claim_opened(partial(sockets_at, int(port))):
         tcp = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(prefix, tcp)

@@ -1,7 +1,7 @@
-"""The base class of keepstep's process groups, with all forms in which torch calls a collective.
+"""The interface of keepstep's process groups.
 
-Each collective takes torch's options object, or a plain value in its place (a reduce op, a root, a timeout). All of
-them call one method, ``_run``, which subclasses implement.
+Each collective accepts torch's options object, or the plain value in its place (a reduce op, a root, a timeout), and
+calls ``_run``, which subclasses implement.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ O = TypeVar("O")  # noqa: E741
 
 
 class ProcessGroupError(KeepstepError):
-    """A collective failed, or the group is not configured. It works again after the next ``configure``."""
+    """A collective failed, or the group is not configured. The next ``configure`` makes the group usable again."""
 
 
 class ProcessGroupAbortedError(ProcessGroupError):
     """``abort`` ended the operation."""
 
 
-class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstract methods raise NotImplementedError
+class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract methods raise here
     """A process group that can be configured again for every new membership.
 
-    It is a subclass of torch's ``ProcessGroup``, so DDP, FSDP and the functional collectives accept it; ``register``
-    adds it to ``torch.distributed`` under a name. ``wait`` raises the error of an operation that failed or was aborted.
+    It is a subclass of torch's ``ProcessGroup``, so DDP, FSDP and the functional collectives accept it. ``register``
+    makes it available to ``torch.distributed`` by name. An operation that fails or is aborted raises in ``wait``.
     """
 
-    works_tell_all = False
-    """Whether the tensors of a work that succeeded are correct. If False, check ``errored`` before you use them."""
+    works_report_all_errors = False
+    """Whether ``wait`` reports every error. If False, check ``errored`` before you use the tensors of a work."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size; the methods below replace them
+        super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size, which this class overrides
         self._name: GroupName | None = None
 
     def configure(  # torchft's signature
@@ -69,51 +69,59 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
         store: Store | None = None,
         host: str | None = None,
     ) -> None:
-        """Connect this rank with its peers, in place of the previous configuration. Return when all are connected.
+        """Connect this rank with its peers, and replace the previous configuration. Return when all are connected.
 
         Args:
-            store_addr: ``host:port/prefix`` of a TCPStore, with a prefix that was never used before.
-            replica_id: of the replica group, for logs and traces.
-            rank: of the replica group, in [0, world_size).
+            store_addr: ``host:port/prefix`` of a TCPStore; every call needs a new prefix.
+            replica_id: name of this replica group, for logs and traces.
+            rank: index of this replica group, from 0.
             world_size: number of replica groups.
-            quorum_id: of the quorum, for logs and traces.
-            group_rank: rank of this process within its replica group, for logs and traces.
-            group_world_size: number of ranks in the replica group.
-            global_ranks: ranks of the members in the job, for logs and traces.
-            store: used instead of ``store_addr``.
-            host: name or address of this machine that the peers can reach; default: that of the interface from which
-                the store is reached.
+            quorum_id: number of the quorum, for logs and traces.
+            group_rank: rank within the replica group, for logs and traces.
+            group_world_size: ignored; torchft passes it.
+            global_ranks: global rank of each member, for torch's traces.
+            store: store to use instead of the one at ``store_addr``.
+            host: name or address of this machine that the peers can reach. Default: the address of the interface
+                that reaches the store.
 
         Raises:
-            Exception: the reason why the group could not be configured. It cannot be used then.
+            ValueError: ``rank`` or ``store_addr`` is invalid.
+            TimeoutError: not all members connected within the timeout of the group.
+            ProcessGroupAbortedError: ``abort`` was called in the meantime.
+            ProcessGroupError: the members could not connect. After any error the group is not configured.
         """
         raise NotImplementedError
 
     def abort(self, reason: str | None = None) -> None:
-        """End operations in flight, and a ``configure`` in progress. From any thread; does not wait.
+        """End operations in flight, and a ``configure`` in progress. Does not wait; may be called from any thread.
 
-        The group cannot be used until the next ``configure``, and ``errored`` returns the reason.
+        Until the next ``configure`` the group is unusable and ``errored`` returns the error.
 
         Args:
-            reason: for errors and logs.
+            reason: text of the error that the operations raise.
         """
 
     def errored(self) -> Exception | None:
-        """Return the error that broke this group since the last ``configure``; None without one."""
+        """Return the first error since the last ``configure``; None while the group works."""
         return None
 
     def shutdown(self) -> None:
-        """Abort, and free everything. The group can be configured again."""
+        """Abort the group and free its resources. ``configure`` makes it usable again."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of operations that start from now on."""
+        """Set the limit of each operation that starts from now on."""
 
     def rendezvous_bytes(self, world_size: int, version: int) -> int:  # noqa: ARG002
-        """Return the most bytes that each member stores to configure, in a store of ``version``; 0: almost none."""
+        """Return the most bytes that each member stores at the rendezvous; 0: negligible.
+
+        Args:
+            world_size: number of members.
+            version: version of the rendezvous that all members support.
+        """
         return 0
 
     def _run(self, operation: str, *args: Any) -> Work:
-        """Start the collective that torch's backends call ``operation``, with the arguments of the backend."""
+        """Start a collective. ``operation`` is the method of torch's backends; ``args`` are its arguments."""
         raise NotImplementedError
 
     # ---- collectives
@@ -132,7 +140,13 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
         input_tensors: Tensors | torch.Tensor,
         opts: AllgatherOptions | timedelta | None = None,
     ) -> Work:
-        """``output_tensors``: for each input a list of ``size()`` tensors of its shape; or that list for one input."""
+        """Gather the tensors of all ranks.
+
+        Args:
+            output_tensors: for each input a list of ``size()`` tensors of its shape; for a single input, one list.
+            input_tensors: the tensors of this rank.
+            opts: torch's options, or a timeout.
+        """
         if isinstance(input_tensors, torch.Tensor):
             output_tensors = [cast("Tensors", output_tensors)]
         return self._run("allgather", output_tensors, _listed(input_tensors), _options(AllgatherOptions, opts))
@@ -140,7 +154,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | timedelta | None = None
     ) -> Work:
-        """Each output holds ``size()`` times its input, concatenated along the first dimension."""
+        """Gather into outputs that are ``size()`` times their input, concatenated along the first dimension."""
         return self._run(
             "allgather_into_tensor_coalesced", output_tensors, input_tensors, _options(AllgatherOptions, opts)
         )
@@ -163,7 +177,14 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
         opts: ReduceScatterOptions | Plain = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """``input_tensors``: for each output a list of ``size()`` tensors of its shape; or that list for one output."""
+        """Reduce the tensors of all ranks, and leave to each rank its share.
+
+        Args:
+            output_tensors: the share of this rank.
+            input_tensors: for each output a list of ``size()`` tensors of its shape; for a single output, one list.
+            opts: torch's options, a reduce op, or a timeout.
+            timeout: limit of this operation; default: that of the group.
+        """
         if isinstance(output_tensors, torch.Tensor):
             input_tensors = [cast("Tensors", input_tensors)]
         opts = _options(ReduceScatterOptions, opts, timeout)
@@ -172,7 +193,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | Plain = None
     ) -> Work:
-        """Each input holds ``size()`` times its output, concatenated along the first dimension."""
+        """Reduce inputs that are ``size()`` times their output, concatenated along the first dimension."""
         return self._run(
             "reduce_scatter_tensor_coalesced", output_tensors, input_tensors, _options(ReduceScatterOptions, opts)
         )
@@ -196,7 +217,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
         input_split_sizes: list[int],
         opts: AllToAllOptions | timedelta | None = None,
     ) -> Work:
-        """Rows of ``input`` by ``input_split_sizes`` to each rank; empty sizes split evenly."""
+        """Send rows of ``input`` to each rank, as many as ``input_split_sizes`` lists. Empty lists split evenly."""
         opts = _options(AllToAllOptions, opts)
         return self._run("alltoall_base", output, input, output_split_sizes, input_split_sizes, opts)
 
@@ -222,7 +243,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         return self._run("recv", tensors, src_rank, tag)
 
-    # ---- what torch asks of a process group
+    # ---- the interface of torch's ProcessGroup
 
     def rank(self) -> int:
         return 0
@@ -244,19 +265,25 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
 
     @property
     def group_name(self) -> GroupName:
-        """Under which torch registered the group."""
+        """Name under which torch registered the group."""
         if self._name is None:
-            raise ProcessGroupError(f"{self!r} has no name before it is registered")
+            raise ProcessGroupError(f"{self!r} has no name: call register first")
         return self._name
 
     def getGroupName(self) -> GroupName:  # noqa: N802
         return self.group_name
 
     def register(self, name: str) -> ProcessGroup:
-        """Makes the group known to ``torch.distributed`` (which must be initialised), under ``name``.
+        """Register the group with ``torch.distributed``, which must be initialised.
 
-        Functional collectives and ``DeviceMesh`` work with it from then on. torch takes it for a group of this process
-        alone, since its size changes with the membership. Returns the group.
+        Functional collectives and ``DeviceMesh`` accept the group from then on. torch handles it as a group of this
+        process alone, because its size changes with the membership.
+
+        Args:
+            name: unique name of the group in this process.
+
+        Returns:
+            This group.
         """
         backend = f"{self.getBackendName()}-{name}"
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -264,7 +291,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta, so abstr
         return cast("ProcessGroup", dist.new_group([dist.get_rank()], backend=backend, group_desc=backend))
 
     def unregister(self) -> None:
-        """Takes back ``register``, and shuts the group down."""
+        """Undo ``register``, and shut the group down."""
         dist.destroy_process_group(self)
 
     def __repr__(self) -> str:
@@ -276,7 +303,7 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
 
 
 def _options(kind: type[O], given: object, timeout: timedelta | None = None) -> O:
-    """``given`` if it is a ``kind``; else a ``kind`` with the plain value set."""
+    """Return ``given`` if it is a ``kind``; otherwise a ``kind`` with the plain value set."""
     if type(given) is kind:
         return given
     options: Any = kind()
@@ -290,7 +317,9 @@ def _options(kind: type[O], given: object, timeout: timedelta | None = None) -> 
         case int():
             options.rootRank = given
         case _:
-            raise TypeError(f"{kind.__name__} or a plain value was expected, not {type(given).__name__}")
+            raise TypeError(
+                f"invalid options of type {type(given).__name__}: expected {kind.__name__} or a plain value"
+            )
     if timeout is not None:
         options.timeout = timeout
     return cast("O", options)

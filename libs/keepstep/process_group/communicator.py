@@ -1,13 +1,13 @@
 """One configuration of a process group on one of torch's backends, and the operations in flight on it.
 
-The first failure of an operation ends the communicator: its connections are closed, so that all operations in flight
-end within a millisecond, and every peer notices at once. ``wait`` returns or raises after the operation has released
-its tensors, so that a late result is never written to a gradient.
+The first failure ends a communicator: it closes its connections, so that operations in flight end within a millisecond
+and every peer notices at once. ``wait`` returns or raises only after the operation has released its tensors, so that a
+late result never overwrites a gradient.
 
-Gloo does not wake an operation whose peer disconnected in the middle of a message; it wakes only operations that wait
-for the start of one. Such an operation sleeps until its own timeout, and writes nothing. So a wait checks from time to
-time that all peers are still connected; for futures a thread does. On a failed communicator a sleeping operation is
-given up after ``PATIENCE``, which is much longer than any running operation takes to end.
+Gloo does not wake an operation whose peer disconnects in the middle of a message; it wakes only operations whose
+message has not begun. Such an operation sleeps until its own timeout and writes to no tensor. Therefore a wait checks
+whether all peers are still connected; for operations with a future a thread checks. A wait abandons an operation that
+sleeps on a failed communicator after ``PATIENCE``, which is much longer than an operation that still runs can take.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 NO_TIMEOUT = timedelta(0)
-"""Means the operation's own timeout, in torch's calls."""
+"""Tells torch to use the timeout of the operation."""
 SLICE = timedelta(milliseconds=25)
-"""A wait checks this often whether its timeout has passed or its communicator has failed."""
+"""Interval at which a wait checks its deadline and its communicator."""
 INSTANT = timedelta(milliseconds=1)
-"""The shortest slice, because torch waits without limit for 0."""
+"""The shortest slice; for torch 0 means no limit."""
 PATIENCE = 6
-"""Slices that a wait takes on a failed communicator, plus one for each ``PATIENCE_BYTES`` of its tensors."""
+"""Limit of a wait on a failed communicator, in slices; plus one for each ``PATIENCE_BYTES`` of its tensors."""
 PATIENCE_BYTES = 10_000_000
 PEER_IS_GONE = "a peer closed its connection"
 LOOK = 40
-"""Slices between two checks that all peers are still connected."""
+"""Slices between two checks of the connections to the peers."""
 STALL = 5
-"""Checks that may fail before an operation is given up. A peer that has finished may disconnect while others still pass
-on its data. The death of a peer is reported by the lighthouse sooner.
+"""Checks before an operation with a lost peer fails. A peer that is done may disconnect while slower peers still pass
+on its contribution; the lighthouse reports a peer that died before this limit.
 """
 EXIT_SECONDS = 2.0
-"""Limit at the end of the process for communicators that are being freed."""
+"""Limit of the wait, at the end of the process, for communicators that are being freed."""
 
 _SLICE_IS_OVER = "Operation timed out!"
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\] ")
@@ -62,7 +62,7 @@ class Communicator(ABC):
 
     backend: Backend | None = None
     can_lose_a_peer = False
-    """Whether ``has_lost_a_peer`` can be true."""
+    """Whether ``has_lost_a_peer`` can return True."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -71,15 +71,15 @@ class Communicator(ABC):
         self.error: Exception | None = None
         self._pid = os.getpid()
         self.patience_spent = 0
-        """Slices that any wait took since the failure, so that several sleeping operations are waited for only once."""
+        """Slices spent in waits since the failure. All sleeping operations share one limit."""
         self._in_flight: weakref.WeakSet[BackendWork] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._looking: threading.Thread | None = None
+        self._peer_watch: threading.Thread | None = None
         tell_children(self)
 
     def forked(self) -> None:
-        """Disable this object in a forked child: torch's destructor would wait for threads that only the parent has."""
+        """Make the communicator unusable in a forked child, where torch's destructor would wait for missing threads."""
         never_free(self, self.backend)
         self._lock = threading.Lock()
         self.error = fork_error("the process group", self._pid)
@@ -90,22 +90,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """End all operations in flight, and ``connect``. From any thread; never blocks for long."""
+        """End operations in flight and ``connect``. Does not block for long; may be called from any thread."""
 
     def has_lost_a_peer(self) -> bool:
-        """Return whether a connection ended that an operation in flight may not have noticed."""
+        """Return whether a connection ended that an operation in flight may have missed."""
         return False
 
     def start(self, operation: str, args: tuple[Any, ...]) -> Work:
         """Call the method ``operation`` of torch's backend.
 
-        The backend is in no local variable when this raises. An error that is kept keeps the local variables of its
-        traceback, and with the backend its threads and sockets.
+        No local variable holds the backend when this raises. A stored error keeps the local variables of its traceback
+        alive, and the backend would keep its threads and sockets.
         """
         backend = self.backend
         try:
             if backend is None:
-                raise ProcessGroupError(f"{operation} on a process group that was shut down")
+                raise ProcessGroupError(f"cannot run {operation}: the process group was shut down")
             return cast("Work", getattr(backend, operation)(*args))
         finally:
             del backend
@@ -115,52 +115,54 @@ class Communicator(ABC):
         with self._lock:
             self._in_flight.add(work)
 
-    def look_after_futures(self) -> None:
-        """Check the connections from now on in a thread: an operation has a future, which no thread may wait for."""
-        if self.can_lose_a_peer and self._looking is None:
+    def watch_futures(self) -> None:
+        """Start the thread that checks the peers of operations with a future."""
+        if self.can_lose_a_peer and self._peer_watch is None:
             with self._lock:
-                if self._looking is None and self.error is None:
-                    self._looking = threading.Thread(target=self._look, name="keepstep-look", daemon=True)
-                    self._looking.start()
+                if self._peer_watch is None and self.error is None:
+                    self._peer_watch = threading.Thread(
+                        target=self._watch_peers, name="keepstep-peer-watch", daemon=True
+                    )
+                    self._peer_watch.start()
 
-    def _look(self) -> None:
-        """Fail the communicator if a peer has disconnected and an operation did not notice for ``STALL`` checks.
+    def _watch_peers(self) -> None:
+        """Fail the communicator if a peer disconnected and an operation has not noticed it for ``STALL`` checks.
 
         Ends when no operation with a future is in flight.
         """
         looks: weakref.WeakKeyDictionary[BackendWork, int] = weakref.WeakKeyDictionary()
         while not self._failed.wait(LOOK * SLICE.total_seconds()):
             with self._lock:
-                promised = [work for work in self._in_flight if work.promised and not work.is_completed()]
-                if not promised:
-                    self._looking = None
+                watched = [work for work in self._in_flight if work.has_future and not work.is_completed()]
+                if not watched:
+                    self._peer_watch = None
                     return
-            looks = weakref.WeakKeyDictionary({work: looks.get(work, 0) + 1 for work in promised})
+            looks = weakref.WeakKeyDictionary({work: looks.get(work, 0) + 1 for work in watched})
             if max(looks.values()) > STALL and self.has_lost_a_peer():
                 self.fail(ProcessGroupError(PEER_IS_GONE))
-            del promised
+            del watched
 
     def fail(self, error: Exception) -> Exception:
-        """Keep ``error``, if it is the first, and close the connections. Return the first error."""
+        """Store the first error and close the connections. Return the first error."""
         with self._lock:
             if self.error is not None:
                 return self.error
             self.error = error
             self._failed.set()
-            promised = [work for work in self._in_flight if work.promised]
+            with_future = [work for work in self._in_flight if work.has_future]
         self.interrupt()
-        if promised:
-            threading.Thread(target=_finish, args=(promised,), name="keepstep-failed", daemon=True).start()
+        if with_future:
+            threading.Thread(target=_finish, args=(with_future,), name="keepstep-failed", daemon=True).start()
         return error
 
     def close(self) -> None:
-        """Free everything, after ``fail``. Afterwards no operation writes to a tensor of the user."""
+        """Free all resources, after ``fail``. No operation writes to a tensor of the caller afterwards."""
         with self._lock:
             in_flight = list(self._in_flight)
         _finish(in_flight)
-        looking = self._looking
-        if looking is not None:
-            looking.join()
+        peer_watch = self._peer_watch
+        if peer_watch is not None:
+            peer_watch.join()
         backend, self.backend = [self.backend], None
         if backend[0] is not None:
             _dispose(backend)
@@ -170,7 +172,7 @@ _disposals: set[threading.Thread] = set()
 
 
 def _dispose(backend: list[Backend | None]) -> None:
-    """Free the backend in a thread: torch's destructor waits 20 ms for its own thread, and for sleeping operations."""
+    """Free a backend in a thread: torch's destructor waits 20 ms for its own thread, and for sleeping operations."""
 
     def dispose() -> None:
         backend.clear()
@@ -183,7 +185,7 @@ def _dispose(backend: list[Backend | None]) -> None:
 
 @atexit.register
 def _await_disposals() -> None:
-    """Wait for threads in C++: one that returns while the interpreter shuts down would abort the process."""
+    """Wait for these threads: C++ aborts the process if a thread returns into an interpreter that has ended."""
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in tuple(_disposals):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -194,7 +196,7 @@ class _AsleepError(TimeoutError):
 
 
 class BackendWork(Work):
-    """An operation in flight. ``tensors``: those that it writes or sends."""
+    """An operation in flight. ``tensors``: the tensors that it writes or sends."""
 
     def __init__(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> None:
         super().__init__()
@@ -208,16 +210,22 @@ class BackendWork(Work):
         communicator.started(self)
 
     @property
-    def promised(self) -> bool:
+    def has_future(self) -> bool:
         """Whether ``get_future`` was called."""
         return self._future is not None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the operation has ended, at most ``timeout`` (0: the operation's own). Return True.
+        """Wait until the operation is over.
+
+        Args:
+            timeout: limit of the wait; 0: the timeout of the operation.
+
+        Returns:
+            True.
 
         Raises:
-            TimeoutError: the operation took too long. The group cannot be used until it is configured again.
-            ProcessGroupError: the operation failed or was aborted. The same holds for the group.
+            TimeoutError: the operation took too long. The group must be configured again.
+            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
         """
         raw = self._raw
         if raw is not None:
@@ -228,8 +236,8 @@ class BackendWork(Work):
                 self._error, failed = self._failure(error, timeout), True
                 asleep = isinstance(error, _AsleepError)
             if asleep or not failed:
-                self._raw = None  # torch's work keeps the communicator's threads and sockets
-            del raw  # so would a traceback
+                self._raw = None  # torch's work holds the communicator's threads and sockets
+            del raw  # a traceback would hold it
             if failed and self._error is not None:
                 # not in the `except` block: its error would be the context of errors that callbacks raise
                 self._communicator.fail(self._error)
@@ -239,14 +247,14 @@ class BackendWork(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future that completes with the tensors, or the error, when the operation has ended."""
+        """Return a future that completes with the tensors, or the error, when the operation is over."""
         if self._future is None:
             raw = self._raw
-            self._communicator.look_after_futures()
+            self._communicator.watch_futures()
             self._future = Future(devices=list({one.device for one in _flat(self._tensors) if not one.is_cpu}))
             if raw is not None:
                 self._watch(raw)
-            if raw is None or self._communicator.error is not None:  # `fail` may have run before the future existed
+            if raw is None or self._communicator.error is not None:  # `fail` may have missed this future
                 self.finish()
         return self._future
 
@@ -267,7 +275,7 @@ class BackendWork(Work):
             self._raw.synchronize()
 
     def finish(self) -> None:
-        """Wait until the operation has released its tensors, after the communicator has failed."""
+        """Wait on a failed communicator until the operation has released its tensors."""
         raw = self._raw
         if raw is not None:
             try:
@@ -275,7 +283,7 @@ class BackendWork(Work):
             except (RuntimeError, TimeoutError) as error:
                 self._error = self._error or self._failure(error, NO_TIMEOUT)
             self._raw = None
-        del raw  # callbacks of the future run now, and their errors would keep this frame
+        del raw  # callbacks of the future run now; their errors would hold this frame
         self._settle()
 
     def _watch(self, raw: Work) -> None:
@@ -299,11 +307,11 @@ class BackendWork(Work):
             fail_future(self._future, self._error)
 
     def _await(self, raw: Work, timeout: timedelta) -> None:
-        """Wait in slices, so that a sleeping operation can be given up.
+        """Wait in slices, so that a wait can abandon an operation that never wakes.
 
         Raises:
-            RuntimeError: torch's error of the operation.
-            TimeoutError: ``timeout`` has passed, or the operation sleeps on a failed communicator.
+            RuntimeError: the error of torch.
+            TimeoutError: ``timeout`` or the limit of waits on a failed communicator has passed.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout > NO_TIMEOUT else float("inf")
         communicator = self._communicator
@@ -323,7 +331,7 @@ class BackendWork(Work):
                 communicator.fail(ProcessGroupError(PEER_IS_GONE))
 
     def _poll(self, raw: Work, limit: timedelta) -> bool:
-        """Wait up to ``limit``, and return whether the operation has ended."""
+        """Wait for at most ``limit``; return whether the operation is over."""
         try:
             raw.wait(limit)
         except RuntimeError as error:
@@ -333,19 +341,19 @@ class BackendWork(Work):
         return True
 
     def _failure(self, error: Exception, timeout: timedelta) -> Exception:
-        """Return the error of this operation: that of its communicator if it has failed, else one from ``error``."""
+        """Return the error to raise: the first error of the communicator, or else ``error``."""
         first = self._communicator.error
         if first is not None:
             kind = ProcessGroupAbortedError if isinstance(first, ProcessGroupAbortedError) else ProcessGroupError
             return kind(f"{self._operation} failed: {first}")
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
-            return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or gone")
-        return ProcessGroupError(f"{self._operation} failed: {plain(error)}")
+            return TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck, slow or disconnected")
+        return ProcessGroupError(f"{self._operation} failed: {plain_message(error)}")
 
 
 class ThreadedWork(BackendWork):
-    """A send, receive or reduce-scatter over Gloo. torch has no future for it, and no wait with a time limit."""
+    """A send, receive or reduce-scatter over Gloo, for which torch has neither a future nor a wait with a limit."""
 
     _waiting: concurrent.futures.Future[None] | None = None
 
@@ -381,8 +389,8 @@ def _finish(works: list[BackendWork]) -> None:
         work.finish()
 
 
-def plain(error: Exception) -> str:
-    """Return Gloo's message without places in its source and without its guess at the cause."""
+def plain_message(error: Exception) -> str:
+    """Return Gloo's message without its source locations and advice."""
     return _GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", str(error)))
 
 

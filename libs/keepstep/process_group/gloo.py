@@ -1,4 +1,4 @@
-"""Gloo: TCP, for tensors in main memory."""
+"""Gloo: collectives over TCP for tensors in main memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ from keepstep_mesh.net.process_sockets import Endpoint
 
 log = get_logger("keepstep.process_group")
 
-_GLOO: Any = TorchGloo  # torch's stubs do not fit it
+_GLOO: Any = TorchGloo  # torch's stubs do not describe it
 ABORT_POLL_SECONDS = 0.005
-"""Time between two reads of a store that cannot be aborted."""
+"""Interval at which a wait polls a store without ``abort``."""
 _THREADED = frozenset({"send", "recv", "reduce_scatter", "_reduce_scatter_base"})
 SHORT_ADDRESSES = 2
-"""From this version of the rendezvous on all members can read shortened addresses."""
+"""Lowest version of the rendezvous whose members read shortened addresses."""
 ADDRESS_BYTES = 384
-"""At the rendezvous, with the key: 136 of a socket address, 64 of a host's name, 128 of overhead, lengths."""
+"""Size of an address at the rendezvous: 136 for the socket address, 64 for the host name, the rest for overhead."""
 RESCUE_SECONDS = 0.02
-"""Time between two attempts to end a blocked constructor."""
+"""Interval between attempts to end a constructor that waits for peers."""
 
 
 class ProcessGroupGloo(BackendProcessGroup):
-    """Gloo, with an ``abort`` that ends operations in flight. It can be configured any number of times."""
+    """A process group on Gloo that can be aborted and configured again any number of times.
 
-    works_tell_all = True
+    Args:
+        timeout: limit of the rendezvous and of each operation; default 60 s.
+    """
+
+    works_report_all_errors = True
 
     def getBackendName(self) -> str:  # noqa: N802
         return "keepstep-gloo"
@@ -75,7 +79,7 @@ class GlooCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, size, timeout)
         self._store = _ObservedStore(store, self, timeout)
-        self._options: Any = _GLOO._Options()  # noqa: SLF001  # torch binds it under no other name
+        self._options: Any = _GLOO._Options()  # noqa: SLF001  # its only name in torch
         self._options._timeout = timeout  # noqa: SLF001
         self._options.group_name = name
         self._options.global_ranks_in_group = global_ranks or []
@@ -90,7 +94,7 @@ class GlooCommunicator(Communicator):
 
     def _connect(self) -> None:
         try:
-            with context_timeout(self._overdue, self.timeout):  # Gloo waits without limit for a peer to connect
+            with context_timeout(self._fail_overdue, self.timeout):  # Gloo waits without limit for peers
                 self._options._devices = [_GLOO.create_device(hostname=self._host, lazy_init=False)]  # noqa: SLF001
                 self.backend = _GLOO(self._store, self.rank, self.size, self._options)
         finally:
@@ -106,7 +110,7 @@ class GlooCommunicator(Communicator):
         connecting = not self._connected.is_set()
         return [] if own is None else sockets(own.listener, self._store.peers, connecting=connecting)
 
-    def _overdue(self) -> None:
+    def _fail_overdue(self) -> None:
         self.fail(TimeoutError(f"not all members connected within {self.timeout}"))
 
     def interrupt(self) -> None:
@@ -126,7 +130,7 @@ class GlooCommunicator(Communicator):
             shut_down(self._store.own.listener, self._store.peers, connecting=connecting)
 
     def _free_constructor(self) -> None:
-        """End a constructor that waits for peers to connect or to answer."""
+        """End a constructor that waits for peers, whether they must connect to this rank or must answer it."""
         greetings: list[socket.socket] = []
         while not self._connected.is_set():
             self._shut_down(connecting=True)
@@ -139,7 +143,7 @@ class GlooCommunicator(Communicator):
 
 
 class _ObservedStore(Store):
-    """Forwards Gloo's calls to a store, and notes the addresses. A wait ends when the communicator fails."""
+    """Forwards Gloo's calls to a store and records the addresses. A wait ends when the communicator fails."""
 
     def __init__(self, inner: Store, communicator: Communicator, timeout: timedelta) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class _ObservedStore(Store):
         if isinstance(self._inner, RendezvousStore):
             self._inner.abort(str(self._communicator.error))
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what torch really hands over
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the type that torch passes
         self._check()
         self.own = self._parse(value)
         if isinstance(self._inner, RendezvousStore) and self._inner.version >= SHORT_ADDRESSES:
@@ -178,7 +182,7 @@ class _ObservedStore(Store):
         deadline = time.monotonic() + limit.total_seconds()
         while not self._inner.check(list(keys)):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{', '.join(keys)} did not come to the store within {limit}")
+                raise TimeoutError(f"{', '.join(keys)} not set in the store within {limit}")
             self._aborted.wait(ABORT_POLL_SECONDS)
             self._check()
 
@@ -190,12 +194,12 @@ class _ObservedStore(Store):
         try:
             return GlooRank.parse(value)
         except ValueError as error:
-            log.warning("gloo cannot be aborted", reason=str(error), consequence="a stuck peer costs the whole timeout")
+            log.warning("cannot abort gloo", reason=str(error), consequence="a stuck peer blocks for the whole timeout")
             return None
 
 
 def _host(store: Store) -> str:
-    """Return the host of the store."""
+    """Return the host of the store; ``localhost`` if it has none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host = store.host if isinstance(store, RendezvousStore) else getattr(store, "host", "")

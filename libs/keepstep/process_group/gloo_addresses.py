@@ -1,7 +1,7 @@
-"""Gloo addresses as they are stored at the rendezvous: their size must not grow with the number of members.
+"""Short form of Gloo addresses for the rendezvous, whose size does not grow with the number of members.
 
-Gloo ends an address with a number of 8 bytes for each member, and every member reads the addresses of all: of N members
-8 N^2 bytes are stored and 8 N^3 are read. On a device of its own, as ours, the numbers are 0 to N - 1 and say nothing.
+Gloo appends a number of 8 bytes for each member to an address, and every member reads all addresses: N members store
+8 N^2 bytes and read 8 N^3. Here each communicator has a device of its own, on which the numbers are always 0 to N - 1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 
 _SHORT = b"\xff" * 8
-"""Before what is left of an address; Gloo's own begins with the length of the host's name."""
+"""Prefix of a shortened address. An address of Gloo begins with the length of the host name."""
 
 
 def _numbers(size: int) -> bytes:
@@ -17,7 +17,7 @@ def _numbers(size: int) -> bytes:
 
 
 def shortened(published: bytes, size: int) -> bytes:
-    """What Gloo publishes for a rank, without the numbers of ``size`` members if they only count."""
+    """Return the address that Gloo publishes for a rank, without the numbers if they are 0 to ``size`` - 1."""
     numbers = _numbers(size)
     if published.startswith(_SHORT) or not published.endswith(numbers):
         return published
@@ -25,5 +25,5 @@ def shortened(published: bytes, size: int) -> bytes:
 
 
 def lengthened(stored: bytes, size: int) -> bytes:
-    """The inverse of ``shortened``; what was not shortened stays as it is."""
+    """Undo ``shortened``. Return any other address unchanged."""
     return stored.removeprefix(_SHORT) + _numbers(size) if stored.startswith(_SHORT) else stored

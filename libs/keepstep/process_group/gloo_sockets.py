@@ -1,9 +1,8 @@
 """Find the sockets of one Gloo context by the addresses that its ranks published, and shut them down.
 
-torch's ``abort`` does not end a Gloo operation in flight; a shutdown of its connections does, within a millisecond. An
-accepted connection has the address of this process's listener as its local address; an initiated one has the address
-of a peer's listener as its remote address. The listening socket is never shut down, because Gloo ends the process when
-``accept`` fails.
+torch's ``abort`` does not end a Gloo operation in flight; shutting down its connections ends it within a millisecond.
+An accepted connection has the address of the own listener as its local address. An outgoing connection has a peer's
+listener as its remote address. The listening socket is never shut down: Gloo ends the process if accepting fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SYN_SENT = "02"
 
 @dataclass(frozen=True, slots=True)
 class GlooRank:
-    """The data that a rank publishes: its address, and the number with which each peer identifies itself."""
+    """The published address of a rank, and the number by which each peer identifies itself when it connects."""
 
     listener: Endpoint
     sequence_numbers: tuple[int, ...]
@@ -37,7 +36,7 @@ class GlooRank:
         They are the host name and the ``sockaddr_storage``, each after its length, then a number for each rank.
 
         Raises:
-            ValueError: the bytes have another format.
+            ValueError: ``published`` has another format.
         """
         try:
             (name_size,) = _LENGTH.unpack_from(published)
@@ -51,31 +50,31 @@ class GlooRank:
             host = socket.inet_ntop(family, packed)
             return cls((host, port), tuple(number for (number,) in _SEQUENCE.iter_unpack(numbers)))
         except (struct.error, KeyError, ValueError, OverflowError) as error:
-            raise ValueError(f"Gloo published {len(published)} bytes that are not a rank's address") from error
+            raise ValueError(f"unknown format of a Gloo address: {len(published)} bytes") from error
 
 
 def shut_down(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = False) -> int:
-    """Shut down this process's connections from ``listener`` and to ``peers``; return their number.
+    """Shut down this process's connections from ``listener`` and to ``peers``. Return their number.
 
-    ``connecting``: also connections whose first packet has no answer yet, from the kernel's table of all sockets.
+    ``connecting``: include connections whose first packet has no answer yet; this reads the kernel's socket table.
     """
     pending = _unanswered(peers) if connecting else frozenset()
     count = 0
     for _, found in process_sockets():
         if _is_ours(found, listener, peers) or inode(found) in pending:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # already closed
                 found.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
 def connections(listener: Endpoint, peers: set[Endpoint]) -> int:
-    """Count the connections from ``listener`` and to ``peers``."""
+    """Return the number of connections from ``listener`` and to ``peers``."""
     return sum(_is_ours(found, listener, peers) for _, found in process_sockets())
 
 
 def sockets(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = False) -> list[tuple[int, int]]:
-    """Return (descriptor, inode) of the connections and of the listening socket. ``connecting``: see ``shut_down``."""
+    """Return (descriptor, inode) of these connections and of the listener. ``connecting``: see ``shut_down``."""
     pending = _unanswered(peers) if connecting else frozenset()
     return [
         (descriptor, inode(found))
@@ -86,13 +85,13 @@ def sockets(listener: Endpoint, peers: set[Endpoint], *, connecting: bool = Fals
 
 
 def greet(listener: Endpoint, sequence_numbers: tuple[int, ...]) -> list[socket.socket]:
-    """Connect to this process's own listener as every peer, so that Gloo stops waiting for peers.
+    """Connect to the own listener in place of every peer, so that Gloo stops waiting for peers that never connect.
 
-    The sockets must stay open until Gloo's constructor has returned.
+    Keep the sockets open until Gloo's constructor has returned.
     """
     greetings = []
     for number in sequence_numbers:
-        with contextlib.suppress(OSError):  # Gloo has closed the listener, so it does not wait
+        with contextlib.suppress(OSError):  # Gloo has closed the listener: it no longer waits
             greeting = socket.create_connection(listener, timeout=1.0)
             greetings.append(greeting)
             greeting.sendall(_SEQUENCE.pack(number))
@@ -118,7 +117,7 @@ def _unanswered(peers: set[Endpoint]) -> frozenset[int]:
 
 
 def _kernel_text(endpoint: Endpoint) -> str:
-    """Return the endpoint as the kernel prints it: address words in machine order and port, in hexadecimal."""
+    """Return the kernel's hexadecimal text: the words of the address in the machine's byte order, then the port."""
     host, port = endpoint
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)

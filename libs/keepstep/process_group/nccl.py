@@ -1,9 +1,9 @@
 """NCCL and XCCL: collectives on an accelerator, on the streams of their communicator.
 
-On an accelerator ``wait`` only makes the current stream wait, so a stuck peer blocks the stream. A thread knows when
-each operation should have ended on its stream, and aborts the communicator if it has not. The kernels then end, and the
-stream continues with a wrong result. So ``errored`` synchronizes the stream first: a caller that checks it before it
-uses a result never uses a wrong one. torch's own watchdog, which ends the process, is off.
+On an accelerator ``wait`` only makes the current stream wait, so a stuck peer appears as a stream without progress. A
+watcher thread aborts the communicator when an operation has not passed its stream in time. The kernels then end and the
+stream continues with an invalid result. Therefore ``errored`` synchronizes the stream first: a caller that checks it
+before it uses a reduced tensor never uses an invalid one. torch's own watchdog, which ends the process, is disabled.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from keepstep_mesh.config.logging import get_logger
 log = get_logger("keepstep.process_group")
 
 ABORT_SECONDS = 10.0
-"""Limit for an abort in progress when a communicator is freed."""
+"""Limit of the wait for an abort in progress when a communicator is freed."""
 
 _ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # we abort; the watchdog would end the process
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # this module aborts; the watchdog would end the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 
 
 class AcceleratorCommunicator(Communicator):
-    """``backend_class``: torch's. Its communicator initialises without blocking, so that it can be aborted."""
+    """A communicator on torch's ``backend_class``. It initialises without blocking, so that it can be aborted."""
 
     def __init__(
         self, backend_class: Any, options: Any, store: Store, rank: int, size: int, timeout: timedelta
@@ -52,7 +52,7 @@ class AcceleratorCommunicator(Communicator):
         self._abort: threading.Thread | None = None
 
     def connect(self) -> None:
-        # set before it connects, so that `interrupt` reaches it; in no local variable, as in `start`
+        # set before it connects, so that `interrupt` finds it; not in a local variable, see `start`
         self.backend = self._backend_class(self._store, self.rank, self.size, self._options)
         if self.error is not None:
             raise self.error
@@ -74,12 +74,12 @@ class AcceleratorCommunicator(Communicator):
         if self._abort is not None:
             self._abort.join(ABORT_SECONDS)
             if self._abort.is_alive():
-                log.warning("the communicator's abort is stuck", seconds=ABORT_SECONDS)
+                log.warning("abort of the communicator did not return in time", limit_seconds=ABORT_SECONDS)
         self._watch.join()
         super().close()
 
     def expect(self, timeout: timedelta) -> None:
-        """Expect that the current stream ends its present work within ``timeout``; else the communicator fails."""
+        """Fail the communicator unless the current stream finishes its present work within ``timeout``."""
         self._watch.add(timeout)
 
 
@@ -89,9 +89,9 @@ class AcceleratorWork(BackendWork):
     _communicator: AcceleratorCommunicator
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Make the current stream wait. A later failure is in ``errored`` of the group."""
+        """Make the current stream wait. ``errored`` of the group returns failures that occur later."""
         limit = timeout if timeout > NO_TIMEOUT else self._communicator.timeout
-        if self._operation == "barrier":  # the only operation for which the calling thread waits
+        if self._operation == "barrier":  # the only operation that blocks the caller
             with context_timeout(lambda: self._late(limit), limit):
                 super().wait()
         else:
@@ -100,11 +100,11 @@ class AcceleratorWork(BackendWork):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return torch's future, which respects streams. A later failure is in ``errored`` of the group."""
+        """Return torch's future, which handles streams. ``errored`` of the group returns failures that occur later."""
         timeout = self._communicator.timeout
 
         def expected(future: Future[Any]) -> Any:
-            # runs on a stream that waits for the operation's; the stream of the caller may not
+            # runs on a stream of torch that follows the operation's; the current stream need not follow it
             self._communicator.expect(timeout)
             return future.value()
 
@@ -114,11 +114,13 @@ class AcceleratorWork(BackendWork):
         return raw.wait()
 
     def _late(self, limit: timedelta) -> None:
-        self._communicator.fail(TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck or gone"))
+        self._communicator.fail(
+            TimeoutError(f"{self._operation} took longer than {limit}: a peer is stuck or disconnected")
+        )
 
 
 class _StreamWatch:
-    """Fails a communicator when a stream does not reach a mark in time. Its thread ends after the last mark."""
+    """Fails a communicator when a stream does not pass a mark in time. Its thread runs while marks are pending."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -165,12 +167,19 @@ class _StreamWatch:
             self._marks.clear()
         if late is not None:
             self._communicator.fail(
-                TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or gone")
+                TimeoutError(f"a collective took longer than {late}: a peer is stuck, slow or disconnected")
             )
 
 
 class ProcessGroupNCCL(BackendProcessGroup):
-    """NCCL for CUDA tensors, on the device that is current when it is configured."""
+    """A process group on NCCL, for CUDA tensors on the device that is current during ``configure``.
+
+    Args:
+        timeout: limit of the rendezvous and of each operation; default 60 s.
+
+    Raises:
+        ProcessGroupError: torch was built without NCCL, or this machine has no accelerator.
+    """
 
     _backend_name = "NCCL"
 
@@ -179,15 +188,18 @@ class ProcessGroupNCCL(BackendProcessGroup):
         self._torch_class: Any = getattr(dist, f"ProcessGroup{self._backend_name}", None)
         if self._torch_class is None or not torch.accelerator.is_available():
             raise ProcessGroupError(
-                f"{type(self).__name__} needs a torch built with {self._backend_name} and a device; "
-                "ProcessGroupGloo works without"
+                f"{type(self).__name__} requires a torch build with {self._backend_name} and an accelerator; "
+                "use ProcessGroupGloo on this machine"
             )
 
     def getBackendName(self) -> str:  # noqa: N802
         return f"keepstep-{self._backend_name.lower()}"
 
     def errored(self) -> Exception | None:
-        """Return the error that broke the group. Waits for the current stream, at most until it is aborted."""
+        """Wait for the current stream; then return the first error since the last ``configure``.
+
+        The watcher ends the wait if the stream is stuck.
+        """
         if self._communicator is not None:
             torch.accelerator.current_stream().synchronize()
         return super().errored()
@@ -195,7 +207,7 @@ class ProcessGroupNCCL(BackendProcessGroup):
     def _create(
         self,
         store: Store,
-        host: str | None,  # noqa: ARG002  # NCCL reads NCCL_SOCKET_IFNAME
+        host: str | None,  # noqa: ARG002  # NCCL reads NCCL_SOCKET_IFNAME instead
         rank: int,
         world_size: int,
         name: str,
@@ -219,7 +231,14 @@ class ProcessGroupNCCL(BackendProcessGroup):
 
 
 class ProcessGroupXCCL(ProcessGroupNCCL):
-    """The same on Intel's XCCL, where torch has it."""
+    """A process group on Intel's XCCL.
+
+    Args:
+        timeout: limit of the rendezvous and of each operation; default 60 s.
+
+    Raises:
+        ProcessGroupError: torch was built without XCCL, or this machine has no accelerator.
+    """
 
     _backend_name = "XCCL"
 

@@ -1,4 +1,4 @@
-"""Works that are complete from the start, or combine other works."""
+"""Works that are complete from the start, and works that combine others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 
 class CompletedWork(Work):
-    """A completed work. Its future has ``result``, the tensors of the operation."""
+    """A complete work. Its future holds ``result``, the tensors of the operation."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class CompletedWork(Work):
 
 
 class JointWork(Work):
-    """Several works as one. Its future completes with ``tensors``, or with the first error after all have ended."""
+    """Several works as one. Its future completes after all of them, with ``tensors`` or the first error."""
 
     def __init__(self, works: list[Work], tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class JointWork(Work):
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all works, then raise the first error. Return whether all succeeded."""
+        """Wait for all works; then raise the first error, if any."""
         succeeded, first = True, None
         for work in self._works:
             try:

@@ -1,4 +1,4 @@
-"""Process groups around, or in place of, another one."""
+"""Process groups that wrap or replace another one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ log = get_logger("keepstep.process_group")
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """A group of one that needs no peers and no rendezvous: every collective is what it is over a single rank."""
+    """A group of one rank without peers or rendezvous, for tests and single processes.
 
-    works_tell_all = True
+    Args:
+        rank: must be 0.
+        world: must be 1.
+
+    Raises:
+        ValueError: another rank or size.
+    """
+
+    works_report_all_errors = True
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         if (rank, world) != (0, 1):
-            raise ValueError(f"a dummy group is rank 0 of 1, not rank {rank} of {world}")
+            raise ValueError(f"invalid rank {rank} of {world}: expected rank 0 of 1 in a dummy group")
         super().__init__()
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def getBackendName(self) -> str:  # noqa: N802
         return "keepstep-dummy"
@@ -51,19 +59,23 @@ class ProcessGroupDummy(ProcessGroup):
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Forwards every call to the group ``pg``."""
+    """Forwards every call to another group.
+
+    Args:
+        pg: the group to wrap.
+    """
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__()
         self._pg = pg
 
     @property
-    def works_tell_all(self) -> bool:  # type: ignore[override]
-        return self._pg.works_tell_all
+    def works_report_all_errors(self) -> bool:  # type: ignore[override]
+        return self._pg.works_report_all_errors
 
     @property
     def parent(self) -> ProcessGroup:
-        """The group around which this one is."""
+        """The wrapped group."""
         return self._pg
 
     def configure(self, *args: Any, store: Store | None = None, **kwargs: Any) -> None:
@@ -94,18 +106,23 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg.getBackendName()
 
     def _run(self, operation: str, *args: Any) -> Work:
-        return self._pg._run(operation, *args)  # noqa: SLF001  one class of ours to another
+        return self._pg._run(operation, *args)  # noqa: SLF001  both classes are of this package
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
-    """Never raises from an operation. The first error is kept for ``error()``; from then until the next ``configure``
-    operations do nothing and leave their tensors as they are.
+    """Stores the first error of an operation instead of raising it.
+
+    ``error`` returns the stored error. From then until the next ``configure`` operations do nothing and leave their
+    tensors unchanged.
+
+    Args:
+        pg: the group to wrap.
     """
 
-    works_tell_all = False
+    works_report_all_errors = False
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
@@ -116,13 +133,13 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         super().configure(*args, **kwargs)
 
     def report_error(self, error: Exception) -> None:
-        """From now on, until the next ``configure``, operations are skipped."""
+        """Store ``error``, if it is the first one, and skip operations until the next ``configure``."""
         if self._error is None:
-            log.warning("operations are skipped until the next configure", reason=str(error))
+            log.warning("skipping operations until the next configure", reason=str(error))
             self._error = error
 
     def error(self) -> Exception | None:
-        """The first error since the last ``configure``."""
+        """Return the first error since the last ``configure``; None if no operation failed."""
         return self._error
 
     def errored(self) -> Exception | None:
@@ -132,7 +149,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         if self._error is None:
             try:
                 return _SwallowingWork(self, super()._run(operation, *args), args[0])
-            except Exception as error:  # noqa: BLE001  this is what the class is for; it is reported
+            except Exception as error:  # noqa: BLE001  stored by report_error
                 self.report_error(error)
         return CompletedWork(args[0])
 
@@ -145,7 +162,7 @@ class _SwallowingWork(Work):
         self._result = result
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """False if the operation failed."""
+        """Wait for the operation; return False if it failed."""
         try:
             return self._work.wait(timeout)
         except Exception as error:  # noqa: BLE001
@@ -153,7 +170,7 @@ class _SwallowingWork(Work):
             return False
 
     def get_future(self) -> Future[Any]:
-        """Completes with the operation's tensors, whether it failed or not."""
+        """Return a future that completes with the tensors, also if the operation failed."""
         return self._work.get_future().then(self._settle)
 
     def _settle(self, future: Future[Any]) -> Any:
@@ -165,7 +182,11 @@ class _SwallowingWork(Work):
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """Fails operations on demand, for tests of what happens then."""
+    """Fails operations on demand, for tests of error handling.
+
+    Args:
+        pg: the group to wrap.
+    """
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
@@ -176,7 +197,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         super().configure(*args, **kwargs)
 
     def report_future_error(self, error: Exception) -> None:
-        """The next operation runs, then fails with ``error`` where it is waited for."""
+        """Let the next operation run, then raise ``error`` in its ``wait``."""
         self._future_error = error
 
     def _run(self, operation: str, *args: Any) -> Work:
@@ -203,17 +224,20 @@ class _FailingWork(Work):
 
 
 class ManagerLike(Protocol):
-    """The part of a Manager that ``ManagedProcessGroup`` uses."""
+    """Methods of a Manager that ``ManagedProcessGroup`` uses."""
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Work: ...
     def num_participants(self) -> int: ...
 
 
 class ManagedProcessGroup(ProcessGroup):
-    """All-reduces through a Manager, over the groups that take part in the step. The Manager gets the errors.
+    """All-reduces through a Manager, which averages over the participating groups and receives the errors.
 
-    ``size()`` is the number of groups that take part. Other operations raise ProcessGroupError, because the Manager
-    would not notice their errors.
+    ``size()`` returns the number of participating groups. Other collectives raise ``ProcessGroupError``, because the
+    Manager would not learn of their failures.
+
+    Args:
+        manager: a ``Manager``, or an object with its ``allreduce`` and ``num_participants``.
     """
 
     def __init__(self, manager: ManagerLike) -> None:

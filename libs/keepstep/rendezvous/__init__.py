@@ -1,1 +1,1 @@
-"""Key-value stores: the one over which a process group is built, and the one in which ranks of a group meet."""
+"""Key-value stores: one to connect process groups, and one to connect the ranks of a group."""

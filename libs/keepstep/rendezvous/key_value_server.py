@@ -1,10 +1,10 @@
-"""The key-value tables over which the members of a quorum meet; ``store_client`` is the client half.
+"""Server of the key-value tables that the members of a quorum use to connect; ``store_client`` is the client.
 
-A table belongs to one (job, epoch, quorum_id, group_rank). The newest (epoch, quorum_id) that anybody asks for drops
-the older tables of that job and ends the waits on them.
+A table belongs to one (job, epoch, quorum_id, group_rank). A request with a newer (epoch, quorum_id) drops the older
+tables of that job and ends the waits on them.
 
 Over HTTP every operation is ``POST /v1/rendezvous`` with a msgpack array: job, epoch, quorum_id, group_rank, the name
-of the operation, its arguments. The answer is its result in msgpack, or a problem document.
+of the operation, its arguments. The answer is the result in msgpack, or a problem document.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from keepstep_mesh.security.tokens import ClientToken
 
 PATH = "/v1/rendezvous"
 MAX_KEY_CHARACTERS = 1024
-"""Of a key, and of the name of a job."""
+"""Limit of a key, and of the name of a job."""
 MAX_VALUE_BYTES = 1024 * 1024
 MAX_BODY_BYTES = MAX_VALUE_BYTES + 4096
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
 MAX_TABLES = 4096
 IDLE_TABLE_SECONDS = 600.0
-"""A table that no member uses for longer is dropped."""
+"""Time without use after which a table is dropped."""
 VERSION = 2
-"""What this build understands of where members meet and what they store there (``MemberInfo.rendezvous``). 2: another
-host for each quorum_id, and short Gloo addresses."""
+"""Version of the rendezvous that this build supports (``MemberInfo.rendezvous``). 2: another host for each quorum_id,
+and short Gloo addresses."""
 WAIT_POLL_SECONDS = 5.0
-"""How long the server holds a wait over HTTP before it answers "not yet" and is asked again."""
+"""Limit of a wait over HTTP, after which the server answers "not yet" and the client repeats the request."""
 
 _KEY_OVERHEAD_BYTES = 128
 
 
 class RendezvousError(KeepstepError):
-    """The members did not meet: the host is gone or full, or this quorum is no longer the newest."""
+    """The rendezvous failed: its host disconnected or is full, or a newer quorum has replaced this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Names one table of the server."""
+    """Identifies one table of the server."""
 
     job: str = "default"
     epoch: int = 0
@@ -71,12 +71,12 @@ class _Contents:
     used_at: float
     values: dict[str, bytes] = field(default_factory=dict)
     size: int = 0
-    """Bytes held."""
+    """Bytes of all keys and values, with their overhead."""
     waiting: dict[str, list[tuple[Sequence[str], Arrival]]] = field(default_factory=dict)
-    """Waits by one key that each of them lacks."""
+    """Waits, each under one key that it misses."""
 
     def put(self, key: str, value: bytes) -> list[Arrival]:
-        """Stores a value and returns the waits that it completes."""
+        """Store a value and return the waits that it completes."""
         self.size += _size(key, value) - self._held(key)
         self.values[key] = value
         return [arrival for keys, arrival in self.waiting.pop(key, ()) if not self.await_keys(keys, arrival)]
@@ -86,7 +86,7 @@ class _Contents:
         return self.values.pop(key, None) is not None
 
     def await_keys(self, keys: Sequence[str], arrival: Arrival) -> bool:
-        """Whether one of the keys is missing still; then ``arrival`` is kept."""
+        """Return whether a key is missing. If so, store ``arrival`` under that key."""
         for key in keys:
             if key not in self.values:
                 queue = self.waiting.setdefault(key, [])
@@ -106,7 +106,9 @@ def _size(key: str, value: bytes) -> int:
 class KeyValueServer:
     """The tables of one host, in memory. Every method may be called from any thread; none blocks.
 
-    ``token``: of the job; callers over HTTP must show what is derived from it (``ClientToken``). None asks for nothing.
+    Args:
+        token: token of the job. Callers over HTTP must send the token derived from it (``ClientToken``). None: accept
+            callers without a token.
     """
 
     def __init__(self, token: str | ClientToken | None = None) -> None:
@@ -114,22 +116,22 @@ class KeyValueServer:
         self._lock = threading.Lock()
         self._tables: dict[Table, _Contents] = {}
         self._oldest: dict[str, Table] = {}
-        """Of each job: where the quorum begins that is not over."""
+        """Table of the oldest quorum of each job that is still accepted."""
         self._closed = False
 
     def routes(self) -> list[web.RouteDef]:
-        """The aiohttp routes to mount."""
+        """Return the aiohttp routes of this server."""
         return [web.post(PATH, self._handle)]
 
     def close(self) -> None:
-        """Ends every wait; whatever is asked from now on is refused."""
+        """End every wait, and refuse all later calls."""
         with self._lock:
             self._closed = True
             dropped = [self._tables.pop(table) for table in list(self._tables)]
         _fail(dropped, "the rendezvous host is shutting down")
 
     def drop_before(self, job: str, epoch: int, quorum_id: int) -> None:
-        """The group has come to this quorum: tables of older ones are dropped, their waits end, and none is made."""
+        """Drop the tables of quorums older than this one, end their waits, and refuse later requests for them."""
         newest = Table(job, epoch, quorum_id)
         with self._lock:
             if job not in self._oldest or self._oldest[job].generation < newest.generation:
@@ -142,19 +144,23 @@ class KeyValueServer:
         self._update(table, key, lambda _: value)
 
     def add(self, table: Table, key: str, amount: int) -> int:
-        """Adds to a counter, kept as decimal text and 0 at first; returns the new count."""
+        """Add to a counter, stored as decimal text and initially 0. Return the new count."""
         return int(self._update(table, key, lambda old: b"%d" % (int(old or b"0") + amount)) or 0)
 
     def append(self, table: Table, key: str, value: bytes) -> None:
         self._update(table, key, lambda old: (old or b"") + value)
 
     def compare_set(self, table: Table, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Writes if the value is ``expected``, or absent and ``expected`` empty. Returns the value that holds now."""
+        """Write ``desired`` if the value equals ``expected``; a missing key equals the empty value.
+
+        Returns:
+            The value after the call.
+        """
         value = self._update(table, key, lambda old: desired if (old or b"") == expected else old)
         return expected if value is None else value
 
     def check(self, table: Table, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are set."""
         with self._lock:
             return all(key in self._open(table).values for key in keys)
 
@@ -163,14 +169,15 @@ class KeyValueServer:
             return self._open(table).delete(key)
 
     def items(self, table: Table, start: int) -> list[Item]:
-        """Keys and values in the order in which they came, from the ``start``-th on."""
+        """Return keys and values in the order in which they were set, from index ``start``."""
         with self._lock:
             return list(itertools.islice(self._open(table).values.items(), start, None))
 
     def wait(self, table: Table, keys: Sequence[str]) -> Arrival:
-        """Completes once all keys are there; ``cancel`` gives it up.
+        """Return a future that completes when all keys are set. Cancelling it ends the wait.
 
-        :raises RendezvousError: in the future too, when a newer quorum takes over or the server closes.
+        Raises:
+            RendezvousError: a newer quorum replaced this one, or the server closed; the future raises it too.
         """
         arrival: Arrival = concurrent.futures.Future()
         for key in keys:
@@ -190,9 +197,11 @@ class KeyValueServer:
             if value is None or value == old:
                 return value
             if len(value) > MAX_VALUE_BYTES:
-                raise RendezvousError(f"rendezvous value {key!r} has {len(value)} bytes; {MAX_VALUE_BYTES} are allowed")
+                raise RendezvousError(
+                    f"rendezvous value {key!r} too large: {len(value)} bytes (limit {MAX_VALUE_BYTES})"
+                )
             if sum(held.size for held in self._tables.values()) + _size(key, value) > MAX_TOTAL_BYTES:
-                raise RendezvousError(f"the rendezvous host is full: it holds {MAX_TOTAL_BYTES} bytes already")
+                raise RendezvousError(f"the rendezvous host is full: it stores up to {MAX_TOTAL_BYTES} bytes")
             complete = contents.put(key, value)
         for arrival in complete:
             if arrival.set_running_or_notify_cancel():
@@ -213,9 +222,9 @@ class KeyValueServer:
                 if known.job == table.job and known.generation < table.generation:
                     _fail([self._tables.pop(known)], _over(known, table))
                 elif now - self._tables[known].used_at > IDLE_TABLE_SECONDS:
-                    _fail([self._tables.pop(known)], f"nobody used this table for {IDLE_TABLE_SECONDS} s")
+                    _fail([self._tables.pop(known)], f"rendezvous table dropped: unused for {IDLE_TABLE_SECONDS:g} s")
             if len(self._tables) >= MAX_TABLES:
-                raise RendezvousError(f"the rendezvous host is full: it holds {MAX_TABLES} tables already")
+                raise RendezvousError(f"the rendezvous host is full: it stores up to {MAX_TABLES} tables")
             self._tables[table] = _Contents(now)
         contents = self._tables[table]
         contents.used_at = now
@@ -223,7 +232,7 @@ class KeyValueServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         if not self._token.accepts_peer(request.headers.get("Authorization", "")):
-            return Problem(HTTPStatus.UNAUTHORIZED, "a bearer token of this job is needed").response()
+            return Problem(HTTPStatus.UNAUTHORIZED, "unauthorized: send a bearer token of this job").response()
         try:
             result = await self._execute(*_unpack(await _body(request)))
         except ProtocolError as error:
@@ -260,17 +269,19 @@ class KeyValueServer:
                 case "items", [int(start)] if start >= 0:
                     return self.items(table, start)
         except (TypeError, ValueError) as error:
-            raise ProtocolError(f"bad arguments for rendezvous operation {operation!r}: {error}") from error
-        raise ProtocolError(f"no rendezvous operation {operation!r} with {len(arguments)} such arguments")
+            raise ProtocolError(f"invalid arguments of rendezvous operation {operation!r}: {error}") from error
+        raise ProtocolError(
+            f"unknown rendezvous operation {operation!r} with {len(arguments)} arguments of these types"
+        )
 
 
 def _check_key(key: str) -> None:
     if len(key) > MAX_KEY_CHARACTERS:
-        raise RendezvousError(f"rendezvous key of {len(key)} characters; {MAX_KEY_CHARACTERS} are allowed")
+        raise RendezvousError(f"rendezvous key too long: {len(key)} characters (limit {MAX_KEY_CHARACTERS})")
 
 
 def _over(old: Table, new: Table) -> str:
-    return f"quorum {old.quorum_id} of job {old.job!r} is over: its members meet for quorum {new.quorum_id} now"
+    return f"quorum {old.quorum_id} of job {old.job!r} is over: quorum {new.quorum_id} has replaced it"
 
 
 def _fail(dropped: list[_Contents], reason: str) -> None:
@@ -287,9 +298,9 @@ async def _body(request: web.Request) -> bytes:
             async for chunk in request.content.iter_any():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    raise ProtocolError(f"a rendezvous request has at most {MAX_BODY_BYTES} bytes")
+                    raise ProtocolError(f"rendezvous request too large (limit {MAX_BODY_BYTES} bytes)")
     except TimeoutError:
-        raise ProtocolError(f"the rendezvous request did not come within {BODY_SECONDS:g} s") from None
+        raise ProtocolError(f"rendezvous request not received within {BODY_SECONDS:g} s") from None
     return bytes(body)
 
 
@@ -298,10 +309,10 @@ def _unpack(body: bytes) -> tuple[Table, str, list[Any]]:
         match msgpack.unpackb(body, use_list=True):
             case [str(job), int(epoch), int(quorum_id), int(group_rank), str(operation), *arguments]:
                 if len(job) > MAX_KEY_CHARACTERS:
-                    raise ProtocolError(
-                        f"the name of a job has {len(job)} characters; {MAX_KEY_CHARACTERS} are allowed"
-                    )
+                    raise ProtocolError(f"job name too long: {len(job)} characters (limit {MAX_KEY_CHARACTERS})")
                 return Table(job, epoch, quorum_id, group_rank), operation, arguments
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a rendezvous request is not msgpack: {error}") from error
-    raise ProtocolError("a rendezvous request is [job, epoch, quorum_id, group_rank, operation, arguments...]")
+        raise ProtocolError(f"invalid rendezvous request: not msgpack: {error}") from error
+    raise ProtocolError(
+        "invalid rendezvous request: expected [job, epoch, quorum_id, group_rank, operation, arguments...]"
+    )

@@ -1,7 +1,7 @@
-"""The launcher's TCPStore, in which the ranks of one group find their rank 0.
+"""The launcher's TCPStore, through which the ranks of one group find their rank 0.
 
-The process that starts the ranks may serve it: torchrun's agent, another launcher, or a test in the same process.
-Otherwise rank 0 serves it, as ``init_process_group`` would.
+The process that starts the ranks may serve the store: torchrun's agent, another launcher, or a test in the same
+process. Otherwise rank 0 serves it, as in ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from keepstep_mesh.protocol.names import name_of
 R = TypeVar("R")
 
 SERVED_BY = "keepstep/served_by"
-"""Set in a store that a rank 0 serves: no other rank 0 may use it."""
+"""Key that marks a store served by a rank 0; no other rank 0 may use that store."""
 STORE_PROBE_SECONDS = 2.0
-"""Time limit of an attempt to connect that finds out whether a server listens."""
+"""Limit of a connection attempt that checks whether a server listens."""
 STORE_CONNECT_RETRY_SECONDS = 0.05
 """Pause before the address of rank 0 is read again."""
 GRACE_SECONDS = 1.0
@@ -42,14 +42,14 @@ class LauncherStore:
 
     Args:
         host, port: MASTER_ADDR and MASTER_PORT of the group.
-        rank: of this process in its group.
+        rank: rank of this process in its group.
         restart: the launcher's restart count. Each start of the group has its own entry in a store that outlives it.
         agent_serves: whether the launcher serves the store for certain; rank 0 waits for it then.
         deadline: limit of every wait, in monotonic time.
 
     Raises:
         TimeoutError: the store was not reachable before ``deadline``.
-        KeepstepError: the store cannot be served here, or rank 0 of another group serves it.
+        KeepstepError: this process cannot serve the store, or rank 0 of another group serves it.
     """
 
     def __init__(self, host: str, port: int, *, rank: int, restart: int, agent_serves: bool, deadline: float) -> None:
@@ -58,14 +58,14 @@ class LauncherStore:
         self._place = f"MASTER_ADDR:MASTER_PORT ({host}:{port})"
         self._rank = rank
         self._deadline = deadline
-        # without the group's name, which only rank 0 may know: a store belongs to one group
+        # without the group's name, which only rank 0 may know; a store belongs to one group
         self._key = f"keepstep/{restart}/group_server"
         may_serve = rank == 0 and not agent_serves
         self._foreign = {inode for _, inode in sockets_at(port)}
-        """Sockets at this port that were there before."""
+        """Sockets at this port that existed before."""
         with claim_opened(partial(sockets_at, port)):
             self.store = self._call(self._open if may_serve else self._join)
-        """Its server, if it is here, ends with the last reference."""
+        """If this process serves the store, the server ends with the last reference."""
 
     def announce_rank_0(self, address: str, replica_id: str) -> None:
         """Store the address of this group's server for the other ranks.
@@ -78,11 +78,11 @@ class LauncherStore:
         known = ""
         while (found := self._call(partial(self._replace, known, entry))) != entry:
             other_address, _, other = found.partition(" ")
-            # at its own address this process listens itself
+            # this process itself listens at its own address
             if other_address != address and self._listens_at(other_address):
                 raise KeepstepError(
-                    f"{replica_id} found rank 0 of {other} at work in the store at {self._place}: give every group a "
-                    f"MASTER_ADDR and MASTER_PORT of its own"
+                    f"rank 0 of {other} already uses the store of {replica_id} at {self._place}: give every group its "
+                    f"own MASTER_ADDR and MASTER_PORT"
                 )
             known = found  # written by this group before a restart
 
@@ -90,7 +90,7 @@ class LauncherStore:
         """Wait for the address of the group's server. An entry from before a restart is ignored.
 
         Args:
-            name: stable name of the group; empty: any.
+            name: stable name of the group; empty: accept any.
 
         Raises:
             KeepstepError: rank 0 belongs to a group of another name.
@@ -114,7 +114,7 @@ class LauncherStore:
         if name and name_of(replica_id) != name:
             raise KeepstepError(
                 f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "
-                f"group a MASTER_ADDR and MASTER_PORT of its own, and all its ranks one name, or only rank 0 one"
+                f"group its own MASTER_ADDR and MASTER_PORT, and the same name to all its ranks or only to rank 0"
             )
         return address
 
@@ -127,7 +127,7 @@ class LauncherStore:
                     raise KeepstepError(
                         f"rank 0 cannot serve the store of its group at {self._place}: {error}"
                     ) from error
-                # another process began to serve between the probe and the attempt
+                # another process started to serve the store after the probe
             else:
                 store.set(SERVED_BY, f"{socket.gethostname()}, process {os.getpid()}")
                 return store
@@ -150,7 +150,7 @@ class LauncherStore:
             is_master=is_master,
             timeout=timedelta(seconds=self._left()),
             wait_for_workers=False,
-            multi_tenant=True,  # init_process_group of the script may open it again
+            multi_tenant=True,  # the script's init_process_group may open it again
         )
 
     def _replace(self, expected: str, entry: str) -> str:

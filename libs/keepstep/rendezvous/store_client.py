@@ -1,8 +1,8 @@
-"""The store over which the members of a quorum meet to build their process groups.
+"""The store through which the members of a quorum connect their process groups.
 
-One member of a quorum hosts a ``KeyValueServer`` in its group server; every member talks to it through a
-``RendezvousStore``, which is a ``torch.distributed.Store``, so that Gloo and NCCL take it as it is. Unlike a TCPStore
-it needs no launcher, it can be aborted from another thread in the middle of a wait, and every wait has an end.
+One member of a quorum hosts a ``KeyValueServer`` in its group server. Every member uses it through a
+``RendezvousStore``, a ``torch.distributed.Store`` that Gloo and NCCL accept. Unlike a TCPStore it needs no launcher,
+another thread can abort its waits, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from keepstep_mesh.text import listed
 __all__ = ["KeyValueServer", "RendezvousAbortedError", "RendezvousError", "RendezvousStore", "Table"]
 
 MAX_ANSWER_BYTES = 256 << 20
-"""No table holds as much."""
+"""Limit of an answer; larger than any table."""
 MAX_REASON_BYTES = 500
 MAX_NAMED_KEYS = 4
 """Limit of keys that an error lists."""
 RETRY_SECONDS = 0.02
-"""Between two tries to reach a host that does not listen yet."""
+"""Interval between attempts to reach a host that does not listen yet."""
 _REPEATABLE = frozenset({"wait", "check", "items", "set"})
 
 
@@ -45,14 +45,22 @@ class RendezvousAbortedError(RendezvousError):
 
 
 class RendezvousStore(Store):
-    """A store of one table on the host at ``address`` (``http://host:port``), or on ``server`` when that is given.
+    """One table of a rendezvous host, as a ``torch.distributed.Store``.
 
-    Every call ends within ``timeout``, or the timeout that it was given, with ``TimeoutError``; with
-    ``RendezvousError`` when the host dies or the quorum is over; and with ``RendezvousAbortedError`` at once when
-    ``abort`` is called, from any thread. A key is meant to be written once: what was read may be answered again
-    without asking.
+    Write each key once: the store caches the values that it reads.
 
-    ``version``: the lowest ``MemberInfo.rendezvous`` of the members, for who stores something that not all understand.
+    Args:
+        address: ``http://host:port`` of the host.
+        table: table on the host; default: the first one of job ``default``.
+        timeout: limit of each call without its own timeout; default 60 s.
+        token: token of the job; None: send no token.
+        server: server in this process, to use instead of HTTP.
+        version: lowest ``MemberInfo.rendezvous`` of the members; limits the formats that they may store.
+
+    Raises:
+        TimeoutError: a call exceeded its timeout.
+        RendezvousError: a call failed because the host disconnected or the quorum is over.
+        RendezvousAbortedError: another thread called ``abort``.
     """
 
     def __init__(
@@ -71,16 +79,18 @@ class RendezvousStore(Store):
         self.address = address
         self.host = _split(address)[0]
         self._table = table or Table()
-        self._host: _Here | _There = _Here(server, self._table) if server else _There(address, self._table, token)
+        self._host: _LocalTable | _RemoteTable = (
+            _LocalTable(server, self._table) if server else _RemoteTable(address, self._table, token)
+        )
         self._seen: dict[str, bytes] = {}
         self._received = 0
 
     def abort(self, reason: str) -> None:
-        """Makes calls that wait now, and all later ones, raise ``RendezvousAbortedError(reason)``."""
+        """Make current waits and all later calls raise ``RendezvousAbortedError(reason)``."""
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Closes the connections. The store works on after it and opens new ones."""
+        """Close the idle connections. The store remains usable and opens new ones."""
         self._host.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -90,7 +100,7 @@ class RendezvousStore(Store):
         self._call("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits for it."""
+        """Wait for a key and return its value."""
         if key not in self._seen:
             self.wait([key])
         return self._seen[key]
@@ -104,7 +114,7 @@ class RendezvousStore(Store):
             self.set(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns once all keys are there. One answer brings all other values of the table along."""
+        """Wait until all keys are set. One answer contains all new values of the table."""
         missing = [key for key in keys if key not in self._seen]
         if not missing:
             return
@@ -113,12 +123,12 @@ class RendezvousStore(Store):
         while (items := self._host.wait(missing, self._received, deadline)) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{listed(missing, MAX_NAMED_KEYS)} did not come to the rendezvous at {self.address} within {limit}"
+                    f"{listed(missing, MAX_NAMED_KEYS)} not set in the rendezvous at {self.address} within {limit}"
                 )
         self._received += len(items)
         self._seen.update(items)
         for key in missing:
-            if key not in self._seen:  # deleted and set again: it stands before what we asked for
+            if key not in self._seen:  # deleted and set again: it precedes the requested items
                 self._seen.update(self._call("items", 0))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -150,8 +160,8 @@ class RendezvousStore(Store):
         return self._host.call(operation, arguments, time.monotonic() + self._timeout.total_seconds())
 
 
-class _Here:
-    """The table of a server in this process."""
+class _LocalTable:
+    """A table of a server in this process."""
 
     def __init__(self, server: KeyValueServer, table: Table) -> None:
         self._server = server
@@ -190,7 +200,7 @@ class _Here:
             arrival.cancel()
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: a local table has no connections."""
 
     def _check(self) -> None:
         if self._aborted is not None:
@@ -198,23 +208,23 @@ class _Here:
 
 
 class _BoundedSocket(socket.socket):
-    """Reads until ``end``, however little comes at a time; a socket's own timeout starts again with each byte."""
+    """A socket with a deadline ``end`` for all reads together; a socket's own timeout restarts with each read."""
 
     end = float("inf")
 
     def recv_into(self, *args: Any, **how: Any) -> int:
         left = self.end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer did not come in time")
+            raise TimeoutError("the answer was not complete in time")
         self.settimeout(left)
         return super().recv_into(*args, **how)
 
 
-class _There:
-    """The table of a server elsewhere, over blocking HTTP connections of our own.
+class _RemoteTable:
+    """A table of a server in another process, over blocking HTTP connections.
 
-    Blocking, because it is called from C++ threads that wait anyway, and one thread hand-over less is a third of the
-    round trip; our own, because ``abort`` shuts the sockets that calls wait on.
+    The calls come from C++ threads that wait anyway; without a switch to another thread a round trip takes a third
+    less. The class owns its connections, because ``abort`` shuts down the sockets of calls that wait.
     """
 
     def __init__(self, address: str, table: Table, token: str | ClientToken | None) -> None:
@@ -225,7 +235,7 @@ class _There:
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[socket.socket] = set()
         self._lookups: set[Lookup] = set()
-        self._met = False
+        self._connected_once = False
         self._aborted = threading.Event()
         self._reason = ""
 
@@ -247,14 +257,14 @@ class _There:
                         f"the rendezvous host {self._peer} did not answer {operation!r} in time"
                     ) from error
                 if fresh or operation not in _REPEATABLE:
-                    self._gone(error)
+                    self._raise_host_lost(error)
 
     def abort(self, reason: str) -> None:
         with self._lock:
             self._reason = self._reason or reason
             self._aborted.set()
             for sock in self._busy:
-                with contextlib.suppress(OSError):  # not connected yet, or the host closed it first
+                with contextlib.suppress(OSError):  # not connected yet, or already closed by the host
                     sock.shutdown(socket.SHUT_RDWR)
             for lookup in self._lookups:
                 lookup.interrupt()
@@ -277,9 +287,9 @@ class _There:
             response = connection.getresponse()
             good = response.status == http.HTTPStatus.OK
             if good and (response.length is None or response.length > MAX_ANSWER_BYTES):
+                size = "unknown size" if response.length is None else f"{response.length} bytes"
                 raise RendezvousError(
-                    f"the rendezvous host {self._peer} answers with {response.length or 'no end of'} bytes; at most "
-                    f"{MAX_ANSWER_BYTES} are read"
+                    f"answer of the rendezvous host {self._peer} too large: {size} (limit {MAX_ANSWER_BYTES} bytes)"
                 )
             answer = response.read(None if good else MAX_REASON_BYTES)
             keep = good and not response.will_close
@@ -294,7 +304,9 @@ class _There:
         if good:
             return self._unpacked(answer)
         if response.status == http.HTTPStatus.UNAUTHORIZED:
-            raise AuthError(f"the rendezvous host {self._peer} wants another token")
+            raise AuthError(
+                f"the rendezvous host {self._peer} refused the token of this process: use the same token in all groups"
+            )
         detail = answer.decode(errors="replace")
         raise RendezvousError(f"the rendezvous host {self._peer} refused ({response.status}): {detail}")
 
@@ -302,10 +314,12 @@ class _There:
         try:
             return msgpack.unpackb(answer, use_list=False)
         except (ValueError, msgpack.UnpackException) as error:
-            raise RendezvousError(f"the answer of the rendezvous host {self._peer} is not msgpack: {error}") from error
+            raise RendezvousError(
+                f"invalid answer of the rendezvous host {self._peer}: not msgpack: {error}"
+            ) from error
 
     def _connection(self, deadline: float) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, marked busy, and whether it is a new one."""
+        """Return a connection, marked as busy, and whether it is new."""
         with self._lock:
             self._check()
             if self._idle:
@@ -317,10 +331,12 @@ class _There:
                 return self._connect(deadline), True
             except OSError as error:
                 self._check()
-                if self._met or isinstance(error, socket.gaierror):
-                    self._gone(error)
+                if self._connected_once or isinstance(error, socket.gaierror):
+                    self._raise_host_lost(error)
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"no rendezvous host listened at {self._peer} in time: {error}") from error
+                    raise TimeoutError(
+                        f"the rendezvous host {self._peer} was not reachable in time: {error}"
+                    ) from error
             self._aborted.wait(RETRY_SECONDS)
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
@@ -339,7 +355,7 @@ class _There:
                 self._busy.discard(sock)
             sock.close()
             raise
-        self._met = True
+        self._connected_once = True
         connection = http.client.HTTPConnection(*self._peer)
         connection.sock = sock
         return connection
@@ -359,16 +375,14 @@ class _There:
         if self._aborted.is_set():
             raise RendezvousAbortedError(self._reason)
 
-    def _gone(self, error: Exception) -> NoReturn:
-        raise RendezvousError(
-            f"the rendezvous host {self._peer} is gone: {str(error) or type(error).__name__}"
-        ) from error
+    def _raise_host_lost(self, error: Exception) -> NoReturn:
+        raise RendezvousError(f"lost the rendezvous host {self._peer}: {str(error) or type(error).__name__}") from error
 
 
 def _split(address: str) -> tuple[str, int]:
     parts = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
     if not parts.hostname or not parts.port:
-        raise ValueError(f"the rendezvous address {address!r} is not http://host:port")
+        raise ValueError(f"invalid rendezvous address {address!r}: expected http://host:port")
     return parts.hostname, parts.port
 
 

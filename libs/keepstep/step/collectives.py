@@ -104,7 +104,7 @@ class Collectives:
     def check_process_group(self) -> None:
         """Report an error that the process group knows of and its works do not carry."""
         pg = self._context.reconfigurer.pg
-        if self._works and not getattr(pg, "works_tell_all", False):
+        if self._works and not getattr(pg, "works_report_all_errors", False):
             broken: Exception | None = pg.errored()  # type: ignore[attr-defined]
             if broken is not None:
                 self._report(broken)

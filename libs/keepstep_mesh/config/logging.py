@@ -93,15 +93,20 @@ class LogFormatter(logging.Formatter):
 
 
 def configure(level: str = "info", *, as_json: bool | None = None, stream: TextIO | None = None) -> None:
-    """Sends the logs of the whole process to ``stream`` (default: stderr), for processes of ours.
+    """Send the logs of the whole process to ``stream``. May be called repeatedly.
 
-    ``as_json`` None: for people when the stream is a terminal, else JSON. Harmless when repeated. ``ValueError`` for a
-    level that does not exist.
+    Args:
+        level: lowest level to log.
+        as_json: whether to write JSON. None: JSON unless the stream is a terminal.
+        stream: destination; default: stderr.
+
+    Raises:
+        ValueError: ``level`` is unknown.
     """
     stream = stream or sys.stderr
     levels = logging.getLevelNamesMapping()
     if level.upper() not in levels:
-        raise ValueError(f"log level {level!r} does not exist; take one of debug, info, warning, error")
+        raise ValueError(f"invalid log level {level!r}: expected debug, info, warning, or error")
     terminal = stream.isatty()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(LogFormatter(as_json=not terminal if as_json is None else as_json, colors=terminal))

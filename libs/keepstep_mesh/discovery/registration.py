@@ -119,7 +119,11 @@ class Registrar:
             ):
                 await raise_for_problem(answer)
         except (aiohttp.ClientError, KeepstepError, TimeoutError, OSError) as error:
-            log.info("went without goodbye", lighthouse=self.lighthouse, reason=str(error) or type(error).__name__)
+            log.info(
+                "could not withdraw the registration",
+                lighthouse=self.lighthouse,
+                reason=str(error) or type(error).__name__,
+            )
 
     def _url(self, lighthouse: str) -> str:
         return f"{lighthouse}/v1/services/{quote(self._registration.kind)}/{quote(self._registration.name, safe='')}"

@@ -122,15 +122,20 @@ def never_free(*objects: object) -> None:
 
 
 def fork_error(what: str, pid: int) -> ForkError:
-    """For who uses ``what``, of process ``pid``, in a forked child of that."""
+    """Return the error for the use of a parent's object in a forked child.
+
+    Args:
+        what: name of the object in the error.
+        pid: process that made the object.
+    """
     return ForkError(
         f"{what} belongs to process {pid}; this is process {os.getpid()}, a forked child of it (such as a DataLoader "
-        f"worker), which cannot use it: read what the child needs before the fork, or make another one in the child"
+        f"worker), which cannot use it: read the data before the fork, or create another object in the child"
     )
 
 
 class OfParent:
-    """In a forked child in the place of what only its parent has: any use of it raises ``ForkError``.
+    """Replaces, in a forked child, an object that only the parent may use. Any use raises ``ForkError``.
 
     Args:
         what, pid: see ``fork_error``.

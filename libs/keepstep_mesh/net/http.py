@@ -186,16 +186,16 @@ async def read_json_answer(answer: aiohttp.ClientResponse, limit: int = MAX_ANSW
 
 
 def leader_of(answer: aiohttp.ClientResponse) -> str | None:
-    """Base URL of the lighthouse to which one that does not lead sends an order (307); None for any other answer.
+    """Return the base URL of the leader from a redirect (307, 308); None for any other answer.
 
-    To be followed by hand (``allow_redirects=False``): aiohttp leaves the token behind when it goes to another address.
+    Follow the redirect with ``allow_redirects=False``: aiohttp drops the token on a redirect to another address.
     """
     if answer.status not in (HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT):
         return None
     try:
         leader = str(answer.url.join(URL(answer.headers.get(hdrs.LOCATION, ""))).origin())
     except ValueError as error:
-        raise ProtocolError(f"{answer.url.origin()} sends us to no address: {error}") from error
+        raise ProtocolError(f"{answer.url.origin()} redirects to an invalid address: {error}") from error
     return as_safe(leader, str(answer.url))
 
 

@@ -232,7 +232,7 @@ class Link(asyncio.Protocol):
         if len(buffer) < start:
             return False
         if size + self._fragments_size > self._limit_bytes:
-            raise _TooBigError(f"a message of at least {size} bytes; at most {self._limit_bytes} are taken")
+            raise _TooBigError(f"message too large: at least {size} bytes (limit {self._limit_bytes})")
         mask = b""
         if not self._client:
             mask = bytes(buffer[start : start + 4])
@@ -289,10 +289,10 @@ MAX_PROBLEM_BYTES = 64 * 1024
 
 
 class UpgradeError(ProtocolError):
-    """The server answered the upgrade with something else. ``said``: its sentence; empty: it is none of keepstep."""
+    """The server refused the WebSocket upgrade. ``said``: its reason; empty: it is not a keepstep service."""
 
     def __init__(self, status: int, said: str) -> None:
-        why = said[:500] or "what answers there is no service of keepstep"
+        why = said[:500] or "the server at this address is not a keepstep service"
         super().__init__(f"answers {status} instead of opening a session: {why}")
         self.status = status
         self.said = said

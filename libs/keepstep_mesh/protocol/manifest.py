@@ -74,7 +74,7 @@ def chunk_length(pack_bytes: int, chunk: int) -> int:
 
 
 def chunk_digest(data: Any) -> bytes:
-    """Of anything with a buffer. About 30 GB/s; the GIL is released."""
+    """Return the digest of an object with the buffer protocol, at about 30 GB/s, without the GIL."""
     return xxhash.xxh3_128_digest(data)
 
 

@@ -21,9 +21,12 @@ Stamp = tuple[int, int, int] | None
 
 
 class ReloadedFiles(Generic[T]):
-    """Holds in ``value`` what ``read`` returned for ``files``. Methods may be called from any thread.
+    """Parsed files that are read again when they change. Methods may be called from any thread.
 
-    ``what`` names the files in logs. The constructor raises what ``read`` raises.
+    Args:
+        what: name of the files in logs.
+        files: files to watch.
+        read: reads the files and returns the value to keep in ``value``; the constructor passes on its errors.
     """
 
     def __init__(self, what: str, files: Iterable[Path], read: Callable[[], T]) -> None:

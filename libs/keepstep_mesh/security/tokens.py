@@ -303,6 +303,6 @@ def check_bind(host: str, tokens: Tokens, *, insecure: bool) -> None:
     """Raise ``AuthError`` for a service without tokens that would listen beyond this machine."""
     if not tokens and not insecure and not is_loopback(host):
         raise AuthError(
-            f"refusing to listen on {host} without a token: whoever reaches the port could end the job. Set "
-            "KEEPSTEP_WORKER_TOKEN and KEEPSTEP_ADMIN_TOKEN (or --token-file), listen on 127.0.0.1, or say --insecure"
+            f"refusing to listen on {host} without a token: any client that reaches the port could end the job. Set "
+            "KEEPSTEP_WORKER_TOKEN and KEEPSTEP_ADMIN_TOKEN (or --token-file), listen on 127.0.0.1, or pass --insecure"
         )

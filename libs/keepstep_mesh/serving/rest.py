@@ -22,10 +22,9 @@ MAX_DIGITS = 20
 """Limit of a number in a request."""
 
 
-def those(known: list[str]) -> str:
-    if not known:
-        return "there is none"
-    return f"there are {listed(known, MAX_NAMED)}"
+def known_names(kind: str, names: list[str]) -> str:
+    """Return the part of an error that lists the valid names: ``known jobs: a, b``."""
+    return f"known {kind}: {listed(names, MAX_NAMED) or 'none'}"
 
 
 def bad(detail: str) -> Problem:
@@ -59,14 +58,14 @@ async def read_body(request: web.Request, cls: type[T]) -> T:
     try:
         return cls(**plain)
     except TypeError:
-        raise bad(f"a field is missing; {those(sorted(typing.get_type_hints(cls)))}") from None
+        raise bad(f"a field is missing; {known_names('fields', sorted(typing.get_type_hints(cls)))}") from None
 
 
 def checked(plain: dict[str, Any], cls: type) -> dict[str, Any]:
     """``plain``, all of whose fields ``cls`` has, each of its type."""
     hints = typing.get_type_hints(cls)
     if unknown := sorted(set(plain) - set(hints)):
-        raise bad(f"unknown field {unknown[0]!r}; {those(sorted(hints))}")
+        raise bad(f"unknown field {unknown[0]!r}; {known_names('fields', sorted(hints))}")
     for name, value in plain.items():
         types, called = TAKEN[hints[name]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

@@ -13,7 +13,7 @@ from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaView
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.serving.rest import MAX_NAMED, those
+from keepstep_mesh.serving.rest import MAX_NAMED, known_names
 
 MIN_INCARNATION_CHARACTERS = 8
 """A prefix of an incarnation names it if at least so many characters follow the colon."""
@@ -26,7 +26,7 @@ def find_job(node: LighthouseNode, request: web.Request) -> Job:
     job = node.jobs.get(name)
     if job is None:
         known = sorted(node.jobs)
-        detail = f"job {name!r} not found; {those(known)}; a job is created when its first group connects"
+        detail = f"job {name!r} not found; {known_names('jobs', known)}; a job is created when its first group connects"
         if (ending := node.events.endings.get(name)) is not None:
             at = datetime.fromtimestamp(ending.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             detail = f"job {name!r} was deleted by {ending.detail['by']} at {at}; {detail}"
@@ -52,5 +52,5 @@ def find_replicas(job: Job, target: str) -> list[ReplicaView]:
 
 def no_replica(job: Job, target: str) -> Problem:
     known = sorted({one.replica_id for one in job.core.replicas(time.monotonic())})
-    detail = f"replica group {target!r} not found in job {job.name!r}; {those(known)}"
+    detail = f"replica group {target!r} not found in job {job.name!r}; {known_names('groups', known)}"
     return Problem(HTTPStatus.NOT_FOUND, detail, known=known[:MAX_NAMED])

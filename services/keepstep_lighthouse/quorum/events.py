@@ -76,7 +76,7 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True)
 class EvictOrdered:
-    """``target`` is a stable name or one incarnation, here and in the next two."""
+    """An operator evicts a group. ``target``: a stable name or one incarnation, also in the two orders below."""
 
     target: str
     reason: str

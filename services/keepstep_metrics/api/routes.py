@@ -15,7 +15,7 @@ from keepstep_mesh.protocol.telemetry_records import read_batch
 from keepstep_mesh.security.tokens import Access
 from keepstep_mesh.serving import openapi
 from keepstep_mesh.serving.openapi import Shape
-from keepstep_mesh.serving.rest import bad, json_answer, number, those
+from keepstep_mesh.serving.rest import bad, json_answer, known_names, number
 from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views
 from keepstep_metrics.api.stream import stream
 from keepstep_metrics.history import straggler_view
@@ -219,7 +219,7 @@ class _Api:
     def _job(self, request: web.Request) -> Job:
         name, jobs = request.match_info["job"], self._metrics.core.jobs
         if (job := jobs.get(name)) is None:
-            detail = f"job {name[:80]!r} not found; {those(sorted(jobs))}"
+            detail = f"job {name[:80]!r} not found; {known_names('jobs', sorted(jobs))}"
             raise Problem(HTTPStatus.NOT_FOUND, detail)
         return job
 

@@ -31,7 +31,7 @@ class FailureLog:
     def __init__(self) -> None:
         self._all: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self._open: list[Failure] = []
-        """Failures without a recovery, and those whose recovery was reported only just now."""
+        """Failures that have not recovered, or whose recovery was reported within ``LATE_RECORD_SECONDS``."""
 
     def __iter__(self) -> Iterator[Failure]:
         """Iterate from the oldest."""

@@ -261,7 +261,7 @@ async def test_an_answer_of_a_server_of_another_kind_is_not_repeated() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
         host, port = server.sockets[0].getsockname()
-        with pytest.raises(UpgradeError, match=r"what answers there is no service of keepstep$"):
+        with pytest.raises(UpgradeError, match=r"the server at this address is not a keepstep service$"):
             await Peer().link.connect(http, f"http://{host}:{port}/v1/jobs/job/session")
 
 

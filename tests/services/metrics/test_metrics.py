@@ -217,7 +217,7 @@ async def test_a_bad_batch_and_an_unknown_job_are_problems_that_say_what_to_do()
     async with metrics() as one, client(one.address) as asking:
         assert "msgpack" in (await asking.call("POST", "/v1/ingest", 400, data=b"\xc1"))["detail"]
         await asking.call("POST", "/v1/ingest", 413, data=io.BytesIO(b"x" * (2 << 20)))
-        assert "there is none" in (await asking.call("GET", f"/v1/jobs/{JOB}/now", 404))["detail"]
+        assert "known jobs: none" in (await asking.call("GET", f"/v1/jobs/{JOB}/now", 404))["detail"]
         await asking.tell(Teller("a:1"), step(time.time(), 1))
         for query in ("since=x", "until=nan", "since=10&until=5", "points=-1"):
             await asking.call("GET", f"/v1/jobs/{JOB}/timeline?{query}", 400)

@@ -142,7 +142,7 @@ async def test_an_unknown_job_is_a_problem_that_names_those_there_are(path: str)
     async with scene(1) as (_, rest, _members):
         problem = await rest.get(f"/v1/jobs/elsewhere{path}", 404)
         assert problem["detail"].startswith(
-            "job 'elsewhere' not found; there are job; a job is created when its first group"
+            "job 'elsewhere' not found; known jobs: job; a job is created when its first group"
         )
         assert problem["detail"].endswith("keepstep run --job elsewhere")
         assert problem["known"] == ["job"]
@@ -156,12 +156,12 @@ async def test_an_unknown_replica_is_a_problem_that_names_those_there_are() -> N
             await rest.post(f"{JOB}/replicas/r9/drain", {"reason": "x"}, 404),
         ]
         for problem in problems:
-            assert "there are r0:1, r1:1" in problem["detail"]
+            assert "known groups: r0:1, r1:1" in problem["detail"]
 
 
 async def test_a_lighthouse_without_jobs_answers() -> None:
     async with scene(0) as (_, rest, _members):
         assert await rest.get("/v1/jobs") == {"jobs": []}
         assert (await rest.get(JOB, 404))["detail"].startswith(
-            "job 'job' not found; there is none; a job is created when"
+            "job 'job' not found; known jobs: none; a job is created when"
         )

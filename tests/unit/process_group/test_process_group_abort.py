@@ -336,7 +336,7 @@ def test_what_a_rank_publishes_is_read(host) -> None:
 
 @pytest.mark.parametrize("junk", [b"", b"x", bytes(40), b"\xff" * 200, published("127.0.0.1", 1, 2)[:50]])
 def test_what_no_rank_publishes_is_a_value_error(junk) -> None:
-    with pytest.raises(ValueError, match="not a rank's address"):
+    with pytest.raises(ValueError, match="unknown format of a Gloo address"):
         GlooRank.parse(junk)
 
 
@@ -346,13 +346,13 @@ def test_operations_before_configure_are_an_error() -> None:
 
 
 def test_a_rank_outside_of_the_group_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
+    with pytest.raises(ValueError, match="invalid rank 2"):
         ProcessGroupGloo().configure("127.0.0.1:1/x", "r", 2, 2)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host/prefix", "host:port/prefix"])
 def test_a_bad_store_address_is_a_value_error(address) -> None:
-    with pytest.raises(ValueError, match="is not host:port/prefix"):
+    with pytest.raises(ValueError, match="expected host:port/prefix"):
         ProcessGroupGloo().configure(address, "r", 0, 1)
 
 

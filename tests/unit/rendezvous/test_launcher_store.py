@@ -94,7 +94,7 @@ def test_a_second_rank_0_is_refused_while_the_first_is_at_work() -> None:
     host = hosted()
     with listening() as server, listening() as another:
         join(host.port).announce_rank_0(f"http://{HOST}:{server}", FIRST)
-        with pytest.raises(KeepstepError, match="g:2 found rank 0 of g:1 at work in the store"):
+        with pytest.raises(KeepstepError, match="rank 0 of g:1 already uses the store of g:2 at"):
             join(host.port).announce_rank_0(f"http://{HOST}:{another}", SECOND)
 
 

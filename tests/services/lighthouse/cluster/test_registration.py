@@ -147,7 +147,7 @@ async def test_a_service_that_says_nothing_is_forgotten_and_one_that_renews_is_n
             "invalid kind of service 'oven': expected one of metrics, relay",
         ),
         ("/v1/services/relay/%20x", {"address": "http://a:1"}, "invalid service name"),
-        ("/v1/services/relay/x", {}, "a field is missing; there are address, details, ttl_seconds"),
+        ("/v1/services/relay/x", {}, "a field is missing; known fields: address, details, ttl_seconds"),
         ("/v1/services/relay/x", {"address": "a"}, "is no address; write http://host:port"),
         ("/v1/services/relay/x", {"address": "a:1"}, "address must be one http://host:port"),
         ("/v1/services/relay/x", {"address": "http://a:1,http://b:1"}, "address must be one http://host:port"),

@@ -177,7 +177,7 @@ def test_a_tensor_with_gaps_is_reduced_where_its_elements_are(lighthouse):
 class LateFailure(ProcessGroupDummy):
     """Its works succeed although it broke, as those of NCCL do."""
 
-    works_tell_all = False
+    works_report_all_errors = False
     broken: Exception | None = None
 
     def errored(self) -> Exception | None:

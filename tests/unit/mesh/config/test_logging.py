@@ -102,7 +102,7 @@ def test_configuring_again_replaces_what_was() -> None:
 
 
 def test_a_level_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="take one of debug"):
+    with pytest.raises(ValueError, match="expected debug"):
         configure("loud")
 
 
