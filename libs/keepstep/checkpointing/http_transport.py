@@ -28,12 +28,13 @@ log = get_logger("keepstep.checkpointing")
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves snapshots over HTTP on a port of its own, and receives those of other groups.
+    """Serves snapshots over HTTP on its own port, and receives the snapshots of other groups.
 
-    The server takes two threads, whatever the number of readers.
+    The server has two threads, regardless of the number of readers.
 
     Args:
-        timeout: longest time that a reader waits for a step to be staged, and that it may take for one chunk of 8 MiB.
+        timeout: longest time that a reader waits for a step to be staged, and longest time without progress of a
+            reader.
         num_chunks: parallel streams of ``recv_checkpoint``, at most 32. 0 and 1: one, on the calling thread.
         hostname: address to serve on and to advertise. Default: that of the interface with the default route.
         token: token of the job; readers must present the token that is derived from it. None: any reader is served.
@@ -89,7 +90,7 @@ class HTTPTransport(CheckpointTransport[T]):
         return f"{self.metadata()}/checkpoint/"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """See ``CheckpointTransport``. ``dst_ranks`` is for transports that push.
+        """See ``CheckpointTransport``. ``dst_ranks`` is ignored.
 
         Raises:
             UnsupportedValue: the state has a value that cannot be stored; the error names its path.

@@ -1,8 +1,7 @@
-"""Healing over the process group that averages the gradients: no port of its own, for networks that allow no other.
+"""Healing over the process group that averages the gradients, for networks that allow no further port.
 
-The source sends a head, the manifest and the pack in chunks to each joiner; the joiner checks every chunk. Source and
-joiner are both in the same step, so the source waits for its joiners, at most ``timeout``: with ``HTTPTransport`` or a
-relay it does not.
+The source sends a head, the manifest and the pack in chunks to each joiner; the joiner verifies every chunk. The source
+waits for its joiners, at most ``timeout``. With ``HTTPTransport`` or a relay it does not wait.
 """
 
 from __future__ import annotations
@@ -38,13 +37,18 @@ WINDOW = 2
 class PGTransport(CheckpointTransport[T]):
     """Sends and receives over ``pg``, which the Manager configures.
 
-    A transfer that fails or takes too long breaks the process group; the Manager builds it again at the next step.
+    A transfer that fails or exceeds its time limit breaks the process group; the Manager configures it again at the
+    next step.
 
     Args:
-        pg: the one that the Manager was given.
-        timeout: longest that one chunk of 8 MiB may take.
-        device: where ``pg`` wants its tensors: ``torch.device("cpu")`` for Gloo, the rank's own for NCCL.
-        state_dict: gives the state to receive into when the caller names none; None: into new memory.
+        pg: the process group of the Manager.
+        timeout: longest time for one chunk of 8 MiB.
+        device: device of the tensors that ``pg`` sends: ``torch.device("cpu")`` for Gloo, the device of the rank for
+            NCCL.
+        state_dict: returns the state to receive into if the caller passes no ``into``. None: receive into new memory.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
     """
 
     accepts_into = True
@@ -102,7 +106,7 @@ class PGTransport(CheckpointTransport[T]):
             for work, _ in pending:
                 self._wait(work, deadline)
         except (ProcessGroupError, TimeoutError) as error:
-            self._fail(f"the state was not taken by all of {dst_ranks}", error)
+            self._fail(f"the state was not sent to all of {dst_ranks}", error)
 
     def recv_checkpoint(
         self,
@@ -115,8 +119,10 @@ class PGTransport(CheckpointTransport[T]):
         progress: Progress | None = None,
         limit: timedelta | None = None,
     ) -> T:
-        """See ``CheckpointTransport``. ``src_rank``: the source's rank in the process group. ``timeout`` is for all of
-        it: the source waits no longer.
+        """See ``CheckpointTransport``. ``timeout`` is the time limit of the whole transfer: the source waits no longer.
+
+        Args:
+            src_rank: rank of the source in the process group.
         """
         del metadata, limit
         deadline = time.monotonic() + timeout.total_seconds()
@@ -135,17 +141,17 @@ class PGTransport(CheckpointTransport[T]):
 
     def _receive_manifest(self, src_rank: int, step: int, deadline: float) -> Manifest:
         head = torch.zeros(HEAD_LENGTH, dtype=torch.int64, device=self._device)
-        # the source sends when its part of the step is done: that is not one chunk's time
+        # no limit per chunk: the source sends the head only after its part of the step
         self._wait(self._pg.recv([head], src_rank), deadline, patient=True)
         version, sent_step, length = head.tolist()
         if version != VERSION:
-            raise TransferError(f"it sends version {version}; this build reads version {VERSION}")
+            raise TransferError(f"unsupported version {version} of the source (supported: {VERSION})")
         if length == NOT_SENT:
-            raise TransferError("the source cannot send its state; its log says why")
+            raise TransferError("the source cannot send its state; the log of the source has the reason")
         if sent_step != step:
-            raise TransferError(f"it sends step {sent_step}")
+            raise TransferError(f"the source sent step {sent_step}")
         if not 0 < length <= MAX_MANIFEST_BYTES:
-            raise ManifestError(f"manifest of {length} bytes; at most {MAX_MANIFEST_BYTES} are taken")
+            raise ManifestError(f"invalid length of the manifest: {length} bytes (limit {MAX_MANIFEST_BYTES})")
         packed = torch.empty(length, dtype=torch.uint8, device=self._device)
         self._wait(self._pg.recv([packed], src_rank), deadline)
         return read_manifest(packed.cpu().numpy().tobytes())
@@ -174,7 +180,7 @@ class PGTransport(CheckpointTransport[T]):
                 progress(done, destination.pack_bytes)
 
     def _landing(self, segments: list[memoryview]) -> tuple[torch.Tensor, list[memoryview]]:
-        """Where a chunk arrives, and where it is to be copied then (nowhere, if it arrives in its place)."""
+        """Return the tensor that receives a chunk, and the memory to copy it to (none if it is received in place)."""
         if len(segments) == 1 and self._device.type == "cpu":
             return torch.frombuffer(segments[0], dtype=torch.uint8), []
         size = sum(len(segment) for segment in segments)
@@ -187,13 +193,13 @@ class PGTransport(CheckpointTransport[T]):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _fail(self, what: str, error: Exception, *, torn: bool = False) -> NoReturn:
-        """Nothing arrives late: not here, and nobody at the other end waits."""
+        """Abort the process group, so that no late message arrives and the other rank does not wait. Raises."""
         self._pg.abort(f"{what}: {error}")
         kind = TransferTimeout if isinstance(error, TimeoutError) else TransferError
         raise kind(f"{what}: {error}", torn=torn) from error
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: ARG002  nothing runs in the background
-        """Frees the buffers."""
+        """Free the buffers."""
         self._staging.drop()
 
 

@@ -16,7 +16,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Who has and who needs the live state in one step; the same in all groups but for ``replica_id`` and ``rank``."""
+    """The groups that have, and that need, the live state of one step.
+
+    Only ``replica_id`` and ``rank`` differ between the groups.
+    """
 
     job: str
     epoch: int
@@ -27,13 +30,13 @@ class Exchange:
     world_size: int
     """Ranks of each group."""
     sources: tuple[str, ...]
-    """replica_ids of all groups that have it."""
+    """replica_ids of all groups that have the state."""
     joiners: tuple[str, ...]
     """replica_ids of all groups that heal."""
     beside: tuple[str, ...] = ()
-    """replica_ids of the groups that heal from the same source as ``replica_id``, and that itself; empty: unknown."""
+    """replica_ids of the groups that heal from the same source, with ``replica_id``; empty: unknown."""
     together: bool = False
-    """Whether everybody waits until all have healed."""
+    """Whether all groups wait until all have healed."""
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -56,9 +59,9 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Take a snapshot of ``state_dict`` on the calling thread, and serve it as the state of ``step``.
+        """Copy ``state_dict`` on the calling thread, and serve the copy as the state of ``step``.
 
-        Returns when the snapshot is taken: the state may change at once. Readers are served in the background, and the
+        Returns when the copy is complete; the state may then change. Readers are served in the background, and the
         caller never waits for them. If this raises, the caller calls ``refuse_checkpoint``.
 
         Args:
@@ -126,5 +129,5 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @property
     def via(self) -> str:
-        """The way of the last state that was received, or is being received: ``direct``, ``relay`` ..."""
+        """The path of the current or last received state: ``direct``, ``relay`` ..."""
         return ""

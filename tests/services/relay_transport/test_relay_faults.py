@@ -188,7 +188,7 @@ async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog):
             groups.stage()
             await groups.heal(url=source.url)
             assert source.passed < MIB
-        assert "relay ignored reason='nonsense' is not the address" in caplog.text
+        assert "relay ignored reason=invalid address 'nonsense'" in caplog.text
 
 
 async def test_a_relay_that_takes_no_connection_is_given_up():

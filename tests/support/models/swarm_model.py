@@ -93,7 +93,7 @@ class Network:
                 self.next_told[name] = self.now + TELL
                 self.told[name] = self.swarms[name].done
                 for other in self.swarms.keys() - {name}:
-                    self.swarms[name].tells(other, self.told[other])
+                    self.swarms[name].set_peer_chunks(other, self.told[other])
 
     def _came(self, one: Transfer) -> None:
         self.sent_by[one.sender] += 1
@@ -102,7 +102,7 @@ class Network:
             if self.at_relay < self.chunks:
                 self.transfers.append(Transfer(SOURCE, RELAY, self.at_relay))
         elif one.receiver in self.swarms:
-            self.swarms[one.receiver].came(one.chunk, self.now)
+            self.swarms[one.receiver].record_arrival(one.chunk, self.now)
 
     def _lose(self, lost: str) -> None:
         del self.swarms[lost]

@@ -54,7 +54,7 @@ def test_all_requests_of_a_reader_share_its_turn(two: Admission) -> None:
 
 def test_a_reader_that_takes_nothing_keeps_its_turn_and_nobody_waits_for_it(two: Admission) -> None:
     assert begun(two) == "ab"
-    two.took("a", SLOW_JOINER_SECONDS - 0.1)
+    two.record_progress("a", SLOW_JOINER_SECONDS - 0.1)
     assert not two.begin("c", SLOW_JOINER_SECONDS - 0.1)
     assert two.begin("c", SLOW_JOINER_SECONDS), "instead of b"
     assert not two.begin("d", SLOW_JOINER_SECONDS)
@@ -68,7 +68,7 @@ def test_who_gives_up_or_leaves_is_not_waited_for(two: Admission) -> None:
     assert "".join(name for name in "cd" if two.begin(name, 0.0)) == "cd"
     two.leave("c")
     two.end("c")
-    two.took("c", 0.0)
+    two.record_progress("c", 0.0)
     two.give_up("c")
     two.wait("a")
     assert two.begin("a", 0.0)

@@ -27,5 +27,5 @@ def test_time_that_was_not_used_is_not_saved_up():
 
 
 def test_a_rate_of_nothing_is_an_error():
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="uplink must be positive"):
         RateLimiter(0.0)

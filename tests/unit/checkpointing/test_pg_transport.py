@@ -108,7 +108,7 @@ def test_another_step_than_the_one_asked_for_is_refused(cohort: Callable[..., An
 
     source, joiner = cohort(2, timeout=SOON).each(take_part)
     assert "step 6" in joiner
-    assert "was not taken by all of [1]" in source
+    assert "was not sent to all of [1]" in source
 
 
 def test_a_joiner_is_told_at_once_that_the_source_has_nothing_to_send(cohort: Callable[..., Any]):

@@ -367,5 +367,5 @@ def test_a_flipped_bit_in_the_pack_is_found():
     damaged[1234] ^= 4
     with pytest.raises(TransferError, match="chunk 0 is damaged"):
         load_state(manifest, damaged)
-    with pytest.raises(TransferError, match="pack of 3999 bytes"):
+    with pytest.raises(TransferError, match="length of the pack: 3999 bytes"):
         load_state(manifest, pack[:-1])

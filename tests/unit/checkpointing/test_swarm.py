@@ -24,7 +24,7 @@ def test_one_joiner_takes_all_from_the_relay_in_the_order_in_which_they_are_uplo
     swarm = Swarm(5, 0, 1, 0.0)
     for chunk in range(5):
         assert swarm.take(RELAY, 0.0) == chunk
-        swarm.came(chunk, 0.0)
+        swarm.record_arrival(chunk, 0.0)
     assert swarm.take(RELAY, 0.0) is None
     assert swarm.finished
     assert swarm.done == bits(*range(5))
@@ -32,7 +32,7 @@ def test_one_joiner_takes_all_from_the_relay_in_the_order_in_which_they_are_uplo
 
 def test_a_joiner_takes_its_own_chunks_first_and_those_of_others_from_them():
     swarm = Swarm(8, 1, 4, 0.0)
-    swarm.tells("j2", bits(2))
+    swarm.set_peer_chunks("j2", bits(2))
     assert [swarm.take(RELAY, 0.0), swarm.take(RELAY, 0.0)] == [1, 5]
     assert swarm.take("j2", 0.0) == 2
     assert swarm.take("j2", 0.0) is None, "it has no other"
@@ -42,26 +42,26 @@ def test_a_joiner_takes_its_own_chunks_first_and_those_of_others_from_them():
 def test_what_nobody_brings_is_taken_from_the_relay_after_a_while():
     swarm = Swarm(4, 0, 2, 0.0)
     for _ in (0, 2):
-        swarm.came(swarm.take(RELAY, 1.0), 1.0)
+        swarm.record_arrival(swarm.take(RELAY, 1.0), 1.0)
     assert swarm.take(RELAY, 1.0 + PEER_PATIENCE_SECONDS / 2) is None
     late = 1.0 + PEER_PATIENCE_SECONDS
     first = swarm.take(RELAY, late)
     assert first in (1, 3)
-    swarm.came(first, late)
+    swarm.record_arrival(first, late)
     assert swarm.take(RELAY, late) == 4 - first, "it is waited once, not before each chunk"
 
 
 def test_the_rarest_chunk_of_a_peer_comes_first():
     swarm = Swarm(6, 0, 3, 0.0)
-    swarm.tells("a", bits(1, 2, 4))
-    swarm.tells("b", bits(1, 4))
+    swarm.set_peer_chunks("a", bits(1, 2, 4))
+    swarm.set_peer_chunks("b", bits(1, 4))
     assert swarm.take("a", 0.0) == 2
 
 
 def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
     swarm = Swarm(12, 0, 6, 0.0)
     for peer in "abcd":
-        swarm.tells(peer, bits(*range(12)))
+        swarm.set_peer_chunks(peer, bits(*range(12)))
     asked = [swarm.take(peer, 0.0) for peer in "abcd"]
     assert sum(chunk is not None for chunk in asked) == PEERS_AT_ONCE
     assert swarm.take("c", SLOW_CHUNK_SECONDS + 0.1) is not None, "those who were asked first are slow"
@@ -69,18 +69,18 @@ def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
 
 def test_what_comes_from_the_relay_instead_of_a_peer_does_not_make_it_wait_again():
     swarm = Swarm(4, 0, 2, 0.0)
-    swarm.tells("a", bits(1, 3))
+    swarm.set_peer_chunks("a", bits(1, 3))
     for _ in (0, 2):
-        swarm.came(swarm.take(RELAY, 0.0), 0.0)
+        swarm.record_arrival(swarm.take(RELAY, 0.0), 0.0)
     late = PEER_PATIENCE_SECONDS
-    swarm.came(swarm.take(RELAY, late), late)
+    swarm.record_arrival(swarm.take(RELAY, late), late)
     assert swarm.take(RELAY, late) is not None
 
 
 def test_a_joiner_on_a_slow_network_waits_longer_before_it_takes_more_from_the_relay():
     swarm = Swarm(4, 0, 2, 0.0)
     for _ in (0, 2):
-        swarm.came(swarm.take(RELAY, 0.0), 10.0)
+        swarm.record_arrival(swarm.take(RELAY, 0.0), 10.0)
     assert swarm.take(RELAY, 10.0 + PEER_PATIENCE_SECONDS) is None
     assert swarm.take(RELAY, 10.0 + PATIENCE_FACTOR * 10.0) is not None
 
@@ -104,17 +104,17 @@ def test_a_chunk_is_asked_of_one_at_a_time_and_of_anybody_after_it_failed():
 
 def test_a_forgotten_peer_is_not_asked():
     swarm = Swarm(2, 0, 2, 0.0)
-    swarm.tells("a", bits(0, 1))
+    swarm.set_peer_chunks("a", bits(0, 1))
     swarm.forget("a")
     assert swarm.take("a", 0.0) is None
 
 
 def test_a_peer_is_slow_only_once_there_is_nothing_else_to_do():
     swarm = Swarm(2, 1, 2, 0.0)
-    swarm.tells("a", bits(0))
+    swarm.set_peer_chunks("a", bits(0))
     swarm.take("a", 0.0)
     assert swarm.slow(SLOW_CHUNK_SECONDS + 1) == set()
-    swarm.came(swarm.take(RELAY, 0.0), 0.1)
+    swarm.record_arrival(swarm.take(RELAY, 0.0), 0.1)
     assert swarm.slow(SLOW_CHUNK_SECONDS / 2) == set()
     assert swarm.slow(SLOW_CHUNK_SECONDS + 1) == {"a"}
 
@@ -129,7 +129,7 @@ def test_a_relay_that_waits_for_an_upload_is_not_slow():
 
 def test_a_peer_cannot_say_that_it_has_more_chunks_than_there_are():
     swarm = Swarm(2, 0, 2, 0.0)
-    swarm.tells("a", bits(0, 1, 77))
+    swarm.set_peer_chunks("a", bits(0, 1, 77))
     assert swarm.peers["a"] == bits(0, 1)
     assert swarm.peers_finished()
 

@@ -1,1 +1,1 @@
-"""Move live state from group to group over HTTP."""
+"""Transfer of live state from group to group over HTTP."""

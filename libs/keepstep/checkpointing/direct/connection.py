@@ -1,6 +1,6 @@
-"""One HTTP/1.1 connection over a blocking socket: bodies go straight between the socket and the memory they belong in.
+"""An HTTP/1.1 connection over a blocking socket, which receives bodies directly into their final memory.
 
-An event loop would copy them once more, and its thread would have to share the trainer's GIL for each piece.
+An event loop would copy the bodies once more, and its thread would compete with the trainer for the GIL.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from keepstep_mesh.net.fork_safety import open_socket
 MAX_REASON_BYTES = 8192
 MAX_JSON_BYTES = 64 << 20
 QUEUE_FIELD = "Keepstep-Queue"
-"""Of a request: how often, in seconds, to say that it waits for its turn. In that word (status 102): how many readers
-are before it.
-"""
-QUEUE_NEWS_SECONDS = 0.1
+"""Header field. In a request: seconds between two queue reports (status 102). In a report: number of readers ahead."""
+QUEUE_REPORT_SECONDS = 0.1
 _MAX_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.1 (\d{3})(?: |$)")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -37,24 +35,26 @@ _SEND, _RECEIVE = socket.SO_SNDTIMEO, socket.SO_RCVTIMEO
 
 
 class BrokenConnection(Exception):
-    """The connection is of no use any more."""
+    """The connection cannot be used any longer."""
 
 
 class Refusal(TransferError):
-    """The other side answered, and said no."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
-        """Seconds; 0 where it did not say."""
+        """Seconds; 0: the answer has no Retry-After field."""
 
 
 class Deadline:
-    """``seconds`` for all of it; with ``limit``, ``seconds`` without progress and ``limit`` seconds for all of it.
+    """The deadline of a transfer.
 
     Args:
-        what: of which step, from where; for the message.
+        seconds: time limit of the transfer; with ``limit``, the longest time without progress.
+        what: begins the message of ``TransferTimeout``: the step and where it comes from.
+        limit: time limit of the transfer, in seconds. Default: ``seconds``.
     """
 
     def __init__(self, seconds: float, what: str, limit: float | None = None) -> None:
@@ -66,11 +66,11 @@ class Deadline:
         self._end = min(now + seconds, self._last)
 
     def progressed(self) -> None:
-        """From now on there are ``seconds`` again, up to the limit."""
+        """Restart the time without progress."""
         self._end = min(time.monotonic() + self.seconds, self._last)
 
     def remaining(self) -> float:
-        """Seconds left, more than 0. Raises ``TransferTimeout`` when there are none."""
+        """Return the seconds left, always positive. Raises ``TransferTimeout`` after the deadline."""
         left = self._end - time.monotonic()
         if left <= 0:
             stalled = self._end < self._last
@@ -81,8 +81,11 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to connect. ``headers``: told for each connection anew, so that a rotated token counts. ``tls``: likewise;
-    None where the address is http.
+    """The address of a server, and the credentials for it.
+
+    Args:
+        headers: returns the header fields of a new connection, with the current token.
+        tls: returns the TLS context of a new connection. None: the address is http.
     """
 
     address: str
@@ -95,18 +98,22 @@ class Endpoint:
     def of(
         cls, address: str, headers: Callable[[], Mapping[str, str]], tls: Callable[[], ssl.SSLContext] | None = None
     ) -> Endpoint:
-        """Raises ``ValueError`` for what is no ``http://host:port``, or ``https://`` where ``tls`` says how."""
+        """Parse ``http://host:port``, or ``https://host:port`` if ``tls`` is given. Raises ``ValueError``."""
         url = urlsplit(address)
         schemes = ("http", "https") if tls else ("http",)
         if url.scheme not in schemes or url.hostname is None or url.port is None:
-            raise ValueError(f"{address!r} is not the address of a checkpoint server ({schemes[-1]}://host:port)")
+            raise ValueError(f"invalid address {address!r} of a checkpoint server: expected {schemes[-1]}://host:port")
         return cls(address, url.hostname, url.port, headers, tls if url.scheme == "https" else None)
 
 
 class Connection:
-    """To be connected first. Raises ``BrokenConnection`` when it breaks or stalls, ``TransferTimeout`` at the deadline.
+    """A client connection to ``endpoint``. Call ``connect`` before any request.
 
-    ``patience``: seconds without a byte, in either direction, after which it counts as broken.
+    Every method raises ``BrokenConnection`` if the connection breaks or stalls, and ``TransferTimeout`` at the
+    deadline.
+
+    Args:
+        patience: seconds without a byte, in either direction, after which the connection counts as broken.
     """
 
     def __init__(self, endpoint: Endpoint, deadline: Deadline, patience: float) -> None:
@@ -139,7 +146,7 @@ class Connection:
                         raise
         except TransferTimeout:
             raise
-        except (OSError, ValueError) as error:  # the latter for what cannot be a host
+        except (OSError, ValueError) as error:  # ValueError: invalid host name
             raise BrokenConnection(f"cannot connect to {to.address}: {error}") from error
 
     def _look_up(self) -> list[Any]:
@@ -161,7 +168,7 @@ class Connection:
             self._socket = wrapped = self._endpoint.tls().wrap_socket(
                 self._socket, server_hostname=self._endpoint.host, do_handshake_on_connect=False
             )
-            wrapped.do_handshake()  # by now ``interrupt`` ends it
+            wrapped.do_handshake()  # ``interrupt`` can end it, because self._socket is set
         self._socket.settimeout(None)
 
     def ask(
@@ -174,18 +181,27 @@ class Connection:
         patience: float | None = None,
         queued: Callable[[], None] | None = None,
     ) -> tuple[dict[str, str], int]:
-        """(header fields, length of the body) of the answer. Raises ``Refusal`` with its reason.
+        """Send a request, and read the head of the answer.
 
-        ``queued``: called each time that the other side says that the request waits there for its turn, which counts
-        as progress; what it raises ends the wait. Without it the other side does not say so.
+        Args:
+            line: further header lines, each with its line end.
+            patience: replaces the patience of the connection for this answer.
+            queued: called for each report of the server that the request waits in its queue, which counts as progress.
+                An error that it raises ends the wait. Default: request no reports.
+
+        Returns:
+            The header fields in lower case, and the length of the body.
+
+        Raises:
+            Refusal: the answer is an error.
         """
         if queued is not None:
-            line += f"{QUEUE_FIELD}: {min(QUEUE_NEWS_SECONDS, self._deadline.seconds / 4):.3f}\r\n"
+            line += f"{QUEUE_FIELD}: {min(QUEUE_REPORT_SECONDS, self._deadline.seconds / 4):.3f}\r\n"
         if body is not None:
             line += f"Content-Length: {memoryview(body).nbytes}\r\n"
         self._send(f"{method} {target} HTTP/1.1\r\n{self._head}{line}\r\n".encode())
         if body is not None:
-            with contextlib.suppress(BrokenConnection):  # it may have said no, and why, without taking all of it
+            with contextlib.suppress(BrokenConnection):  # the server may have answered before it read the whole body
                 self._send(body)
         first, fields = self._read_head(patience or self._patience)
         while queued is not None and first.startswith("HTTP/1.1 102 "):
@@ -195,7 +211,7 @@ class Connection:
         status = _STATUS.match(first)
         length = fields.get("content-length", "0")
         if status is None or not _NUMBER.fullmatch(length):
-            raise TransferError(f"the other side does not speak this protocol: it answered {first[:80]!r}")
+            raise TransferError(f"the server does not speak this protocol: it answered {first[:80]!r}")
         if int(status[1]) >= 300:
             reason = self._reason(int(length)) or first
             after = fields.get("retry-after", "")
@@ -206,7 +222,7 @@ class Connection:
     def _read_head(self, patience: float) -> tuple[str, dict[str, str]]:
         while b"\r\n\r\n" not in self._received:
             if len(self._received) > _MAX_HEAD_BYTES:
-                raise TransferError("the other side does not speak this protocol: its answer has no end of header")
+                raise TransferError("the server does not speak this protocol: the header of its answer does not end")
             part = bytearray(_MAX_HEAD_BYTES)
             self._received += part[: self._receive(memoryview(part), patience, 0)]
         head, _, self._received = self._received.partition(b"\r\n\r\n")
@@ -215,33 +231,34 @@ class Connection:
         return first, {name.strip().lower(): value.strip() for name, _, value in pairs}
 
     def ask_json(self, method: str, target: str, plain: object = None, *, raw: bytes | None = None) -> dict[str, Any]:
-        """The JSON object that answers ``plain``, sent as JSON, or ``raw``, sent as it is. ``TransferError`` for
-        another answer.
+        """Send ``plain`` as JSON, or the bytes ``raw``, and return the JSON object of the answer.
+
+        Raises:
+            TransferError: the answer is not a JSON object.
         """
         body, kind = (raw, "octet-stream") if raw is not None else (json.dumps(plain).encode(), "json")
         _, length = self.ask(method, target, f"Content-Type: application/{kind}\r\n", body=body)
         if length > MAX_JSON_BYTES:
-            raise TransferError(
-                f"{method} {target} was answered with {length} bytes; at most {MAX_JSON_BYTES} are taken"
-            )
+            raise TransferError(f"answer to {method} {target} too large: {length} bytes (limit {MAX_JSON_BYTES})")
         try:
             answer = json.loads(bytes(self.read(length)))
         except (ValueError, RecursionError) as error:
-            raise TransferError(f"{method} {target} was not answered with JSON: {error}") from error
+            raise TransferError(f"the answer to {method} {target} is not JSON: {error}") from error
         if type(answer) is not dict:
-            raise TransferError(f"{method} {target} was answered with {type(answer).__name__}, not an object")
+            raise TransferError(f"the answer to {method} {target} is a {type(answer).__name__}, not a JSON object")
         return answer
 
     def read(self, length: int) -> bytearray:
+        """Read ``length`` bytes of the body."""
         body = bytearray(length)
         self._fill(memoryview(body), lambda: None)
         return body
 
     def read_into(self, view: memoryview) -> None:
-        """Fills ``view`` with a part of the state: each byte of it is progress."""
+        """Fill ``view`` with a part of the state. Each byte counts as progress."""
         self._fill(view, self._deadline.progressed)
 
-    def _fill(self, view: memoryview, came: Callable[[], None]) -> None:
+    def _fill(self, view: memoryview, on_bytes: Callable[[], None]) -> None:
         if self._received:
             size = min(len(self._received), view.nbytes)
             view[:size] = self._received[:size]
@@ -249,7 +266,7 @@ class Connection:
             view = view[size:]
         while view.nbytes:
             view = view[self._receive(view, self._patience, self._whole) :]
-            came()
+            on_bytes()
 
     def _send(self, data: bytes | memoryview) -> None:
         seconds = min(self._patience, self._deadline.remaining())
@@ -258,12 +275,12 @@ class Connection:
             self._socket.sendall(data)
         except (BlockingIOError, ssl.SSLWantWriteError) as error:
             self._deadline.remaining()
-            raise BrokenConnection(f"nothing was taken for {seconds:.1f} s") from error
+            raise BrokenConnection(f"the server accepted no byte for {seconds:.1f} s") from error
         except OSError as error:
             raise BrokenConnection(str(error)) from error
 
     def _receive(self, view: memoryview, patience: float, flags: int) -> int:
-        """At least one byte. What has come is returned well before the deadline, so that it counts as progress."""
+        """Receive at least one byte. Returns well before the deadline, so that the bytes count as progress."""
         now = time.monotonic()
         broken_at = now + patience
         while True:
@@ -275,21 +292,21 @@ class Connection:
                 now = time.monotonic()
                 self._deadline.remaining()
                 if now >= broken_at:
-                    raise BrokenConnection(f"no byte came for {patience:.1f} s") from error
+                    raise BrokenConnection(f"no byte received for {patience:.1f} s") from error
             except OSError as error:
                 raise BrokenConnection(str(error)) from error
             else:
                 if size == 0:
-                    raise BrokenConnection("the other side closed the connection")
+                    raise BrokenConnection("the server closed the connection")
                 return size
 
     def _limit(self, seconds: float, option: int) -> None:
-        """The kernel's own timeout: a socket of Python's with one polls before each call."""
+        """Set the timeout of the kernel. A Python socket with a timeout polls before each call."""
         timeval = struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
 
     def _reason(self, length: int) -> str:
-        """Out of a problem document, or the msgpack of a trainer's server."""
+        """Read the reason in a problem document, or in the msgpack body of a checkpoint server."""
         body = bytes(self.read(min(length, MAX_REASON_BYTES)))
         for unpack, name in ((json.loads, "detail"), (msgpack.unpackb, "reason")):
             with contextlib.suppress(
@@ -299,12 +316,12 @@ class Connection:
         return ""
 
     def interrupt(self) -> None:
-        """Ends what another thread does with this connection, be it connecting."""
+        """End the call of another thread on this connection, including ``connect``."""
         self._interrupted = True
         if self._lookup is not None:
             self._lookup.interrupt()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would go on in plain text
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket.shutdown would continue in plain text
 
     def close(self) -> None:
         self._socket.close()

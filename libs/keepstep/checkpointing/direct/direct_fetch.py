@@ -1,9 +1,10 @@
-"""The receiving half of ``HTTPTransport``: blocking sockets, from the kernel straight into the destination tensors.
+"""The receiving half of ``HTTPTransport``: blocking sockets that receive directly into the destination tensors.
 
-Each stream is one connection in one thread. It asks for runs of chunks, receives them in pieces that fit the
-processor's cache and hashes a piece while it is there. The digests come last, so that source and joiner hash at the
-same time; a chunk with another digest is fetched again. ``MSG_WAITALL`` with the socket's own timeout receives a piece
-in one system call without the GIL. After a broken connection the transfer continues with the first missing chunk.
+Each stream is one connection in one thread. It requests runs of chunks, receives them in pieces that fit the cache of
+the processor, and hashes each piece while it is cached. The digests arrive last, so that source and joiner hash at the
+same time; a chunk whose digest differs is fetched again. ``MSG_WAITALL`` with the timeout of the kernel receives a
+piece in one system call without the GIL. After a broken connection, the transfer continues with the first missing
+chunk.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_leng
 
 MAX_STREAMS = 32
 MAX_DAMAGES = 3
-"""Times that one chunk may arrive damaged."""
+"""A transfer fails when one chunk arrives damaged this many times."""
 MAX_RUN_CHUNKS = 16
-"""Chunks in one request of one of several streams."""
+"""Chunks in one request, if a transfer has several streams."""
 
 log = get_logger("keepstep.checkpointing")
 
@@ -40,7 +41,7 @@ class DirectChunks:
         self._lock = threading.Lock()
         self._runs: deque[range] = deque()
         self._unverified: dict[int, bytes] = {}
-        """Digests of the chunks that arrived before the manifest."""
+        """Digests of the chunks received before the manifest."""
         self._damages: Counter[int] = Counter()
 
     def source_lost(self, reason: str) -> None:
@@ -64,7 +65,7 @@ class DirectChunks:
         self._receive_runs(range(chunk, chunk + 1) for chunk in self._damaged())
 
     def _damaged(self) -> list[int]:
-        """The chunks that arrived before the manifest, and differ from it."""
+        """Return the chunks received before the manifest whose digests differ from it."""
         transfer = self._transfer
         assert transfer.manifest is not None
         digests = transfer.manifest.chunk_digests
@@ -106,7 +107,7 @@ class DirectChunks:
         return bool(todo)
 
     def _receive_run(self, connection: Connection, todo: deque[int], receiver: ChunkReceiver) -> None:
-        """Receive the consecutive chunks of ``todo``, and remove each when it is verified."""
+        """Receive the consecutive chunks of ``todo``, and remove each one when it is verified."""
         transfer = self._transfer
         first = todo[0] * CHUNK_BYTES
         last = min((todo[-1] + 1) * CHUNK_BYTES, transfer.destination.pack_bytes) - 1
@@ -137,7 +138,7 @@ class DirectChunks:
 
 
 def _runs(chunks: int, here: int, length: int) -> Iterator[range]:
-    """The chunks that are not ``here`` (bits), as runs of at most ``length`` consecutive chunks."""
+    """Yield the chunks that are not ``here`` (bits), as runs of at most ``length`` consecutive chunks."""
     first = 0
     while first < chunks:
         last = first

@@ -370,7 +370,7 @@ class CheckpointServer:
 
                 def took(now: float) -> None:
                     lease.expires = now + self._timeout
-                    self._admission.took(lease.name, now)
+                    self._admission.record_progress(lease.name, now)
 
                 await self._send_in_pieces(connection, snapshot.pack[first : last + 1], took)
         finally:
@@ -437,7 +437,7 @@ class CheckpointServer:
 
     async def _send_holders(self, connection: socket.socket, lease: _Lease, fields: Mapping[str, str]) -> None:
         try:
-            lease.serves = holders.heard(fields)
+            lease.serves = holders.read_joiner_fields(fields)
         except ValueError as error:
             raise _Refused(400, str(error)) from error
         lease.expires = self._loop.time() + self._timeout

@@ -1,4 +1,4 @@
-"""How much of the network healing may take from training. Pure: time is an argument."""
+"""Limits the bandwidth that healing takes from training. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ BURST_SECONDS = 0.1
 
 
 class RateLimiter:
-    """``bytes_per_second``: that may leave; None: no limit. Any thread may ask."""
+    """A limit for the bytes that leave this process. Safe to call from any thread.
+
+    Args:
+        bytes_per_second: the limit. None: no limit.
+    """
 
     def __init__(self, bytes_per_second: float | None) -> None:
         if bytes_per_second is not None and not bytes_per_second > 0:
-            raise ValueError(f"an uplink of {bytes_per_second} bytes a second is none; leave it out for no limit")
+            raise ValueError(f"uplink must be positive, not {bytes_per_second} bytes per second; None means no limit")
         self._rate = bytes_per_second
         self._free_at = 0.0
         self._lock = threading.Lock()
@@ -22,7 +26,7 @@ class RateLimiter:
         return self._rate is not None
 
     def delay(self, size: int, now: float) -> float:
-        """Seconds to wait before ``size`` bytes are sent; they count as sent from then on."""
+        """Reserve ``size`` bytes, and return the seconds to wait before they are sent."""
         if self._rate is None:
             return 0.0
         with self._lock:

@@ -1,4 +1,4 @@
-"""A chunk off a connection into the memory that its bytes belong in, hashed as it comes."""
+"""Receive a chunk directly into its final memory, and hash it on arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT_BYTES = 64 << 10
 
 
 def digest_of(segments: Iterable[memoryview]) -> bytes:
-    """Of a chunk that lies in them, in order."""
+    """Return the digest of the chunk that lies in ``segments``, in order."""
     hasher = xxhash.xxh3_128()
     for segment in segments:
         hasher.update(segment)
@@ -22,14 +22,14 @@ def digest_of(segments: Iterable[memoryview]) -> bytes:
 
 
 class ChunkReceiver:
-    """One for each thread."""
+    """Receives chunks into ``destination``. Each thread has its own."""
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
         self._scratch = memoryview(bytearray(PIECE_BYTES))
 
     def receive(self, connection: Connection, chunk: int) -> tuple[bytes, int]:
-        """(digest, size) of what came. Short segments go through memory of our own, many at a time."""
+        """Receive ``chunk``, and return its digest and size. Short segments pass through a buffer, many at a time."""
         hasher = xxhash.xxh3_128()
         short: list[memoryview] = []
         gathered = size = 0

@@ -1,4 +1,4 @@
-"""One state on its way into this process: the manifest comes from the source, the chunks through a ``ChunkSource``."""
+"""The transfer of one state: receives the manifest from the source, and the chunks through a ``ChunkSource``."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Transfer:
         step: the step of the state.
         timeout: seconds for the whole transfer; with ``limit``, seconds without progress. A byte of the state is
             progress, and so is a message of the source that this reader waits for its turn.
-        chunks: makes the source of the chunks.
-        token: of the job.
-        progress: called with bytes received and bytes in all.
+        chunks: creates the source of the chunks.
+        token: token of the job.
+        progress: called with the bytes received and the bytes in all.
         limit: seconds for the whole transfer.
-        spare: memory that a failed attempt left. Its chunks that are right, like those in ``into``, are not fetched
-            again. None: this is the first attempt.
+        spare: memory that a failed attempt left. Its valid chunks, and those in ``into``, are not fetched again. None:
+            this is the first attempt.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Transfer:
         self.step = step
         self.deadline = Deadline(timeout, f"step {step} from {base_url} was not received", limit)
         self.manifest: Manifest | None = None
-        """None: the digests of the chunks are not known yet."""
+        """None: the digests of the chunks are not here yet."""
         self.lease = ""
         """Name of the lease on the snapshot of the source."""
         self.has_begun = False
@@ -99,12 +99,12 @@ class Transfer:
 
     @property
     def destination(self) -> Destination:
-        """Where the chunks belong, while ``receive_chunks`` runs."""
+        """Memory of the chunks. Only valid while ``receive_chunks`` runs."""
         assert self._destination is not None
         return self._destination
 
     def take_spare(self) -> Spare | None:
-        """Memory for the next attempt, after this one failed. None: no attempt received anything."""
+        """Return memory for the next attempt, after this one failed. None: no attempt received anything."""
         spare, self._spare = self._spare, None
         return spare
 
@@ -141,7 +141,7 @@ class Transfer:
         self.end(TransferError(f"receiving step {self.step} was aborted: {reason}"))
 
     def source_lost(self, reason: str) -> None:
-        """The group that the state comes from is gone. Called from any thread."""
+        """React to the loss of the group that the state comes from. Called from any thread."""
         self._chunks.source_lost(reason)
 
     def end(self, error: BaseException) -> None:
@@ -153,7 +153,7 @@ class Transfer:
         self._chunks.wake()
 
     def retry(self, work: Callable[[Connection], None]) -> None:
-        """Run ``work`` on a connection to the source, and again on a new one each time that the connection breaks."""
+        """Run ``work`` on a connection to the source, and on a new one after each broken connection."""
         failures, bytes_done = 0, self.bytes_done
         while True:
             try:
@@ -171,6 +171,7 @@ class Transfer:
 
     @contextlib.contextmanager
     def connect(self, to: Endpoint, patience: float = STALL_SECONDS) -> Iterator[Connection]:
+        """Open a connection that the context closes."""
         connection = self.open(to, patience)
         try:
             yield connection
@@ -178,7 +179,7 @@ class Transfer:
             self.close(connection)
 
     def open(self, to: Endpoint, patience: float) -> Connection:
-        """A connection that ``abort`` interrupts, until ``close``."""
+        """Return a new connection, which ``abort`` interrupts until ``close``."""
         connection = Connection(to, self.deadline, patience)
         with self._lock:
             ended = self.ended
@@ -193,6 +194,7 @@ class Transfer:
         return connection
 
     def close(self, connection: Connection) -> None:
+        """Close a connection of ``open``."""
         with self._lock:
             self._open.discard(connection)
             connection.close()
@@ -204,7 +206,7 @@ class Transfer:
                 connection.interrupt()
 
     def read_short(self, connection: Connection, length: int) -> bytes:
-        """A body that is no part of the state. ``ManifestError`` if it is longer than a manifest may be."""
+        """Read a body other than chunks. Raises ``ManifestError`` if it is longer than the limit for a manifest."""
         if length > MAX_MANIFEST_BYTES:
             raise ManifestError(f"manifest too long: {length} bytes (limit {MAX_MANIFEST_BYTES})")
         return bytes(connection.read(length))
@@ -218,7 +220,7 @@ class Transfer:
         self.manifest = manifest
 
     def chunks_here(self, digests: Sequence[bytes]) -> int:
-        """The chunks that a failed attempt left where they belong, as bits. They count as received."""
+        """Return the chunks that a failed attempt left in the destination, as bits. They count as received."""
         here = 0
         for chunk, digest in enumerate(digests) if self._had_spare else ():
             if digest_of(self.destination.segments(chunk)) == digest:
@@ -236,7 +238,7 @@ class Transfer:
                 self._progress(self.bytes_done, self.destination.pack_bytes)
 
     def _begin(self, connection: Connection) -> None:
-        """Without digests where possible: the source hashes the chunks while they travel."""
+        """Receive the manifest, or only its content if possible: the source then hashes the chunks while it sends."""
         if self._chunks.needs_digests or self._spare is not None:
             self.manifest = self._read_manifest(self._receive_head(connection, "checkpoint"))
             self._content = self.manifest.content
@@ -245,7 +247,7 @@ class Transfer:
             self._content = read_content(self._content_bytes)
 
     def _receive_head(self, connection: Connection, kind: str) -> bytes:
-        """The manifest, or its content alone, with the lease that comes with it."""
+        """Receive the manifest or its content, and the name of the lease."""
         remaining = self.deadline.remaining()
         wait = remaining * WAIT_SHARE
         fields, length = connection.ask("GET", f"/{kind}/{self.step}?wait={wait:.3f}", patience=remaining)

@@ -1,1 +1,1 @@
-"""Move live state through relays, with other joiners as further sources."""
+"""Transfer of live state through relays, with other joiners as further sources."""

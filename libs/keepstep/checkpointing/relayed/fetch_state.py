@@ -1,4 +1,4 @@
-"""State that the threads of one fetch share."""
+"""Shared state of the threads of one fetch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Iterable
 from keepstep.checkpointing.direct.connection import Endpoint
 
 MAX_FAILURES = 3
-"""Failures in a row, after which a peer or the source is not asked again, and a relay only when no other works."""
+"""Failures in a row, after which a peer or the source is not asked again, and a relay only if no other works."""
 
 
 class FetchState:
-    """``changed`` guards all of it, and the ``Swarm`` of the fetch. It is notified of every change.
+    """The state. The condition ``changed`` guards it and the ``Swarm`` of the fetch, and is notified of every change.
 
     Args:
-        relays: the relays of the job; none: the source stands in for them.
+        relays: the relays of the job. Empty: the source takes their place.
     """
 
     def __init__(self, relays: Iterable[Endpoint]) -> None:
         self.relays = {relay.address: relay for relay in relays}
         self.changed = threading.Condition()
         self.failures = defaultdict(int, dict.fromkeys(self.relays, 0))
-        """In a row, by address."""
+        """Failures in a row, by address."""
         self.brought: set[str] = set()
         """Senders of chunks: ``RELAY``, ``SOURCE``, names of peers."""
         self.source_lost = ""
-        """Why the source is lost; empty: it is not."""
+        """Why the source is lost; empty: it is not lost."""
         self.closing = False
-        """Whether the fetch is about to return: no thread asks for more."""
+        """Whether the fetch is about to return. Threads then send no further request."""
 
     def working_relays(self) -> list[str]:
         """Addresses of the relays that did not fail too often."""

@@ -1,4 +1,4 @@
-"""Tells other joiners which chunks are here, and learns which they have: through a relay, or through the source."""
+"""Exchange of chunk lists between joiners, through a relay or through the source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HolderExchange:
         joiners: number of joiners of this exchange.
         address: where this joiner serves chunks.
         patience: seconds without a byte, after which a connection counts as broken.
-        met: called with the name and the address of each other joiner, once, at most ``MAX_PEERS`` times.
+        on_peer: called with the name and the address of each other joiner, once, at most ``MAX_PEERS`` times.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HolderExchange:
         joiners: int,
         address: str,
         patience: float,
-        met: Callable[[str, str], None],
+        on_peer: Callable[[str, str], None],
     ) -> None:
         self._transfer = transfer
         self._state = state
@@ -54,13 +54,13 @@ class HolderExchange:
         self._interval = max(HOLDER_REPORT_SECONDS, HOLDER_REPORT_SECONDS_PER_JOINER * joiners)
         self._address = address
         self._patience = patience
-        self._met = met
+        self._on_peer = on_peer
         self._peers: set[str] = set()
         self.complete = False
-        """Whether the others know that this joiner has all chunks, or no process keeps a list of them."""
+        """Whether the other joiners know that this one has all chunks, or no process keeps chunk lists."""
 
     def run(self) -> None:
-        """Exchange until the transfer ends or closes; at once when all chunks are here."""
+        """Exchange lists at a fixed interval, and at once when all chunks are here, until the transfer ends."""
         connection: Connection | None = None
         try:
             while self._transfer.ended is None and not self._state.closing:
@@ -74,7 +74,7 @@ class HolderExchange:
                 except (BrokenConnection, TransferError) as error:
                     log.debug("exchange of chunk lists failed", step=self._transfer.step, reason=str(error))
                     if not self._state.relays and isinstance(error, Refusal) and error.status == BAD_REQUEST:
-                        self.complete = True  # an older source, which does not know this request
+                        self.complete = True  # an older source that does not support this request
                         return
                     if connection is not None:
                         self._transfer.close(connection)
@@ -91,15 +91,15 @@ class HolderExchange:
         return self._state.relays[min(self._state.working_relays() or self._state.relays)]
 
     def _exchange(self, connection: Connection) -> dict[str, tuple[str, int]]:
-        """Address and chunks of the others, by name."""
+        """Report the chunks of this joiner, and return the address and chunks of the others by name."""
         has, chunks = self._swarm.done, self._swarm.chunks
         if self._state.relays:
-            return self._checkpoint.hold(connection, self._address, has, chunks)
-        line = holders.told(self._name, self._address, has, chunks)
+            return self._checkpoint.exchange_holders(connection, self._address, has, chunks)
+        line = holders.joiner_fields(self._name, self._address, has, chunks)
         _, length = connection.ask("GET", f"/holders/{self._transfer.lease}", line)
         others = holders.read_holders(self._transfer.read_short(connection, length))
         with self._changed:
-            for gone in self._swarm.peers.keys() - others.keys():  # it serves no chunks any more
+            for gone in self._swarm.peers.keys() - others.keys():  # it no longer serves chunks
                 self._swarm.forget(gone)
         return others
 
@@ -107,19 +107,19 @@ class HolderExchange:
         for name, (address, _) in others.items():
             if name not in self._peers and len(self._peers) < MAX_PEERS:
                 self._peers.add(name)
-                self._met(name, address)
+                self._on_peer(name, address)
         with self._changed:
             for name, (_, has) in others.items():
                 if name in self._swarm.peers:
-                    self._swarm.tells(name, has)
+                    self._swarm.set_peer_chunks(name, has)
             self._changed.notify_all()
 
     def _pause(self, *, failed: bool) -> None:
-        """Wait for the next request: shorter when the others know everything, until they have all chunks too."""
+        """Wait for the next request. The interval is shorter once the others know that this joiner is complete."""
 
         def over() -> bool:
-            untold = self._swarm.finished and not self.complete
-            return self._transfer.ended is not None or self._state.closing or (untold and not failed)
+            unreported = self._swarm.finished and not self.complete
+            return self._transfer.ended is not None or self._state.closing or (unreported and not failed)
 
         with self._changed:
             self._changed.wait_for(over, self._interval / 4 if self.complete else self._interval)

@@ -1,4 +1,4 @@
-"""Threads that receive chunks, each from one kind of source, in place."""
+"""Threads that receive chunks directly into the destination, each from one kind of source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = get_logger("keepstep.checkpointing")
 
 @dataclass(frozen=True)
 class ChunkRequest:
-    """A request for one chunk. ``line``: a header field."""
+    """A request for one chunk. ``line``: a header line, with its line end."""
 
     to: Endpoint
     target: str
@@ -45,7 +45,7 @@ class Lane:
         of: ``RELAY``, ``SOURCE`` or the name of a peer.
         request: the request for a chunk.
         patience: seconds without a byte, after which a connection counts as broken.
-        queued: called with a chunk while its request waits for its turn at the source; None: the source has no queue.
+        queued: called with a chunk while its request waits in the queue of the source. None: the source has no queue.
     """
 
     of: str
@@ -55,7 +55,7 @@ class Lane:
 
 
 class ElsewhereError(BrokenConnection):
-    """Another joiner has the chunk by now that this request waits for."""
+    """Another joiner now has the chunk that this request waits for."""
 
 
 class Lanes:
@@ -75,7 +75,7 @@ class Lanes:
         self._pool = pool
         self._digests = transfer.manifest.chunk_digests
         self._connections: defaultdict[str, set[Connection]] = defaultdict(set)
-        """By kind of lane, closed ones too."""
+        """Connections by ``Lane.of``, including closed ones."""
 
     def start(self, lane: Lane, number: int = 1) -> None:
         """Run ``lane`` on ``number`` threads."""
@@ -96,7 +96,7 @@ class Lanes:
             raise
 
     def interrupt(self, of: str) -> None:
-        """End every request of one kind of lane. The caller holds ``changed``."""
+        """End every request of the lanes with this ``of``. The caller holds ``changed``."""
         for connection in self._connections[of]:
             connection.interrupt()
 
@@ -126,7 +126,7 @@ class Lanes:
                 self._transfer.close(connection)
 
     def _next_chunk(self, of: str) -> int | None:
-        """The next chunk for a lane; None: no more will come."""
+        """Wait for the next chunk to request. Returns None when the transfer is complete or has ended."""
         with self._changed:
             while self._transfer.ended is None and not self._swarm.finished:
                 if (chunk := self._swarm.take(of, time.monotonic())) is not None:
@@ -151,13 +151,13 @@ class Lanes:
 
     def _note_arrival(self, chunk: int, of: str, address: str) -> None:
         with self._changed:
-            self._swarm.came(chunk, time.monotonic())
+            self._swarm.record_arrival(chunk, time.monotonic())
             self._state.brought.add(of if self._state.relays or of != RELAY else SOURCE)
             self._state.failures[address] = 0
             self._changed.notify_all()
 
     def _put_back(self, chunk: int, error: BrokenConnection | TransferError) -> None:
-        """Let any lane ask for ``chunk`` again. Raises ``error`` if it ends the transfer, or the one that ended it."""
+        """Let any lane request ``chunk`` again. Raises ``error`` if it ends the transfer, or the error that did."""
         with self._changed:
             self._swarm.failed(chunk)
             self._changed.notify_all()
@@ -166,7 +166,7 @@ class Lanes:
             raise ended or error from error
 
     def _continues(self, of: str, address: str, error: Exception) -> bool:
-        """Whether the lane asks again after ``error``. The answer "later" of a relay or a peer is no failure."""
+        """Whether the lane continues after ``error``. A relay or a peer that is busy has not failed."""
         state, pause = self._state, LANE_POLL_SECONDS
         later = {RELAY: (NOT_FOUND, UNAVAILABLE) if state.relays else (), SOURCE: ()}.get(of, (UNAVAILABLE,))
         with self._changed:

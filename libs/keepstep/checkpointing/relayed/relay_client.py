@@ -18,7 +18,7 @@ from keepstep_mesh.security.tokens import ClientToken, derived, place_of
 
 
 class Credentials:
-    """What is shown to a relay, and whom to trust, as it is at the moment of each connection."""
+    """The current token for relays, and the current TLS settings, for each new connection."""
 
     def __init__(self, token: ClientToken, tls: TlsFiles) -> None:
         self._token = token
@@ -26,7 +26,7 @@ class Credentials:
         self._default: ssl.SSLContext | None = None
 
     def endpoint(self, address: str) -> Endpoint:
-        """Raises ``ValueError`` for what is no address."""
+        """Return the endpoint of the relay at ``address``. Raises ``ValueError`` for an invalid address."""
         return Endpoint.of(address, partial(self._headers, place_of("relay", address)), self._tls)
 
     def _headers(self, place: str) -> Mapping[str, str]:
@@ -43,17 +43,17 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a relay says of one rank's state."""
+    """The answer of a relay about the state of one rank."""
 
     agrees: bool
-    """Whether it has, or waits for, the very state that was named."""
+    """Whether the relay has, or waits for, a state with the same root digest."""
     has_manifest: bool
-    lacks: int
-    """Its chunks that are not there, as bits."""
+    missing: int
+    """The chunks that the relay does not have, as bits."""
 
 
 class LiveCheckpoint:
-    """The state of one step, as it is known to relays: the same name, whoever of the quorum says it."""
+    """The state of one step at the relays. All groups of the quorum derive the same ``id``."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -65,29 +65,38 @@ class LiveCheckpoint:
         self._path = f"{self._all}/{self.id}"
 
     def begin(self, connection: Connection, root: bytes) -> Plan:
-        """Says that it comes, and of what state it is."""
+        """Announce the upload of the state with the digest ``root``."""
         exchange = self._exchange
         facts = {"id": self.id, "step": exchange.step, "kind": "live", "ranks": exchange.world_size}
         connection.ask_json("POST", self._all, facts | {"quorum_id": exchange.quorum_id})
-        said = {"rank": exchange.rank, "producer": exchange.replica_id, "root": root.hex()}
-        return _plan(connection.ask_json("POST", f"{self._path}/plan", said))
+        body = {"rank": exchange.rank, "producer": exchange.replica_id, "root": root.hex()}
+        return _plan(connection.ask_json("POST", f"{self._path}/plan", body))
 
     def put_manifest(self, connection: Connection, manifest: bytes) -> Plan:
+        """Upload the manifest of this rank."""
         target = f"{self._path}/manifest?rank={self._exchange.rank}"
         return _plan(connection.ask_json("PUT", target, raw=manifest))
 
     def finish(self, connection: Connection, *, part: bool) -> None:
-        """All of this rank is there; ``part``: or at other relays. Returns when the relay has made it last, if it has
-        all, and this was the last rank.
+        """Report that the upload of this rank is complete. Returns when the relay has stored the state, if complete.
+
+        Args:
+            part: other relays have a part of the chunks.
         """
         connection.ask_json("POST", f"{self._path}/result", {"rank": self._exchange.rank, "part": part})
 
-    def hold(self, connection: Connection, address: str, has: int, chunks: int) -> dict[str, tuple[str, int]]:
-        """Says which chunks are served at ``address``. Who else serves some: address and chunks, by name."""
+    def exchange_holders(
+        self, connection: Connection, address: str, has: int, chunks: int
+    ) -> dict[str, tuple[str, int]]:
+        """Report the chunks ``has`` (bits) that this process serves at ``address``.
+
+        Returns:
+            Address and chunks of every other holder, by name.
+        """
         bitmap = has.to_bytes(-(-chunks // 8), "little").hex()
-        said = {"rank": self._exchange.rank, "address": address, "has": bitmap}
+        body = {"rank": self._exchange.rank, "address": address, "has": bitmap}
         name = holder_name(self._exchange.replica_id)
-        answer = connection.ask_json("PUT", f"{self._path}/holders/{name}", said)
+        answer = connection.ask_json("PUT", f"{self._path}/holders/{name}", body)
         try:
             return {
                 str(one["name"]): (str(one["address"]), int.from_bytes(bytes.fromhex(one["has"]), "little"))
@@ -95,30 +104,32 @@ class LiveCheckpoint:
                 if one["name"] != name
             }
         except (KeyError, TypeError, ValueError) as error:
-            raise TransferError(f"the relay's list of holders makes no sense: {error!r}") from error
+            raise TransferError(f"invalid list of holders from the relay: {error!r}") from error
 
 
 def put_chunk(connection: Connection, digest: bytes, data: memoryview) -> None:
+    """Upload a chunk."""
     _, length = connection.ask("PUT", f"/v1/chunks/{digest.hex()}", body=data)
     if length:
-        raise TransferError(f"a chunk was answered with {length} bytes where none were expected")
+        raise TransferError(f"the answer to an uploaded chunk has {length} bytes, expected 0")
 
 
 def home(digest: bytes, relays: list[str]) -> str:
-    """The relay that has a chunk: the same for all who know the same relays; each has an equal share of the chunks,
-    and only the chunks of one that is gone move (rendezvous hashing).
+    """Return the relay of a chunk, by rendezvous hashing.
+
+    Each relay has an equal share of the chunks. When a relay fails, only its own chunks move.
     """
     return max(relays, key=lambda relay: hashlib.blake2b(digest + relay.encode(), digest_size=8).digest())
 
 
 def holder_name(replica_id: str) -> str:
-    """A name that the relay takes."""
+    """Return a name for ``replica_id`` that is valid at a relay."""
     return hashlib.blake2b(replica_id.encode(), digest_size=12).hexdigest()
 
 
 def _plan(answer: dict[str, Any]) -> Plan:
     try:
-        lacks = int.from_bytes(bytes.fromhex(answer["lacks"]), "little")
-        return Plan(bool(answer["agrees"]), bool(answer["has_manifest"]), lacks)
+        missing = int.from_bytes(bytes.fromhex(answer["lacks"]), "little")
+        return Plan(bool(answer["agrees"]), bool(answer["has_manifest"]), missing)
     except (KeyError, TypeError, ValueError) as error:
-        raise TransferError(f"the relay's plan makes no sense: {error!r}") from error
+        raise TransferError(f"invalid plan from the relay: {error!r}") from error

@@ -1,11 +1,10 @@
-"""The chunks of a joiner from relays and other joiners, and from its source if they do not come from there.
+"""Receives the chunks of a joiner from relays and other joiners, and from its source if these do not have them.
 
-Where the job has no relay the source stands in for it: it sends each chunk once, and tells the joiners that heal from
-it which chunks the others have.
+Without a relay, the source takes its place: it sends each chunk once, and keeps the chunk lists of its joiners.
 
-Each lane is a thread that asks ``Swarm`` for the next chunk to get from one kind of source. Another thread exchanges
-with a relay which joiner has which chunks. The calling thread supervises the lanes. When all chunks are here it lingers
-for the joiners that fetch from it, since the next step begins with them.
+Each lane is a thread that receives chunks from one kind of source, in the order that ``Swarm`` chooses. Another thread
+exchanges chunk lists with the other joiners. The calling thread supervises the lanes. When all chunks are here, it
+continues to serve other joiners for a while, because the next step needs them too.
 """
 
 from __future__ import annotations
@@ -33,26 +32,27 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_length
 from keepstep_mesh.security.tokens import ClientToken
 
 RELAY_STREAMS = 2
-"""Of a single joiner. Each of several has one: chunks that arrive one after the other can be passed on sooner."""
+"""Streams of a single joiner. Several joiners use one each: chunks that arrive one by one can be passed on sooner."""
 SOURCE_STREAMS = 2
 CHUNK_WAIT_SECONDS = 2
 """How long a relay waits for a chunk that is not uploaded yet."""
 FETCH_PATIENCE_SECONDS = 3.0
-"""Without a chunk for this long, the source is asked too; without a byte, a connection counts as broken."""
+"""Without a chunk for this long, the joiner also requests chunks from the source; without a byte, a connection counts
+as broken."""
 LOST_SECONDS = 10.0
 """Without a chunk for this long, a transfer whose source is lost is given up."""
 LOST_ALONE_SECONDS = 1.0
 """The same without a relay: no other process can upload the chunks that all joiners miss."""
 SLOW_SOURCE_SECONDS = 10.0
-"""Without a relay no process has bandwidth to spare: a slow chunk is asked of another joiner only after this long."""
+"""Without a relay, a slow chunk is requested from another joiner only after this long, to save bandwidth."""
 LEASE_RENEWALS = 4
-"""Per timeout of the transfer, at a source that is not needed yet."""
+"""Renewals of the lease at an unused source, per timeout of the transfer."""
 LINGER_SHARE = 0.25
 """Longest linger, as a share of the time that the transfer took."""
 LINGER_IDLE_SECONDS = 0.2
 """A joiner stops lingering after this long without sending a chunk."""
 LINGER_TOGETHER_SECONDS = 0.5
-"""The same where all groups wait until all have healed; then there is no other limit."""
+"""The same if all groups wait until all have healed. ``LINGER_SHARE`` does not apply then."""
 
 log = get_logger("keepstep.checkpointing")
 
@@ -61,10 +61,10 @@ class RelayedChunks:
     """Receives the chunks of ``transfer`` from relays, other joiners and the source.
 
     Args:
-        exchange: who has and who needs the state.
-        relays: none: the source stands in.
-        server: serves the chunks that are here to other joiners, at ``address``.
-        token: of the job, shown to other joiners.
+        exchange: the groups that have, and that need, the state.
+        relays: the relays of the job. Empty: the source takes their place.
+        server: serves the received chunks to other joiners, at ``address``.
+        token: token of the job, for requests to other joiners.
     """
 
     needs_digests = True
@@ -92,7 +92,7 @@ class RelayedChunks:
         self._token = token
 
     def source_lost(self, reason: str) -> None:
-        """Continue once the manifest is here: the relays and the other joiners may have all chunks."""
+        """Abort only before the manifest is here: later, the relays and the other joiners may have all chunks."""
         self._state.source_lost = reason
         if not self._transfer.has_begun:
             self._transfer.abort(f"its source is lost: {reason}")
@@ -111,14 +111,14 @@ class RelayedChunks:
         self._swarm = Swarm(
             len(self._digests), self._joiners.index(self._exchange.replica_id), number, time.monotonic()
         )
-        self._swarm.have(here)
+        self._swarm.add_present(here)
         if not self._relays:
             self._swarm.slow_seconds = SLOW_SOURCE_SECONDS
         with ThreadPoolExecutor(2 + RELAY_STREAMS + SOURCE_STREAMS + MAX_PEERS, "keepstep-receive") as pool:
             self._lanes = Lanes(transfer, self._state, self._swarm, pool)
             self._peers = HolderExchange(
                 *(transfer, self._state, self._swarm, self._exchange, number, self._address, FETCH_PATIENCE_SECONDS),
-                met=self._add_peer,
+                on_peer=self._add_peer,
             )
             self._peers.complete = self._is_single
             try:
@@ -174,7 +174,7 @@ class RelayedChunks:
         )
 
     def _linger(self) -> None:
-        """Serve other joiners until all have all chunks and know that this one has, or none asks any more."""
+        """Serve other joiners until all are complete and know that this one is, or until their requests end."""
         now = began = time.monotonic()
         end, idle = began + LINGER_SHARE * (began - self._swarm.began), LINGER_IDLE_SECONDS
         if self._exchange.together:
@@ -216,12 +216,12 @@ class RelayedChunks:
             with self._changed:
                 self._state.closing = True
                 self._changed.notify_all()
-            self._transfer.interrupt_connections()  # no lane receives any more
+            self._transfer.interrupt_connections()  # the lanes have ended
 
     # ---- other threads
 
     def _keep_lease(self) -> None:
-        """Read one byte from time to time: the source may be needed later, and ends a lease that is not used."""
+        """Renew the lease by reading one byte at an interval. The source may be needed later."""
         transfer = self._transfer
 
         def over() -> bool:
@@ -246,7 +246,7 @@ class RelayedChunks:
             log.warning("another joiner has no valid address", step=self._transfer.step, reason=str(error))
             return
         with self._changed:
-            self._swarm.tells(name, 0)
+            self._swarm.set_peer_chunks(name, 0)
         self._lanes.start(Lane(name, lambda chunk: self._at_peer(peer, chunk), FETCH_PATIENCE_SECONDS))
 
     def _at_relay(self, chunk: int) -> ChunkRequest:
@@ -265,4 +265,4 @@ class RelayedChunks:
     def _look_elsewhere(self, chunk: int) -> None:
         with self._changed:
             if any(has >> chunk & 1 for has in self._swarm.peers.values()):
-                raise ElsewhereError(f"another joiner has chunk {chunk} by now")
+                raise ElsewhereError(f"another joiner has chunk {chunk}")

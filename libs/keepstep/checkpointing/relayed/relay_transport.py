@@ -1,7 +1,7 @@
-"""Heal through relays: all healthy groups together upload the state once, and any number of joiners fetches it.
+"""Healing through relays: the healthy groups together upload the state once, and any number of joiners fetches it.
 
-Every source serves its snapshot too. Where the job has no relay, several joiners of one source take each chunk from it
-once and pass it on; a single one is served as by ``HTTPTransport``.
+Every source also serves its snapshot. Without a relay, several joiners of one source take each chunk from it once and
+pass it on to each other; a single joiner receives the state as with ``HTTPTransport``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RelayTransport(CheckpointTransport[T]):
         relays: returns the addresses of the relays, before each transfer. Empty: transfers are direct.
         num_chunks: parallel streams of a direct transfer.
         hostname: see ``HTTPTransport``.
-        token: see ``HTTPTransport``. A relay is shown the token that is derived from it for the relay's address.
-        tls: certificates for relays at https addresses. None: those of the system.
-        uplink: see ``HTTPTransport``; uploads count too.
+        token: see ``HTTPTransport``. A relay receives the token that is derived from it for the address of the relay.
+        tls: certificates for relays at https addresses. None: the certificates of the system.
+        uplink: see ``HTTPTransport``; also limits uploads.
     """
 
     accepts_into = True
@@ -61,10 +61,10 @@ class RelayTransport(CheckpointTransport[T]):
         self._relays = relays
         self._exchange: Exchange | None = None
         self._brought: AbstractSet[str] = frozenset()
-        """Senders of chunks of the last ``recv_checkpoint``, or of the one in progress, unless it is direct."""
+        """Senders of chunks of the current or last ``recv_checkpoint``; empty if it is direct."""
         self._by_relay = False
         self._uploads: list[Upload] = []
-        """The newest, and older ones that are about to end."""
+        """The newest upload, and older ones that are about to end."""
 
     @property
     def via(self) -> str:
@@ -94,7 +94,7 @@ class RelayTransport(CheckpointTransport[T]):
         """See ``HTTPTransport``. A background thread uploads the share of this source to the relays."""
         self._uploads = [one for one in self._uploads if one.is_running]
         for one in self._uploads:
-            one.abort()  # of an older step: no joiner waits for it
+            one.abort()  # no joiner waits for an older step
         self.direct.send_checkpoint(dst_ranks, step, state_dict, timeout)
         relays, exchange, snapshot = self._known_relays(), self._exchange, self.direct.staged
         if not relays or exchange is None or exchange.step != step or snapshot is None or not snapshot.hold():

@@ -1,10 +1,9 @@
-"""A healthy group's part in bringing the live state to the relays, in the background.
+"""Background upload of the live state from the healthy groups to the relays.
 
-Source k of n uploads the chunks k, k + n, ... first. When all of those are there, and some of the others still are not
-and do not come either, it uploads them too: their group may be gone. It does so only with the state that the relay
-knows, chunk by chunk the same.
+Source k of n first uploads the chunks k, k + n, ... If the relays have all of these and other chunks do not arrive, it
+uploads the other chunks too: their group may be gone. All groups upload a state with the same root digest.
 
-Its threads are daemons: a script that just ends does not wait for them. Python would for those of an executor.
+The threads are daemons, so that a script that ends does not wait for them. Python waits for the threads of an executor.
 """
 
 from __future__ import annotations
@@ -28,40 +27,47 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES, read_envelope
 
 STALL_SECONDS = 10.0
 UPLOAD_POLL_SECONDS = 0.1
-"""Between two looks at what other groups have still to upload."""
+"""Interval at which a relay is asked which chunks of other groups are missing."""
 UPLOAD_PATIENCE_SECONDS = 0.5
 PATIENCE_CHUNKS = 4
-"""Without a chunk of theirs for so long, or as long as so many of ours took, if that is longer, theirs are uploaded
-too.
-"""
+"""A source uploads the chunks of other groups when none of them arrived for ``UPLOAD_PATIENCE_SECONDS``, or for the
+time in which it uploads this many chunks, if that is longer."""
 MAX_FAILURES = 5
-"""Of one relay in a row, after which another has its part."""
+"""Failures of a relay in a row, after which another relay gets its chunks."""
 MAX_FAILURES_OF_ALL = 9
-"""Of one in a row where no other works, which takes some 7 s: it may be on its way back."""
+"""The same if no other relay works: about 7 s, in which a relay may restart."""
 UPLOAD_BACKOFF = Backoff(first=0.1, most=2.0)
 END_SECONDS = 10.0
 MAX_COPIES = 3
-"""Of the state that go up from one group, whatever relays say that they lack."""
+"""A group uploads at most this many times the size of the state, even if relays report more missing chunks."""
 FULL = 507
 
 log = get_logger("keepstep.checkpointing")
 
 
 class _StatesDiffer(TransferError):
-    """The groups do not have the same state."""
+    """The groups have different states of one step."""
 
 
 class Upload:
-    """One snapshot, which is held until the end. ``start`` it once; ``abort`` it from any thread."""
+    """The upload of one snapshot. Call ``start`` once; call ``abort`` from any thread.
+
+    Args:
+        snapshot: held by the caller; the upload releases it when it ends.
+        exchange: the groups that have, and that need, the state.
+        relays: at least one.
+        timeout: time limit in seconds.
+        limiter: bandwidth limit of the chunks.
+    """
 
     def __init__(
-        self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, budget: RateLimiter
+        self, snapshot: Snapshot, exchange: Exchange, relays: list[Endpoint], timeout: float, limiter: RateLimiter
     ) -> None:
         self._snapshot = snapshot
         self._exchange = exchange
         self._relays = {relay.address: relay for relay in relays}
         self._failures = dict.fromkeys(self._relays, 0)
-        self._budget = budget
+        self._limiter = limiter
         self._checkpoint = LiveCheckpoint(exchange)
         self._deadline = Deadline(timeout, f"step {snapshot.step} was not uploaded")
         self._ended = threading.Event()
@@ -71,23 +77,27 @@ class Upload:
         self._thread = threading.Thread(target=self._run, name="keepstep-upload", daemon=True)
 
     def start(self) -> None:
+        """Start the thread of the upload."""
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
+        """Whether the upload has not ended."""
         return self._thread.is_alive()
 
     def join(self) -> None:
+        """Wait for the end of the upload, at most ``END_SECONDS``."""
         self._thread.join(END_SECONDS)
 
     def abort(self) -> None:
+        """End the upload soon. Does not wait."""
         self._ended.set()
         with self._lock:
             for connection in self._open:
                 connection.interrupt()
 
     def _run(self) -> None:
-        """Never raises: without it the joiner takes the state from its source."""
+        """Upload the state. Never raises: if the upload fails, joiners receive the state from the source."""
         started = time.monotonic()
         try:
             self._manifest = self._snapshot.manifest.result(self._deadline.remaining())
@@ -97,7 +107,7 @@ class Upload:
             if not self._ended.is_set():
                 log.warning("live state not uploaded", step=self._snapshot.step, reason=str(error))
         except Exception:
-            log.exception("fault while uploading live state", step=self._snapshot.step)
+            log.exception("unexpected error in the upload of live state", step=self._snapshot.step)
         else:
             took, aborted = round(time.monotonic() - started, 3), self._ended.is_set()
             what = "upload of live state aborted" if aborted else "live state uploaded"
@@ -109,38 +119,38 @@ class Upload:
         chunks = len(self._table.chunk_digests)
         sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
         share = sum(1 << chunk for chunk in range(place, chunks, sources))
-        lacked, changed, patience = -1, time.monotonic(), UPLOAD_PATIENCE_SECONDS
+        last_missing, changed, patience = -1, time.monotonic(), UPLOAD_PATIENCE_SECONDS
         while not self._ended.is_set():
-            lacks = self._lacking()
-            if not lacks and self._finish():
+            missing = self._announce()
+            if not missing and self._finish():
                 return
-            if lacks != lacked:
-                lacked, changed = lacks, time.monotonic()
-            mine = lacks & share
+            if missing != last_missing:
+                last_missing, changed = missing, time.monotonic()
+            mine = missing & share
             if not mine and time.monotonic() - changed > patience:
-                mine, changed = lacks, time.monotonic()
+                mine, changed = missing, time.monotonic()
             if mine:
                 began = time.monotonic()
                 self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
-                pace = (time.monotonic() - began) / mine.bit_count()
-                patience = max(UPLOAD_PATIENCE_SECONDS, PATIENCE_CHUNKS * pace)
+                chunk_seconds = (time.monotonic() - began) / mine.bit_count()
+                patience = max(UPLOAD_PATIENCE_SECONDS, PATIENCE_CHUNKS * chunk_seconds)
             else:
                 self._ended.wait(UPLOAD_POLL_SECONDS)
 
-    def _lacking(self) -> int:
-        """The chunks that are not where they belong, as bits. The relays know the state from then on."""
+    def _announce(self) -> int:
+        """Announce the state to the relays, and return the chunks that are missing at their relay, as bits."""
         found = {}
         for address in self._alive():
             with self._failing(address), self._connected(address) as connection:
                 plan = self._checkpoint.begin(connection, self._table.root)
                 if not plan.agrees:
                     raise _StatesDiffer(
-                        f"it has another state of step {self._snapshot.step} from another group: the groups' states "
-                        f"differ"
+                        f"the states of the groups differ: another group uploads a different state of step "
+                        f"{self._snapshot.step}"
                     )
                 if not plan.has_manifest:
                     plan = self._checkpoint.put_manifest(connection, self._manifest)
-                found[address] = plan.lacks
+                found[address] = plan.missing
         alive = self._alive()
         return sum(
             1 << chunk
@@ -149,30 +159,30 @@ class Upload:
         )
 
     def _finish(self) -> bool:
-        """Whether all relays know that no more comes. Of several, none needs to have all of it."""
-        told, alive = 0, self._alive()
+        """Report to all relays that the upload is complete. Returns whether all of them confirmed it."""
+        confirmed, alive = 0, self._alive()
         for address in alive:
             with self._failing(address), self._connected(address) as connection:
                 with _full_disk_allowed():
                     self._checkpoint.finish(connection, part=len(self._relays) > 1)
-                told += 1
-        return told == len(alive)
+                confirmed += 1
+        return confirmed == len(alive)
 
     def _put(self, chunks: list[int]) -> None:
         if self._sent > MAX_COPIES * len(self._snapshot.pack):
-            raise TransferError(f"relays lack what was sent {MAX_COPIES} times")
+            raise TransferError(f"chunks are missing at the relays after {MAX_COPIES} uploads of the state")
         alive = self._alive()
         by_relay: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
         for chunk in chunks:
             digest = self._table.chunk_digests[chunk]
-            by_relay[home(digest, alive)][digest] = chunk  # equal chunks are one
-        faults: list[BaseException] = []
+            by_relay[home(digest, alive)][digest] = chunk  # upload equal chunks once
+        errors: list[BaseException] = []
 
         def put(address: str, numbers: Iterable[int]) -> None:
             try:
                 self._put_some(address, numbers)
             except BaseException as error:  # noqa: BLE001  raised below
-                faults.append(error)
+                errors.append(error)
 
         streams = [
             threading.Thread(target=put, args=(address, parts.values()), name="keepstep-upload-stream", daemon=True)
@@ -182,14 +192,14 @@ class Upload:
             one.start()
         for one in streams:
             one.join()
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
     def _put_some(self, address: str, chunks: Iterable[int]) -> None:
         with self._failing(address), self._connected(address) as connection:
             for chunk in chunks:
                 data = self._snapshot.pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                delay = self._budget.delay(data.nbytes, time.monotonic())
+                delay = self._limiter.delay(data.nbytes, time.monotonic())
                 if self._ended.wait(min(delay, self._deadline.remaining())):
                     return
                 with _full_disk_allowed():
@@ -204,7 +214,7 @@ class Upload:
         for most in (MAX_FAILURES, MAX_FAILURES_OF_ALL):
             if alive := [address for address, failures in self._failures.items() if failures < most]:
                 return alive
-        raise TransferError("no relay takes it; joiners are served directly")
+        raise TransferError("every relay failed; joiners receive the state from the source")
 
     @contextlib.contextmanager
     def _connected(self, address: str) -> Iterator[Connection]:
@@ -223,7 +233,7 @@ class Upload:
 
     @contextlib.contextmanager
     def _failing(self, address: str) -> Iterator[None]:
-        """What a relay may do wrong is tried again a few times, from the beginning."""
+        """Count an error of a relay, and pause before the next attempt."""
         try:
             yield
         except TransferTimeout:
@@ -241,7 +251,7 @@ class Upload:
 
 @contextlib.contextmanager
 def _full_disk_allowed() -> Iterator[None]:
-    """What the relay could not write is in its memory all the same, and served from there."""
+    """Ignore that the disk of the relay is full: the relay serves the chunk from memory."""
     try:
         yield
     except Refusal as refusal:

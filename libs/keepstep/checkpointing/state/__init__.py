@@ -1,1 +1,1 @@
-"""Turn a state dict into bytes and back: flatten, describe, stage, restore."""
+"""Conversion of a state dict into bytes and back: description, staging, restoring."""

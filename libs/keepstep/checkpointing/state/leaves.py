@@ -1,7 +1,7 @@
-"""Values that are not tensors, as msgpack values and back.
+"""Conversion of values that are not tensors to msgpack values, and back.
 
-None, bool, int in 64 bits, float, str and bytes stand for themselves. Every other value is a list that starts with the
-name of its type.
+None, bool, float, str, bytes and integers of 64 bits are stored as they are. Every other value is stored as a list that
+starts with the name of its type.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     )
     if hasattr(torch, name)
 }
-"""The dtypes of tensors that travel, by the name that they have in a manifest."""
+"""The supported dtypes of tensors, by their names in a manifest."""
 
 TORCH_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:
-    """The dtype that ``name`` (numpy's ``dtype.str``) stands for; never one with Python objects in it."""
+    """Return the dtype whose ``dtype.str`` is ``name``. Raises ``ManifestError``, also for dtypes with objects."""
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
-        raise ManifestError(f"{glimpse(name)} is not a numpy dtype that travels")
+        raise ManifestError(f"unsupported numpy dtype {glimpse(name)}")
     try:
         return np.dtype(name)
     except (TypeError, ValueError) as error:
-        raise ManifestError(f"{name!r} is not a numpy dtype: {error}") from error
+        raise ManifestError(f"invalid numpy dtype {name!r}: {error}") from error
 
 
 def numpy_dtype_name(dtype: np.dtype[Any], path: str) -> str:
+    """Return the name of ``dtype`` in a manifest. Raises ``UnsupportedValue`` that names ``path``."""
     if not _NUMPY_DTYPE.fullmatch(dtype.str):
-        raise UnsupportedValue(f"{path} has numpy dtype {dtype}; numbers, strings and times travel, objects do not")
+        raise UnsupportedValue(f"{path} has numpy dtype {dtype}: expected numbers, strings or times, not objects")
     return dtype.str
 
 
@@ -61,7 +62,7 @@ def _zone_is_fixed(value: datetime | time) -> bool:
 
 
 def encode_leaf(value: Any, path: str) -> Any:
-    """``value`` as a msgpack value. Raises ``UnsupportedValue`` that names ``path`` for any type not known here."""
+    """Return ``value`` as a msgpack value. Raises ``UnsupportedValue`` that names ``path`` for any other type."""
     kind = type(value)
     if value is None or kind in (bool, float):
         return value
@@ -69,7 +70,7 @@ def encode_leaf(value: Any, path: str) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise UnsupportedValue(f"{path} is a string that UTF-8 cannot hold: {error}") from error
+            raise UnsupportedValue(f"{path} is a string that UTF-8 cannot encode: {error}") from error
         return value
     if kind is bytes:
         return value
@@ -77,9 +78,7 @@ def encode_leaf(value: Any, path: str) -> Any:
         if value in _INT_RANGE:
             return value
         if value.bit_length() // 8 >= _MAX_INT_BYTES:
-            raise UnsupportedValue(
-                f"{path} is an integer of {value.bit_length()} bits; at most {_MAX_INT_BYTES * 8} travel"
-            )
+            raise UnsupportedValue(f"{path} is an integer of {value.bit_length()} bits (limit {_MAX_INT_BYTES * 8})")
         return _big_int(value)
     if kind is complex:
         return ["complex", value.real, value.imag]
@@ -99,8 +98,8 @@ def encode_leaf(value: Any, path: str) -> Any:
         array = np.asarray(value)
         return ["scalar", numpy_dtype_name(array.dtype, path), array.tobytes()]
     raise UnsupportedValue(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: turn it into tensors, "
-        f"numbers, strings, dicts, lists or tuples (nothing is pickled)"
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store: convert it to tensors, "
+        f"numbers, strings, dicts, lists or tuples (values are never pickled)"
     )
 
 
@@ -111,13 +110,13 @@ def _complex(real: float, imag: float) -> complex:
 def _scalar(name: str, raw: bytes) -> Any:
     dtype = numpy_dtype(name)
     if dtype.itemsize != len(raw):
-        raise ValueError(f"{len(raw)} bytes for a scalar of {dtype.itemsize}")
+        raise ValueError(f"{len(raw)} bytes, expected {dtype.itemsize}")
     return np.frombuffer(raw, dtype)[0]
 
 
 def _integer(raw: bytes) -> int:
     if len(raw) > _MAX_INT_BYTES:
-        raise ValueError("integer too long")
+        raise ValueError(f"integer too long: {len(raw)} bytes (limit {_MAX_INT_BYTES})")
     return int.from_bytes(raw, "little", signed=True)
 
 
@@ -136,13 +135,13 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 
 
 def decode_leaf(node: Any, path: str) -> Any:
-    """The value of a node that ``encode_leaf`` made. Raises ``ManifestError`` for anything else."""
+    """Return the value of a node that ``encode_leaf`` returned. Raises ``ManifestError`` for any other node."""
     if node is None or type(node) in (bool, int, float, str, bytes):
         return node
     if type(node) is not list or not node or type(node[0]) is not str or node[0] not in _DECODERS:
         kind = glimpse(node[0]) if type(node) is list and node else glimpse(node)
-        raise ManifestError(f"{path} is no value of this format: {kind}")
+        raise ManifestError(f"{path} is not a value of this format: {kind}")
     try:
         return _DECODERS[node[0]](*node[1:])
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
-        raise ManifestError(f"{path} is a damaged {node[0]}: {error}") from error
+        raise ManifestError(f"{path} is an invalid {node[0]}: {error}") from error

@@ -1,4 +1,4 @@
-"""From a state to its structure and memory layout, and its bytes into a pack."""
+"""Description of a state: its structure, its memory layout, and the bytes to copy into a pack."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from keepstep.checkpointing.state.sharding import Sharding, is_dtensor, sharding
 from keepstep.checkpointing.state.state_manifest import BYTES, MAX_DEPTH, NUMPY, Content, TensorEntry
 
 INLINE_BYTES = 4096
-"""Longer bytes objects lie in the pack instead of the manifest."""
+"""Longer bytes objects are stored in the pack instead of the manifest."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A dtype of the same size, to copy bits whatever they mean."""
+"""A dtype for each item size, to copy elements bit by bit."""
 _SHARED_ALIGNMENT = 16
 """Keeps the elements of every dtype aligned in a region that begins in the middle of a storage."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A state taken apart: ``content`` says what it is, ``sources`` are the bytes of each region, uncopied."""
+    """The structure of a state, and references to its bytes."""
 
     content: Content
     sources: list[torch.Tensor | Array]
+    """The bytes of each region, in the memory of the state."""
 
     def copy_into(self, pack: torch.Tensor) -> None:
-        """Copies every region to its place in ``pack`` (uint8, on the CPU, as long as the pack) and zeroes the gaps.
+        """Copy every region to its position in ``pack``, and fill the gaps with zeros.
 
-        CUDA tensors are copied on the current stream of their device; returns when all copies are done.
+        CUDA tensors are copied on the current stream of their device. Returns when all copies are complete.
+
+        Args:
+            pack: uint8 tensor on the CPU, as long as the pack.
         """
         devices = {source.device for source in self.sources if isinstance(source, torch.Tensor) and source.is_cuda}
         flat: Array = pack.numpy()
@@ -57,7 +61,11 @@ class Layout:
 
 
 def describe(state: Any) -> Layout:
-    """``state`` taken apart, nothing copied. Raises ``UnsupportedValue`` that names the path of what cannot travel."""
+    """Describe ``state`` without copying its tensors.
+
+    Raises:
+        UnsupportedValue: the state has a value that cannot be stored; the error names its path.
+    """
     with torch.no_grad():
         walk = _Walk()
         tree = walk.node(state, "state", 0)
@@ -66,13 +74,13 @@ def describe(state: Any) -> Layout:
 
 @dataclass
 class _Found:
-    """A tensor as it was found in the state, before it has a place."""
+    """A tensor of the state, before it has a position in the pack."""
 
     tensor: torch.Tensor
     sharding: Sharding | None
 
     def entry(self, region: int, offset: int, strides: tuple[int, ...] | None) -> TensorEntry:
-        """``strides`` None: the copy will be contiguous."""
+        """Return the entry of the tensor. ``strides`` None: the copy is contiguous."""
         if self.tensor.is_contiguous():
             strides = None
         dtype = TORCH_DTYPE_NAMES[self.tensor.dtype]
@@ -142,8 +150,8 @@ class _Walk:
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.dtype not in TORCH_DTYPE_NAMES or tensor.is_meta:
             raise UnsupportedValue(
-                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: only dense ones with data "
-                f"travel"
+                f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: expected a dense tensor "
+                f"with data"
             )
         if type(tensor) not in _TENSOR_TYPES:
             raise UnsupportedValue(f"{path} is a {type(tensor).__qualname__}: convert it to a plain tensor or DTensor")
@@ -164,7 +172,7 @@ class _Walk:
         return self._add(_Found(tensor, sharding), identity)
 
     def layout(self, tree: Any) -> Layout:
-        """Gives every entry its place, in the order of the state."""
+        """Assign a region to every tensor, in the order of the state."""
         shared = self._shared_memory()
         entries: dict[int, TensorEntry] = {}
         lengths: list[int] = []
@@ -195,9 +203,10 @@ class _Walk:
         return Layout(Content(tree, tuple([entries[index] for index in range(len(entries))]), tuple(lengths)), sources)
 
     def _shared_memory(self) -> dict[int, tuple[torch.Tensor, int, list[tuple[int, _Found]]]]:
-        """For each entry that overlaps others: (bytes of all of them, where in their storage those begin, all of them).
+        """Group tensors that overlap in memory. Each group shares one region, so that its bytes are stored once.
 
-        They share one region, so that they are stored once and tied again.
+        Returns:
+            By index of a tensor: the bytes of its group, their position in the storage, and the tensors of the group.
         """
         storages: dict[Any, list[tuple[int, _Found]]] = {}
         for index, value in enumerate(self.found):
@@ -218,14 +227,14 @@ class _Walk:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of the tensor in its storage, and the byte after its last."""
+    """Return the positions in the storage of the first byte of the tensor, and of the byte after its last."""
     start = int(tensor.storage_offset())
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.itemsize, end * tensor.itemsize
 
 
 def _overlapping(users: list[tuple[int, _Found]]) -> Iterator[list[tuple[int, int, int, _Found]]]:
-    """The groups of more than one of ``users`` of a storage that overlap in it, as (first byte, end, index, tensor)."""
+    """Yield the groups of two or more ``users`` of a storage that overlap, as (first byte, end, index, tensor)."""
     if len(users) == 1:
         return
     spans = sorted([(*_extent(found.tensor), index, found) for index, found in users], key=lambda span: span[:3])
@@ -242,7 +251,7 @@ def _overlapping(users: list[tuple[int, _Found]]) -> Iterator[list[tuple[int, in
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (say, channels last)."""
+    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (e.g. channels last)."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -254,6 +263,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory."""
     if tensor.is_contiguous():
         return False
     reach = 0

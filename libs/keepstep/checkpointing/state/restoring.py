@@ -1,4 +1,4 @@
-"""From a manifest and the bytes of its pack back to a state: into tensors that are there, where they fit."""
+"""Restoring a state from a manifest and its pack, into existing tensors where they fit."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 Spare = Mapping[int, torch.Tensor]
-"""Memory by region, which an earlier ``Destination`` took."""
+"""Memory of an earlier ``Destination``, by region."""
 
 
 class Destination:
-    """Memory for the pack of ``content``: that of the tensors of ``into`` that fit, new memory for the rest.
+    """Memory for the pack of ``content``: the tensors of ``into`` that fit, and new memory for all other regions.
 
-    ``spare`` is used where it fits, as it is: who received into it before may find there what was received.
+    A DTensor without a counterpart in ``into`` is built on the device mesh of this process that fits it.
 
-    A DTensor that has no counterpart in ``into`` is built on the device mesh of this process that fits it.
+    Args:
+        content: structure of the state.
+        into: state to receive into. Default: all memory is new.
+        spare: memory to reuse where it fits. Its content is kept: it may have chunks of an earlier transfer.
 
     Raises:
-        ManifestError: the new memory is more than the machine has.
-        TransferError: a DTensor is sharded in another way in ``into``, or no device mesh fits it.
+        ManifestError: the machine has too little memory.
+        TransferError: a DTensor has another sharding in ``into``, or no device mesh fits it.
     """
 
     def __init__(self, content: Content, into: Any = None, spare: Spare | None = None) -> None:
@@ -67,13 +70,13 @@ class Destination:
             for index, path in new_dtensors.items()
             if (entry := content.tensors[index]).sharding is not None
         }
-        """Of each DTensor that is new, by its index among the tensors."""
+        """The mesh of each new DTensor, by its index among the tensors."""
         wanted = {region: size for region, size in enumerate(content.regions) if region not in self._in_place}
         self.fresh = {region: one for region, one in (spare or {}).items() if wanted.get(region) == len(one)}
         needed = sum(size for region, size in wanted.items() if region not in self.fresh)
         available = _available_bytes()
         if needed > available:
-            raise ManifestError(f"the state needs {needed} bytes of new memory, {available} are available")
+            raise ManifestError(f"not enough memory: the state needs {needed} bytes, {available} are available")
         for region, size in wanted.items():
             if region not in self.fresh:
                 self.fresh[region] = torch.empty(size, dtype=torch.uint8)
@@ -93,11 +96,11 @@ class Destination:
 
     @property
     def in_place_bytes(self) -> int:
-        """How much of the state lands directly in ``into``."""
+        """Bytes of the state that are received directly into ``into``."""
         return sum(self._content.regions[region] for region in self._in_place)
 
     def segments(self, chunk: int) -> Iterator[memoryview]:
-        """The memory that the bytes of a chunk belong into, in order."""
+        """Yield the memory for the bytes of a chunk, in order."""
         start = chunk * CHUNK_BYTES
         end = min(start + CHUNK_BYTES, self.pack_bytes)
         number = bisect_right(self._starts, start) - 1
@@ -109,7 +112,7 @@ class Destination:
             number += 1
 
     def result(self) -> Any:
-        """The state. To be called once, when every chunk is written and verified."""
+        """Return the state. Call it once, when every chunk is written and verified."""
         values: dict[int, Any] = {}
         dtensors: dict[int, DTensor] = {}
 
@@ -135,18 +138,18 @@ class Destination:
             state = _build(self._content.tree, self._into, "state", deliver)
         for target in self._in_place.values():
             if isinstance(target, torch.Tensor) and not target.is_inference():
-                torch.autograd.graph.increment_version(target)  # or a backward pass in flight would use the new values
+                torch.autograd.graph.increment_version(target)  # a backward pass in progress then fails
         return state
 
     def _choose(self, targets: list[list[Any]]) -> dict[int, Any]:
-        """The tensors and arrays that a region can be received in, by region. No two of them share memory."""
+        """Return the tensors and arrays to receive into, by region. No two of them share memory."""
         owners = Counter(entry.region for entry in self._content.tensors)
         candidates = []
         for entry, choices in zip(self._content.tensors, targets, strict=True):
             length = self._content.regions[entry.region]
             if owners[entry.region] == 1 and length == math.prod(entry.shape) * entry.itemsize > 0:
                 fitting = next(
-                    (target for target in choices if target is not None and _lies_alike(entry, target)), None
+                    (target for target in choices if target is not None and _has_layout(entry, target)), None
                 )
                 if fitting is not None:
                     candidates.append((_address(fitting), length, entry.region, fitting))
@@ -185,12 +188,12 @@ class Destination:
 
 
 def _is_absent(target: Any) -> bool:
-    """None counts too: an optimizer has it in the place of a state that it has not made yet."""
+    """Whether ``into`` has no counterpart. None is absent too: optimizers have it in place of a state not yet made."""
     return target is _ABSENT or target is None
 
 
 def _local(entry: TensorEntry, target: Any, path: str) -> Any:
-    """The tensor or array behind ``target`` if ``entry`` can be copied into it, else None."""
+    """Return the local tensor or array of ``target`` if ``entry`` can be copied into it, else None."""
     if entry.sharding is not None:
         if _is_absent(target):
             return None
@@ -215,8 +218,8 @@ def _local(entry: TensorEntry, target: Any, path: str) -> Any:
     return None
 
 
-def _lies_alike(entry: TensorEntry, target: Any) -> bool:
-    """Whether the elements of ``target`` lie in CPU memory just as those of ``entry`` in the pack."""
+def _has_layout(entry: TensorEntry, target: Any) -> bool:
+    """Whether ``target`` has in CPU memory the layout that ``entry`` has in the pack."""
     if isinstance(target, np.ndarray):
         return bool(target.flags.c_contiguous)
     if target.device.type != "cpu" or target.is_conj() or target.is_neg():
@@ -237,7 +240,7 @@ def _strides(value: Any) -> Any:
 
 
 def _available_bytes() -> int:
-    """Memory that can be taken without swapping; unlimited where the system does not say."""
+    """Return the memory available without swapping; unlimited if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -246,7 +249,7 @@ def _available_bytes() -> int:
 
 
 def _build(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> Any:
-    """The value of ``node``; ``deliver(index, counterpart in into, path)`` gives that of each tensor."""
+    """Return the value of ``node``. ``deliver(index, counterpart in into, path)`` returns that of each tensor."""
     if type(node) is not list or not node:
         return decode_leaf(node, path)
     kind = node[0]
@@ -274,7 +277,7 @@ def _build_dict(node: Any, into: Any, path: str, deliver: Callable[[int, Any, st
         built = OrderedDict()
         metadata = _build(node[1] if len(node) > 1 else None, None, f"{path}._metadata", deliver)
         if metadata is not None:
-            built._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # torch's module versions live there
+            built._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # has the versions of torch's modules
         pairs = node[2:]
     if len(pairs) % 2:
         raise ManifestError(f"{path} has a key without a value")

@@ -1,4 +1,4 @@
-"""A state as (manifest, pack) in memory, and back. The format is described in docs/checkpoint-format.md."""
+"""Conversion of a state to (manifest, pack) in memory, and back. docs/checkpoint-format.md describes the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES, Origin, chunk_digest, c
 
 
 def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryview]:
-    """(manifest, pack) of ``state``. Raises ``UnsupportedValue`` that names the path of what cannot be stored."""
+    """Return the manifest and the pack of ``state``.
+
+    Raises:
+        UnsupportedValue: the state has a value that cannot be stored; the error names its path.
+    """
     layout = describe(state)
     pack = torch.empty(layout.content.positions()[-1], dtype=torch.uint8)
     layout.copy_into(pack)
@@ -24,16 +28,19 @@ def save_state(state: Any, origin: Origin | None = None) -> tuple[bytes, memoryv
 
 
 def state_root(state: Any) -> bytes:
-    """The root digest that the manifest of ``state`` has. Raises as ``save_state``.
+    """Return the root digest of the manifest of ``state``.
 
-    One chunk of what is on a GPU is copied at a time, and each tensor with gaps between its elements; nothing else.
+    Copies only CUDA tensors, one chunk at a time, and tensors with gaps between their elements.
+
+    Raises:
+        UnsupportedValue: the state has a value that cannot be stored; the error names its path.
     """
     layout = describe(state)
     return root_digest(pack_content(layout.content), chunk_digests(_pieces(layout)))
 
 
 def _pieces(layout: Layout) -> Iterator[memoryview]:
-    """The bytes of the pack, in their order. Each piece is gone with the next."""
+    """Yield the bytes of the pack in order. Each piece is valid until the next."""
     staging, end = torch.empty(0), 0
     for source, position in zip(layout.sources, layout.content.positions()[:-1], strict=True):
         yield memoryview(bytes(position - end))
@@ -52,14 +59,19 @@ def _pieces(layout: Layout) -> Iterator[memoryview]:
 
 
 def load_state(manifest: bytes, pack: bytes | memoryview, into: Any = None) -> Any:
-    """The state, every chunk verified. ``into``: see ``CheckpointTransport.recv_checkpoint``.
+    """Verify every chunk, and return the state.
 
-    Raises ``ManifestError`` for a bad manifest, ``TransferError`` for a pack that does not fit it.
+    Args:
+        into: see ``CheckpointTransport.recv_checkpoint``.
+
+    Raises:
+        ManifestError: the manifest is invalid.
+        TransferError: the pack does not match the manifest.
     """
     known = read_manifest(manifest)
     pack = memoryview(pack)
     if pack.nbytes != known.pack_bytes:
-        raise TransferError(f"pack of {pack.nbytes} bytes where the manifest has {known.pack_bytes}")
+        raise TransferError(f"wrong length of the pack: {pack.nbytes} bytes, expected {known.pack_bytes}")
     for chunk, digest in enumerate(known.chunk_digests):
         if chunk_digest(pack[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != digest:
             raise TransferError(f"chunk {chunk} is damaged: its digest is not the one in the manifest")

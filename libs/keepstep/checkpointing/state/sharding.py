@@ -1,4 +1,4 @@
-"""DTensors: rank i stores its local shard, and restores it into the same shard of a DTensor of its own."""
+"""DTensors: each rank stores its local shard, and restores it into the same shard of its own DTensor."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _PLACEMENT = re.compile(r"(?P<kind>R|S|P|_S)(?:\((?P<argument>\w+)(?:, (?P<split
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which part of which global tensor a local shard is."""
+    """The position of a local shard in its global tensor."""
 
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
-    """Of the first element of the shard, in elements of each dimension."""
+    """Position of the first element of the shard, in elements of each dimension."""
     mesh_shape: tuple[int, ...]
     mesh_names: tuple[str, ...]
-    """Of the dimensions of the device mesh; empty: they have none."""
+    """Names of the dimensions of the device mesh; empty: they have no names."""
     placements: tuple[str, ...]
     """One for each dimension of the device mesh, as torch prints it: ``S(0)``, ``R``, ``P(sum)``."""
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor. Does not import DTensor, which takes as long as torch itself."""
+    """Whether ``value`` is a DTensor. Does not import DTensor: the import takes as long as that of torch."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def sharding_of(tensor: DTensor) -> Sharding:
-    """The sharding of the local shard of ``tensor``."""
+    """Return the sharding of the local shard of ``tensor``."""
     return _describe(tensor.shape, tensor.device_mesh, tensor.placements)[0]
 
 
 def _describe(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: Iterable[Placement]
 ) -> tuple[Sharding, tuple[int, ...]]:
-    """The sharding of this rank's shard, and its shape."""
+    """Return the sharding and the shape of the shard of this rank."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415  # slow import
 
     placements = tuple(placements)
@@ -79,10 +79,13 @@ class MeshFinder:
         return _meshes_of_process()
 
     def find(self, sharding: Sharding, local_shape: tuple[int, ...], path: str) -> DeviceMesh:
-        """The mesh on which ``sharding`` gives this rank a shard of ``local_shape``; ``path`` is for the error.
+        """Return the mesh on which ``sharding`` gives this rank a shard of ``local_shape``.
+
+        Args:
+            path: path of the tensor in the state, for the error.
 
         Raises:
-            TransferError: no mesh fits, or several that differ do.
+            TransferError: no mesh fits, or several different meshes fit.
         """
         fitting = self._fitting(self._preferred, sharding, local_shape)
         fitting = fitting or self._fitting(self._of_process, sharding, local_shape)
@@ -110,7 +113,7 @@ class MeshFinder:
 
 
 def _meshes_of_process() -> list[DeviceMesh]:
-    """All device meshes whose process groups work. torch keeps no list of them, so the garbage collector is asked."""
+    """Return all device meshes whose process groups work. torch has no list of them; the garbage collector does."""
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None or not torch.distributed.is_initialized():
         return []
@@ -122,7 +125,7 @@ def _works(mesh: DeviceMesh) -> bool:
     try:
         for group in mesh.get_all_groups():
             torch.distributed.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):  # it has no groups, or they were destroyed
+    except (KeyError, RuntimeError, ValueError):  # the mesh has no groups, or they were destroyed
         return False
     return True
 
@@ -134,7 +137,7 @@ def _fits(mesh: DeviceMesh, sharding: Sharding, local_shape: tuple[int, ...]) ->
 
 
 def to_dtensor(local: torch.Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
-    """The DTensor whose shard here is ``local``: in its memory if it is on the device of ``mesh``."""
+    """Return the DTensor whose local shard is ``local``. Shares its memory if it is on the device of ``mesh``."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # slow import
 
     shape = torch.Size(sharding.global_shape)
@@ -142,7 +145,7 @@ def to_dtensor(local: torch.Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTe
 
 
 def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
-    """The stride of a dense tensor of ``shape`` whose dimensions lie in memory in the order of those of ``local``."""
+    """Return the stride of a dense tensor of ``shape`` with the dimension order of ``local`` in memory."""
     strides, step = [0] * len(shape), 1
     for dimension in sorted(range(len(shape)), key=lambda one: (local.stride(one), -one)):
         strides[dimension] = step
@@ -151,7 +154,7 @@ def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _placements(sharding: Sharding) -> list[Placement]:
-    """Raises ``TransferError`` for a placement that this build does not know."""
+    """Parse the placements. Raises ``TransferError`` for an unknown placement."""
     return [_placement(name) for name in sharding.placements]
 
 

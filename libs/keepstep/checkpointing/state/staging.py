@@ -1,7 +1,7 @@
-"""Snapshots of the live state in reused buffers. A buffer that somebody still reads is never written.
+"""Snapshots of the live state in reused buffers. A buffer is never written while a reader holds it.
 
-At most two buffers exist: the snapshot that is served, and the one before it while its readers finish. When a third
-would be needed, the readers of the oldest are cut off; its memory goes when the last of them has let go.
+At most two buffers exist: the snapshot that is served, and the previous one until its readers finish. If a third is
+needed, the readers of the oldest are disconnected; its memory is freed when the last reader has released it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BUFFERS = 2
 
 
 class Snapshot:
-    """The bytes of one step. Lives while somebody holds it: hold it with ``hold``, let go with ``release``."""
+    """The bytes of one step. The buffer is reused when no caller of ``hold`` is left that did not ``release`` it."""
 
     def __init__(
         self, step: int, buffer: torch.Tensor, pack_bytes: int, content_bytes: bytes, area: StagingArea
@@ -29,32 +29,38 @@ class Snapshot:
         self.content_bytes = content_bytes
         self.pack = buffer.numpy().data[:pack_bytes]
         self.manifest: Future[bytes] = Future()
-        """Set once the chunks are hashed."""
+        """Set when the chunks are hashed."""
         self.buffer = buffer
         self._area = area
 
     def hold(self) -> bool:
-        """False when the snapshot is gone."""
+        """Keep the buffer until ``release``. Returns False if the snapshot is already freed."""
         return self._area.hold(self)
 
     def release(self) -> None:
+        """Undo one ``hold``."""
         self._area.release(self)
 
 
 class StagingArea:
-    """``cut_off(snapshot)`` is called, on the staging thread, when the readers of a snapshot must end."""
+    """Buffers for snapshots.
 
-    def __init__(self, cut_off: Callable[[Snapshot], None]) -> None:
-        self._cut_off = cut_off
+    Args:
+        disconnect: called with a snapshot, on the thread of ``stage``, when its readers must be disconnected.
+    """
+
+    def __init__(self, disconnect: Callable[[Snapshot], None]) -> None:
+        self._disconnect = disconnect
         self._lock = threading.Lock()
         self._holds: dict[Snapshot, int] = {}
         self._current: Snapshot | None = None
         self._free: torch.Tensor | None = None
 
     def stage(self, step: int, state: Any) -> Snapshot:
-        """Copies ``state``. The snapshot before it is given up, which waits for nobody.
+        """Copy ``state``, and drop the previous snapshot. Never waits for a reader.
 
-        Raises ``UnsupportedValue`` when the state cannot be stored; then nothing is staged.
+        Raises:
+            UnsupportedValue: the state cannot be stored; no snapshot is staged.
         """
         self.drop()
         layout = describe(state)
@@ -74,13 +80,14 @@ class StagingArea:
         return snapshot
 
     def drop(self) -> None:
-        """Gives up the current snapshot; its buffer is reused once its readers are done."""
+        """Drop the current snapshot. Its buffer is reused when its readers have finished."""
         with self._lock:
             snapshot, self._current = self._current, None
         if snapshot is not None:
             self.release(snapshot)
 
     def hold(self, snapshot: Snapshot) -> bool:
+        """See ``Snapshot.hold``."""
         with self._lock:
             if snapshot not in self._holds:
                 return False
@@ -88,6 +95,7 @@ class StagingArea:
             return True
 
     def release(self, snapshot: Snapshot) -> None:
+        """See ``Snapshot.release``."""
         with self._lock:
             if snapshot not in self._holds:
                 return
@@ -103,7 +111,7 @@ class StagingArea:
             if oldest is not None:
                 del self._holds[oldest]
         if oldest is not None:
-            self._cut_off(oldest)
+            self._disconnect(oldest)
         if buffer is not None and len(buffer) >= length and buffer.is_pinned() == pinned:
             return buffer
         del buffer, oldest

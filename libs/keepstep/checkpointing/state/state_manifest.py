@@ -1,8 +1,7 @@
-"""The manifest: what a pack of bytes means, and how to check every one of them. docs/checkpoint-format.md is its page.
+"""The manifest: structure, memory layout and digests of a pack. docs/checkpoint-format.md describes the format.
 
-A manifest from the network is hostile until it is decoded: sizes, indices, strides and nesting are checked here, before
-anything is allocated for what it describes. Its envelope, which a relay reads too, is in
-``keepstep_mesh.protocol.manifest``.
+A manifest from the network is untrusted. Sizes, indices, strides and nesting are checked before memory is allocated for
+them. ``keepstep_mesh.protocol.manifest`` has the envelope, which relays read too.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_DEPTH = 64
 """Deepest nesting of dicts, lists and tuples."""
 MAX_DIMENSIONS = 64
 BYTES = "bytes"
-"""The ``dtype`` of a long Python bytes object that lies in the pack."""
+"""The ``dtype`` of a long Python bytes object, which is stored in the pack."""
 NUMPY = "numpy:"
 """Prefix of the ``dtype`` of a numpy array; the rest is numpy's ``dtype.str``."""
 
@@ -50,11 +49,12 @@ class TensorEntry:
     """In elements; None: contiguous."""
     region: int
     offset: int
-    """Of the first element, in bytes, in its region."""
+    """Position of the first element in the region, in bytes."""
     sharding: Sharding | None = None
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         if self.dtype == BYTES:
             return 1
         if self.dtype.startswith(NUMPY):
@@ -69,19 +69,21 @@ class Content:
     tree: Any
     tensors: tuple[TensorEntry, ...]
     regions: tuple[int, ...]
-    """Length in bytes of each region. Regions lie in the pack in this order, each aligned."""
+    """Length in bytes of each region. The pack has the regions in this order, each aligned."""
 
     def positions(self) -> list[int]:
-        """Where each region starts in the pack; one more at the end: the length of the pack."""
+        """Return the position of each region in the pack, and the length of the pack."""
         return region_positions(self.regions)
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """A decoded manifest."""
+
     origin: Origin
     content: Content
     content_bytes: bytes
-    """``content`` as it travels: the root digest is over these bytes."""
+    """``content`` as sent. The root digest covers these bytes."""
     chunk_digests: tuple[bytes, ...]
     root: bytes
 
@@ -91,7 +93,7 @@ class Manifest:
 
 
 def pack_content(content: Content) -> bytes:
-    """``content`` as it travels. The same state gives the same bytes."""
+    """Return the bytes of ``content``. Equal states have equal bytes."""
     rows = [
         [
             entry.dtype,
@@ -108,22 +110,23 @@ def pack_content(content: Content) -> bytes:
 
 
 def build_manifest(origin: Origin, content_bytes: bytes, pack: memoryview) -> bytes:
-    """The manifest of ``pack``, hashing all of it (about 30 GB/s; the GIL is released).
+    """Hash ``pack`` (about 30 GB/s; releases the GIL), and return its manifest.
 
-    Raises ``UnsupportedValue`` when the manifest gets larger than a reader takes.
+    Raises:
+        UnsupportedValue: the manifest is larger than the limit.
     """
     digests = b"".join(chunk_digest(pack[start : start + CHUNK_BYTES]) for start in range(0, len(pack), CHUNK_BYTES))
     manifest = pack_envelope(origin, content_bytes, digests)
     if len(manifest) > MAX_MANIFEST_BYTES:
         raise UnsupportedValue(
-            f"the structure of this state takes {len(manifest)} bytes, at most {MAX_MANIFEST_BYTES} travel: "
-            f"keep bulk data in tensors, numpy arrays or bytes"
+            f"structure of the state too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES}); "
+            f"store bulk data in tensors, numpy arrays or bytes"
         )
     return manifest
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """A manifest out of bytes that nobody vouches for. Raises ``ManifestError`` that says what is wrong with it."""
+    """Decode and check a manifest from an untrusted source. Raises ``ManifestError``."""
     envelope = read_envelope(data)
     content = read_content(envelope.content_bytes)
     return Manifest(envelope.origin, content, envelope.content_bytes, envelope.chunk_digests, envelope.root)
@@ -138,18 +141,18 @@ def _unpack(data: bytes, what: str) -> Any:
 
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
     if len(typed(value, list, what)) > MAX_DIMENSIONS:
-        raise ManifestError(f"{what} has {len(value)} numbers; at most {MAX_DIMENSIONS} are taken")
+        raise ManifestError(f"{what} has too many numbers: {len(value)} (limit {MAX_DIMENSIONS})")
     return tuple([size(one, what) for one in value])
 
 
 def _names(value: Any, what: str) -> tuple[str, ...]:
     if len(typed(value, list, what)) > MAX_DIMENSIONS:
-        raise ManifestError(f"{what} has {len(value)} names; at most {MAX_DIMENSIONS} are taken")
+        raise ManifestError(f"{what} has too many names: {len(value)} (limit {MAX_DIMENSIONS})")
     return tuple([typed(one, str, what) for one in value])
 
 
 def read_content(content_bytes: bytes) -> Content:
-    """What the chunks mean, out of bytes that nobody vouches for. Raises ``ManifestError``."""
+    """Decode and check the content of a manifest from an untrusted source. Raises ``ManifestError``."""
     value = _unpack(content_bytes, "content")
     if type(value) is not list or len(value) != 3:
         raise ManifestError("content must be a list of tree, tensors and regions")
@@ -161,7 +164,7 @@ def read_content(content_bytes: bytes) -> Content:
     if len({entry.region for entry in entries}) != len(regions):
         raise ManifestError("a region belongs to no tensor")
     if len(_references(tree, len(entries))) != len(entries):
-        raise ManifestError("a tensor stands nowhere in the tree")
+        raise ManifestError("the tree does not refer to every tensor")
     return Content(tree, entries, regions)
 
 
@@ -183,7 +186,7 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
         raise ManifestError(f"{what} lies in region {entry.region} of {len(regions)}")
     itemsize, length = entry.itemsize, regions[entry.region]
     if entry.strides is not None and (len(entry.strides) != len(entry.shape) or dtype not in TORCH_DTYPES):
-        raise ManifestError(f"{what} has strides that do not fit its shape")
+        raise ManifestError(f"the strides of {what} do not fit its shape")
     if math.prod(max(size, 1) for size in entry.shape) > MAX_PACK_BYTES:
         raise ManifestError(f"{what} of shape {entry.shape} is too large")
     elements = math.prod(entry.shape)
@@ -210,7 +213,7 @@ def _read_sharding(value: Any, what: str) -> Sharding:
 
 
 def _references(tree: Any, tensors: int) -> set[int]:
-    """The entries that ``tree`` refers to. Leaves are checked when they are decoded; here it is size and nesting."""
+    """Check the nesting of ``tree``, and return the entries that it refers to. Does not decode the leaves."""
     found: set[int] = set()
     level, depth = [tree], 0
     while level:
