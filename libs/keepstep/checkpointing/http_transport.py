@@ -65,7 +65,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.server = CheckpointServer(self._hostname, timeout.total_seconds(), self.token, self.rate_limiter)
         if not self.token and not self.server.is_loopback:
             log.warning("live state is served to anyone who can connect: set a token", address=self.metadata())
-        self._staging = StagingArea(self.server.cut_off)
+        self._staging = StagingArea(self.server.disconnect_readers)
         self._hasher = ThreadPoolExecutor(1, "keepstep-checkpoint-hash")
         self._hashing: Future[None] | None = None
         self.staged: Snapshot | None = None

@@ -23,7 +23,7 @@ HERE, UNKNOWN = "00" * 16, "11" * 16
 @pytest.fixture
 def server() -> Iterator[CheckpointServer]:
     server = CheckpointServer("127.0.0.1", DEADLINE, ClientToken.of(None))
-    server.lend(lambda digest: [memoryview(CHUNK)] if digest.hex() == HERE else None)
+    server.serve_chunks(lambda digest: [memoryview(CHUNK)] if digest.hex() == HERE else None)
     yield server
     server.stop(wait=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpointing.direct import http_server
+from keepstep.checkpointing.direct import http_requests
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed import relay_fetch
 from tests.services.relay_transport.scene import CHUNK_MIB, DEADLINE, Groups, sent_by
@@ -56,7 +56,9 @@ async def test_one_that_nobody_can_reach_takes_and_all_heal(groups: Joiners, mon
     monkeypatch.setattr(groups.joiners[1], "metadata", lambda: "http://127.0.0.1:1")
     groups.stage()
     await groups.heal()
-    assert all(one.direct.server._lent is None for one in groups.joiners), "nobody lends memory that is in use again"
+    assert all(one.direct.server._find_chunk is None for one in groups.joiners), (
+        "nobody lends memory that is in use again"
+    )
 
 
 async def test_one_that_gives_up_in_the_middle_holds_up_nobody() -> None:
@@ -102,9 +104,9 @@ async def test_a_source_of_an_older_version_serves_them_all_itself(
     groups: Joiners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses to tell of other joiners, and says nothing to those that wait."""
-    line = http_server._REQUEST_LINE.pattern.replace("|holders", "")
-    monkeypatch.setattr(http_server, "_REQUEST_LINE", http_server.re.compile(line))
-    monkeypatch.setattr(http_server, "QUEUE_FIELD", "X-Unknown")
+    line = http_requests.REQUEST_LINE.pattern.replace("|holders", "")
+    monkeypatch.setattr(http_requests, "REQUEST_LINE", http_requests.re.compile(line))
+    monkeypatch.setattr(http_requests, "QUEUE_FIELD", "X-Unknown")
     groups.stage()
     with sent_by(groups) as source:
         await groups.heal(url=source.url)
@@ -116,7 +118,7 @@ async def test_a_chunk_of_which_a_joiner_lies_is_taken_from_another(groups: Join
     """Its memory was overwritten, say."""
     groups.stage()
     liar = groups.joiners[0].direct.server
-    lend = liar.lend
+    serve_chunks = liar.serve_chunks
     wrong = memoryview(bytes(CHUNK_MIB * MIB))
     lies: list[bytes] = []
 
@@ -126,6 +128,6 @@ async def test_a_chunk_of_which_a_joiner_lies_is_taken_from_another(groups: Join
             return [wrong]
         return found
 
-    liar.lend = lambda chunks: lend(None if chunks is None else lambda digest: lie(chunks, digest))
+    liar.serve_chunks = lambda chunks: serve_chunks(None if chunks is None else lambda digest: lie(chunks, digest))
     await groups.heal()
     assert lies, "the others asked it for chunks, and healed all the same"

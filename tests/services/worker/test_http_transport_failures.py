@@ -221,7 +221,7 @@ def answer(body, status="200 OK", length=None):
         (answer(b"", length=1 << 40), ManifestError, "manifest too long: 1099511627776 bytes"),
         (answer(b"x", length="-5"), TransferError, "does not speak this protocol"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", TransferError, "does not speak this protocol"),
-        (b"x" * 20000, TransferError, "no end of header"),
+        (b"x" * 20000, TransferError, "header of its answer does not end"),
         (answer(b"\xc1", "500 Oops"), TransferError, "was refused: .* 500 Oops"),
         (answer(save_state(1)[0]), ManifestError, "content must be a list"),
         (answer(read_manifest(save_state(1)[0]).content_bytes), ManifestError, "no keepstep manifest|not msgpack"),

@@ -196,15 +196,15 @@ class RelayedChunks:
             for chunk, digest in enumerate(self._digests):
                 places[digest] |= 1 << chunk
 
-            def lent(digest: bytes) -> list[memoryview] | None:
+            def find_chunk(digest: bytes) -> list[memoryview] | None:
                 here = places.get(digest, 0) & swarm.done
                 return list(destination.segments(here.bit_length() - 1)) if here else None
 
-            self._server.lend(lent)
+            self._server.serve_chunks(find_chunk)
         try:
             yield
         finally:
-            self._server.lend(None)
+            self._server.serve_chunks(None)
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
