@@ -355,7 +355,7 @@ async def test_messages_for_workers_are_refused(message: codec.Message) -> None:
 async def test_a_second_hello_is_refused() -> None:
     async with lighthouse() as one, worker(one.address) as confused:
         await confused.hello()
-        assert "'hello' is not for" in (await confused.refusal()).reason
+        assert "unexpected message 'hello'" in (await confused.refusal()).reason
 
 
 async def test_no_hello_within_its_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
