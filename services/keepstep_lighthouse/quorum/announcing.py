@@ -23,12 +23,16 @@ class Announcer:
         self.last: Announce | None = None
         self.chosen: list[Group] = []
         """Groups of the last announcement, sorted by replica_id."""
-        self.infos_changed = False
-        """Since then, the info of one of them."""
+        self._info_changed = False
+        """Whether the info of one of them changed since then."""
+
+    def info_changed(self) -> None:
+        """The info of a member changed, so its list needs another version."""
+        self._info_changed = True
 
     def announce(self, chosen: list[Group], record: JobRecord, joiners: int, *, verify: bool) -> Announce:
         """Announce ``chosen``, which all ask, as the quorum of ``record``. ``verify``: a comparison was ordered."""
-        last, same = self.last, not self.infos_changed and chosen == self.chosen
+        last, same = self.last, not self._info_changed and chosen == self.chosen
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
         step, lineage = first.step, first.lineage
@@ -50,7 +54,7 @@ class Announcer:
         allow_heal = all(request.allow_heal for _, request in asked)
         every = record.policy.verify_every
         verify = verify or (every > 0 and step % every == 0)
-        self.chosen, self.infos_changed = chosen, False
+        self.chosen, self._info_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),
             quorum_id=record.quorum_id,

@@ -244,7 +244,8 @@ class JobCore:
             group.settings = request.settings
             if request.info != group.info:
                 group.info = request.info
-                self._announcer.infos_changed |= group.member
+                if group.member:
+                    self._announcer.info_changed()
         if request.request < group.highest_request:
             return
         last, session = self._announcer.last, group.session
