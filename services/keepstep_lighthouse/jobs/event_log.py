@@ -56,7 +56,10 @@ class Happened:
 
 
 class EventLog:
-    def __init__(self) -> None:
+    """``on_event`` is called with each event that is added."""
+
+    def __init__(self, on_event: Callable[[Happened], None] = lambda _: None) -> None:
+        self._on_event = on_event
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """By job and kind, since this process started; dropped with the job."""
         self.totals: Counter[str] = Counter()
@@ -70,8 +73,6 @@ class EventLog:
         self._news: dict[str, asyncio.Event] = {}
         self._epoch = 0
         self._last_id = 0
-        self.on_event: Callable[[Happened], None] = lambda _: None
-        """Called with each event that is added."""
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -83,7 +84,7 @@ class EventLog:
         self.totals[kind] += 1
         happened = Happened(self._last_id, now_unix, job, self._epoch, kind, replica_id, detail)
         self._keep(happened)
-        self.on_event(happened)
+        self._on_event(happened)
         if (news := self._news.pop(job, None)) is not None:
             news.set()
         return happened
@@ -168,8 +169,8 @@ class EventLog:
 class FiledEventLog(EventLog):
     """Also append each event to a file of JSON lines, in a thread of its own. Created by ``open``."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, on_event: Callable[[Happened], None] = lambda _: None) -> None:
+        super().__init__(on_event)
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-events")
         self._unwritten: deque[Happened] = deque()
@@ -178,10 +179,10 @@ class FiledEventLog(EventLog):
         self._writing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, path: Path) -> FiledEventLog:
+    async def open(cls, path: Path, on_event: Callable[[Happened], None] = lambda _: None) -> FiledEventLog:
         """Load the end of the file. Raise ``StoreError`` if the file cannot be used."""
         loop = asyncio.get_running_loop()
-        events = cls(path)
+        events = cls(path, on_event)
         try:
             for happened in await loop.run_in_executor(events._thread, _tail, path):
                 events._keep(happened)

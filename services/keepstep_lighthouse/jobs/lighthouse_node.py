@@ -87,7 +87,6 @@ class LighthouseNode:
         self._led_since = 0.0
         self._settled = asyncio.Event()
         """Set while the leader is known."""
-        self._link: LeaderLink
         self._alone_since = 0.0
         """When a follower was first offered a session while this leader had none; 0: not so."""
 
@@ -109,13 +108,12 @@ class LighthouseNode:
     async def stand_by(self, address: str, link: LeaderLink) -> None:
         """Lead when the election is won, follow otherwise. ``address``: where others reach this lighthouse."""
         self.nodes = Nodes(self.store, self.node, address, self.settings.lease)
-        self._link = link
         leadership = self.leadership = Leadership(
             self.store,
             self.node,
             address,
             self.settings.lease,
-            self._link,
+            link,
             self._term_is_over,
             self._another_leads,
         )
@@ -244,15 +242,16 @@ class LighthouseNode:
             self.trouble = "no leader yet: the election is not over"
             self._settled.clear()
 
-    async def election_over(self) -> None:
-        """Wait for the end of an election, up to ``ELECTION_SECONDS``, before a worker is refused."""
+    async def leader_elsewhere(self) -> str | None:
+        """Wait for the end of an election, up to ``ELECTION_SECONDS``.
+
+        Returns:
+            The address of the leader if it is another lighthouse; None: this one leads, or no lighthouse does.
+        """
         if self.leadership is not None and self.term is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ELECTION_SECONDS):
                     await self._settled.wait()
-
-    def leader_elsewhere(self) -> str | None:
-        """Return the address of the leader if it is another lighthouse."""
         leader = self.leadership.leader if self.leadership is not None and self.term is None else None
         return None if leader is None else leader.address
 
@@ -286,9 +285,9 @@ class LighthouseNode:
 
     def _greeted(self, session: Session, hello: Hello) -> None:
         term = self.term
-        if term is None and (leader := self.leader_elsewhere()) is not None:
-            self._link.offered()
-            session.redirect(leader)
+        if term is None and self.leadership is not None and (leader := self.leadership.leader) is not None:
+            self.leadership.offered()
+            session.redirect(leader.address)
         elif term is None:
             session.refuse("not_ready", self.trouble or "the lighthouse is not ready")
         elif hello.epoch_seen > HIGHEST_EPOCH:

@@ -87,6 +87,10 @@ class Leadership:
         if self._term is not None:
             self._step_down(reason, stand_back=stand_back)
 
+    def offered(self) -> None:
+        """A worker offered a session here while ``leader`` leads."""
+        self._link.offered()
+
     async def release(self) -> None:
         """Give up the key, after the owner has closed its sessions; the next term may then begin."""
         lease, self._lease = self._lease, 0

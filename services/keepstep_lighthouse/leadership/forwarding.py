@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import cached_property
 from http import HTTPStatus
 
 import aiohttp
 from aiohttp import hdrs, web
 
-from keepstep_mesh.net.http import Identity, Problem
-from keepstep_mesh.security.tls import explained
+from keepstep_mesh.net.http import Identity, Problem, Route
+from keepstep_mesh.security.tls import TlsFiles, explained
 
 PASS_ON_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 PASSED_ON = "X-Keepstep-Passed-On"
+OWN_PATHS = ("/v1/cluster", "/openapi.json")
+"""Paths that every lighthouse answers itself."""
 
 
-async def pass_on(request: web.Request, leader: str, identity: Identity) -> web.StreamResponse:
+class Forwarding:
+    """Forward requests if another lighthouse leads.
+
+    Args:
+        leader_elsewhere: gives the address of the leader if it is another lighthouse.
+        tls: for requests to it. They have the token of the client.
+    """
+
+    def __init__(self, leader_elsewhere: Callable[[], Awaitable[str | None]], tls: TlsFiles) -> None:
+        self._leader_elsewhere = leader_elsewhere
+        self._tls = tls
+
+    def route(self, route: Route) -> Route:
+        """Return ``route`` with a handler that forwards, unless every lighthouse answers it itself."""
+        if route.path in OWN_PATHS:
+            return route
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if (leader := await self._leader_elsewhere()) is not None:
+                return await _forward(request, leader, self._identity)
+            return await route.handler(request)
+
+        return replace(route, handler=handle)
+
+    @cached_property
+    def _identity(self) -> Identity:
+        return Identity(None, self._tls)
+
+
+async def _forward(request: web.Request, leader: str, identity: Identity) -> web.StreamResponse:
     """Return the leader's answer to a read; redirect every other request.
 
     Args:

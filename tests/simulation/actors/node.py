@@ -147,8 +147,7 @@ class Node:
 
     async def _serve_group(self, socket: Socket) -> None:
         """Do as the session handler of ``app.Lighthouse`` does."""
-        await self.lighthouse.election_over()
-        if self.lighthouse.leader_elsewhere() is None and self.lighthouse.term is None:
+        if await self.lighthouse.leader_elsewhere() is None and self.lighthouse.term is None:
             socket.end()
             return
         session = self.lighthouse.new_session("job")
