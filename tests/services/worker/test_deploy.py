@@ -70,7 +70,7 @@ async def test_tokens_without_one_for_a_role_that_is_handed_out_are_refused(volu
     (volumes / "tokens" / "tokens").write_text("worker = worker-token-00\nservice =\n")
     code, error = await run("setup.py", volumes)
     assert code == 1
-    assert "tokens has no token for service: write a line `role = token` for each" in error
+    assert "tokens has no token for service: add a line `role = token` for each" in error
     assert not (volumes / "worker-token" / "token").exists()
 
 
@@ -96,7 +96,7 @@ async def test_each_trainer_takes_a_number_of_its_own_and_one_that_dies_gives_it
         assert (tmp_path / "group").read_text() == "1"
         code, error = await run("trainer.py", tmp_path, "train.py", TRAINERS="2")
         assert code == 1
-        assert "all 2 groups of the job run in other containers" in error
+        assert "all 2 groups run in other containers" in error
         first.kill()
         await first.wait()
         async with trainer(tmp_path) as (_, of_third):

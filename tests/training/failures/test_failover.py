@@ -100,7 +100,7 @@ async def test_an_etcd_of_three_loses_one_node_and_then_two(etcd: EtcdCluster, t
             leader = await mesh.leader()
             own.nodes[1].kill()
             await mesh.advance(a, b)  # until the lease ends
-            await mesh.not_ready(leader, "the store does not")
+            await mesh.not_ready(leader, "cannot ")
             await asyncio.sleep(1.5 * LEASE)  # the lease is over for a third of it, whatever the machine does
             assert time.time() - max(group.lines[-1]["t"] for group in (a, b)) > LEASE / 4, "they stand still"
             for node in own.nodes[:2]:

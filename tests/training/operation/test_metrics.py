@@ -39,7 +39,7 @@ async def test_a_kill_and_its_recovery_stand_in_the_timeline_and_in_the_failures
             b.kill(number=signal.SIGKILL)
             async with asyncio.timeout(DEADLINE):
                 lost = await anext(said async for kind, said in news if kind == "event" and said["event"] == "lost")
-        assert lost["sentence"].startswith("b is lost: ")
+        assert lost["sentence"].startswith("b was lost: ")
         await job.advance(a)
         assert by_name(await asking.get("now", "default"))["b"]["state"] == "lost"
         await job.start("b")

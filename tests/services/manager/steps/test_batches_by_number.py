@@ -30,10 +30,13 @@ def test_committed_steps_train_every_batch_once_while_groups_come_and_go(mode, s
 
     trained: list[int] = []
     four, eight, twenty = threading.Barrier(3, let_two_go_on), threading.Event(), threading.Barrier(3)
+    back = threading.Event()
 
     def train(name: str, first: int, last: int) -> int:
         options = {"world_size_mode": mode, "min_replica_size": 2, "use_async_quorum": not sync}
         with manager(server.address(), name, **options) as m:
+            if first == 8:
+                back.set()  # from here on the lighthouse waits for its request
             while m.current_step() < last:
                 m.start_quorum()
                 rank = m.participating_rank()
@@ -45,6 +48,7 @@ def test_committed_steps_train_every_batch_once_while_groups_come_and_go(mode, s
                     four.wait(DEADLINE)  # whoever goes must not cost the others that step
                 if m.current_step() == 8:
                     eight.set()
+                    assert back.wait(DEADLINE)  # else two groups may be done before the third is back
             if last == 20:
                 twenty.wait(DEADLINE)
             return m.batches_committed()
