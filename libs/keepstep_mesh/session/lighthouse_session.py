@@ -226,7 +226,7 @@ class LighthouseSession:
         settings: str = "",
     ) -> Quorum:
         """Request the quorum of the next step and wait for it: ``await request_quorum(...)``."""
-        return await self.request_quorum(
+        asker = self.request_quorum(
             step=step,
             lineage=lineage,
             shrink_only=shrink_only,
@@ -238,6 +238,11 @@ class LighthouseSession:
             allow_heal=allow_heal,
             settings=settings,
         )
+        try:
+            return await asker
+        except asyncio.CancelledError:
+            self._core.finished_step()  # the answer may have arrived before the cancellation
+            raise
 
     def request_quorum(
         self,
@@ -261,6 +266,8 @@ class LighthouseSession:
         """
         if self._ended is not None:
             raise self._ended
+        if self._asker is not None and self._asker.cancelled():
+            self._asker_done(self._asker)  # asyncio calls it only in the next iteration of the loop
         if self._asker is not None:
             raise KeepstepError("a quorum request is already open; wait for it or cancel it")
         now = self._loop.time()

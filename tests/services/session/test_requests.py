@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch
 from keepstep_mesh.protocol.membership import HeldAnswer, MemberInfo
-from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumRequest
+from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, Moved, QuorumAnswer, QuorumRequest
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import INFO, cut_off, in_session
@@ -104,6 +105,40 @@ async def test_an_answer_to_nobody_is_ignored() -> None:
         assert not asking.done()
         peer.answer(new, with_members=False)
         await asking
+
+
+async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        asking = worker.ask()
+        request = await peer.next(QuorumRequest)
+        answered = worker.session._answered
+
+        def cancelled_at_once(answer: QuorumAnswer) -> None:
+            answered(answer)
+            asking.cancel()
+
+        monkeypatch.setattr(worker.session, "_answered", cancelled_at_once)
+        peer.answer(request)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        peer.link.abort("test")
+        assert (await lighthouse.session()).hello.held is None
+
+
+async def test_the_next_request_may_follow_a_cancelled_one_at_once() -> None:
+    async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
+        request_quorum = functools.partial(worker.session.request_quorum, step=4, lineage=2, info=INFO, timeout=30.0)
+        first = request_quorum()
+        old = await peer.next(QuorumRequest)
+        first.cancel()
+        second = request_quorum()
+        assert await peer.next(CancelRequest) == CancelRequest(old.request)
+        new = await peer.next(QuorumRequest)
+        assert new.request > old.request
+        second.cancel()
+        assert await peer.next(CancelRequest) == CancelRequest(new.request)
 
 
 async def test_a_denied_request_raises_what_the_lighthouse_said() -> None:
