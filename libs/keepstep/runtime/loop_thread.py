@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -30,6 +31,8 @@ class LoopThread:
 
     def __init__(self, name: str = "keepstep-mesh") -> None:
         self.loop = new_event_loop()
+        self._waited_for: set[asyncio.Future[Any]] = set()
+        """Futures of ``wait_for`` that are not done."""
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -40,8 +43,8 @@ class LoopThread:
             self.loop.run_forever()
         finally:
             left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
+            for future in (*left, *self._waited_for):
+                future.cancel()
             if left:
                 self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -80,6 +83,7 @@ class LoopThread:
 
         Raises:
             TimeoutError: the future was not done within ``timeout``.
+            RuntimeError: the event loop thread has ended.
         """
         self._check_alive()
         started: list[asyncio.Future[T]] = []
@@ -93,6 +97,8 @@ class LoopThread:
                 future = self.loop.create_future()
                 future.set_exception(error)
             started.append(future)
+            self._waited_for.add(future)
+            future.add_done_callback(self._waited_for.discard)
             future.add_done_callback(lambda _: done.release())
 
         self.loop.call_soon_threadsafe(run)
@@ -101,19 +107,25 @@ class LoopThread:
             finished = done.acquire(timeout=timeout)
         finally:
             if not finished:
-                self.loop.call_soon_threadsafe(lambda: started[0].cancel())  # noqa: PLW0108  empty until the loop has run ``run``
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    self.loop.call_soon_threadsafe(lambda: started[0].cancel())  # noqa: PLW0108  empty until the loop has run ``run``
         if not finished:
             raise TimeoutError(f"the event loop thread was not done within {timeout:g} s")
+        if started[0].cancelled():
+            raise self._has_ended()
         return started[0].result()
 
     def _check_alive(self) -> None:
         if self.loop.is_closed() or not self._thread.is_alive():
             if os.getpid() != self._pid:
                 raise fork_error(f"the thread {self._thread.name!r}", self._pid)
-            raise RuntimeError(f"the event loop thread {self._thread.name!r} has ended: its owner was shut down")
+            raise self._has_ended()
+
+    def _has_ended(self) -> RuntimeError:
+        return RuntimeError(f"the event loop thread {self._thread.name!r} has ended: its owner was shut down")
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Cancel all tasks, end the loop and join the thread. May be called more than once."""
+        """Cancel all tasks and waits, end the loop and join the thread. May be called more than once."""
         if self._thread.is_alive():
             try:
                 self.loop.call_soon_threadsafe(self.loop.stop)

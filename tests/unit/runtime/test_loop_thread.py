@@ -69,3 +69,19 @@ def test_an_ended_thread_is_refused():
     thread.stop()
     with pytest.raises(RuntimeError, match="'test-loop' has ended"):
         thread.wait_for(thread.loop.create_future, 1.0)
+
+
+def test_the_end_of_the_thread_ends_every_wait():
+    thread = LoopThread("test-loop")
+    started = threading.Event()
+
+    def start() -> asyncio.Future[str]:
+        started.set()
+        return thread.loop.create_future()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(thread.wait_for, start, 60.0)
+        assert started.wait(30)
+        thread.stop()
+        with pytest.raises(RuntimeError, match="'test-loop' has ended"):
+            waiting.result(30)
