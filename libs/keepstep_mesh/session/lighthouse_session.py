@@ -1,21 +1,17 @@
 """A worker's session with the lighthouse: connect, fail over, resend requests, send heartbeats, deliver pushes.
 
-The shell of ``session_machine``. The read callback decodes a frame, hands it to the machine, and wakes the request that
-waits. One task owns the connection and opens the next one when it ends. One timer sends heartbeats, detects a silent
-lighthouse, and ends requests at their deadline. A request therefore needs neither a task nor a timer of its own.
+The shell of ``session_machine``. A ``Connector`` owns the connection and opens the next one when it ends. The read
+callback decodes a frame, hands it to the machine, and wakes the request that waits. One timer sends heartbeats, detects
+a silent lighthouse, and ends requests at their deadline. A request therefore needs neither a task nor a timer of its
+own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from urllib.parse import quote
 
-import aiohttp
-
-from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import base_url
 from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
@@ -45,23 +41,19 @@ from keepstep_mesh.protocol.messages import (
     ToLighthouse,
     Welcome,
 )
-from keepstep_mesh.security.tls import as_safe, explained
 from keepstep_mesh.session import session_events
+from keepstep_mesh.session.connector import Connector
 from keepstep_mesh.session.liveness import Liveness
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
-from keepstep_mesh.session.session_machine import Addresses, SessionCore, StaleLighthouseError
+from keepstep_mesh.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep_mesh.session.session_settings import SessionSettings
 
 log = get_logger("keepstep.session")
 
-WELCOME_SECONDS = 5.0
-"""Limit from ``Hello`` to ``Welcome``."""
 ANSWER_MARGIN = 0.25
 """Time after the deadline of a request in which a connected lighthouse may still answer with a reason."""
 LIVENESS_POLL_SECONDS = 0.01
 """Interval at which ``probe`` checks for a message."""
-UNREACHABLE_LOG_SECONDS = 10.0
-UNSENT_BYTES = 4 * codec.MAX_FRAME_BYTES
 
 
 class LighthouseSession:
@@ -73,15 +65,12 @@ class LighthouseSession:
     """
 
     def __init__(self, settings: SessionSettings, on_push: Callable[[Push], None]) -> None:
-        self._settings = replace(settings, addresses=tuple(base_url(one) for one in settings.addresses))
+        self._settings = settings
         self._on_push = on_push
         self._core = SessionCore(
             settings.replica_id, settings.library, heartbeat_interval_ms=round(settings.heartbeat_interval * 1000)
         )
-        self._addresses = Addresses(self._settings.addresses)
         self._log = log.bind(replica_id=settings.replica_id)
-        self.lighthouse: str | None = None
-        """Address of the current lighthouse; None while disconnected."""
         self.liveness = Liveness(settings.heartbeat_interval, timeout=5.0)
         """Replaced by the values of the lighthouse."""
         self.services: tuple[ServiceAddress, ...] = ()
@@ -89,24 +78,26 @@ class LighthouseSession:
         self.heal_timeout_ms = 0
         """Time that the next quorum waits for a group that heals; 0: unknown."""
 
-        self._link: Link | None = None
-        self._trying = ""
+        addresses = [base_url(one) for one in settings.addresses]
+        self._connector = Connector(addresses, f"{self.job_path}/session", self, self.liveness, settings.replica_id)
         self._asker: asyncio.Future[Quorum] | None = None
         self._deadline = 0.0
         self._farewell: Leave | None = None
         self._left: asyncio.Future[None] | None = None
         self._ended: KeepstepError | None = None
-        self._last_problem = "no lighthouse was tried yet"
-        self._unreachable = LogLimiter(UNREACHABLE_LOG_SECONDS)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """Time at which the timer fires."""
         self.identity: Identity
         """Token and certificate; set by ``start``."""
         self._loop: asyncio.AbstractEventLoop
-        self._welcomed: asyncio.Future[None]
         self._started: asyncio.Future[None]
         self._runner: asyncio.Task[None] | None = None
+
+    @property
+    def lighthouse(self) -> str | None:
+        """Address of the current lighthouse; None while disconnected."""
+        return self._connector.lighthouse
 
     @property
     def job_path(self) -> str:
@@ -141,13 +132,15 @@ class LighthouseSession:
         self.identity = Identity(self._settings.token, self._settings.tls)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
-        self._runner = self._loop.create_task(self._run(), name=f"lighthouse session of {self._settings.replica_id}")
+        self._runner = self._loop.create_task(
+            self._connector.run(self.identity), name=f"lighthouse session of {self._settings.replica_id}"
+        )
         self._runner.add_done_callback(self._runner_done)
         try:
             async with asyncio.timeout(self._settings.connect_timeout):
                 await self._started
         except TimeoutError:
-            problem = self._last_problem
+            problem = self._connector.last_problem
             await self.close()
             limit = self._settings.connect_timeout
             raise TimeoutError(
@@ -184,7 +177,7 @@ class LighthouseSession:
 
     async def failed(self, reason: str, timeout: float) -> None:
         """Report that the whole group is lost, and end the session. Never raises: the process is about to exit."""
-        link = self._link
+        link = self._connector.link
         if not self.lighthouse:
             self._log.warning("could not report that the group failed", reason=self.why())
         self._send(Failed(reason))
@@ -198,9 +191,9 @@ class LighthouseSession:
         try:
             async with asyncio.timeout(timeout):
                 while self._ended is None:
-                    if self.lighthouse and self._link is not None:
-                        if self._link is not asked:
-                            asked = self._link
+                    if self.lighthouse and self._connector.link is not None:
+                        if self._connector.link is not asked:
+                            asked = self._connector.link
                             asked.ping()
                         elif asked.last_received >= began:
                             return
@@ -312,67 +305,24 @@ class LighthouseSession:
 
     # ---- the connection
 
-    async def _run(self) -> None:
-        while self._ended is None:
-            delay, address = self._addresses.next(random.random())  # noqa: S311
-            if delay:
-                await asyncio.sleep(delay)
-            try:
-                async with self.identity.session(timeout=None) as http:
-                    await self._connect_once(http, address)
-            except (aiohttp.ClientError, OSError, ProtocolError) as error:
-                self._problem(address, error)
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended for good."""
+        return self._ended is not None
 
-    async def _connect_once(self, http: aiohttp.ClientSession, address: str) -> None:
-        """Open one connection and keep it until it ends. Raises the reason if it became no session."""
-        self._welcomed = self._loop.create_future()
-        link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_SERVER_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
-        try:
-            async with asyncio.timeout(limit := self._addresses.connect_seconds(address)):
-                await link.connect(http, f"{address}{self.job_path}/session")
-        except TimeoutError:
-            self._addresses.timed_out(address)
-            raise TimeoutError(f"no answer within {limit:g} s") from None
-        self._trying = address
-        self._link = link
-        try:
-            if self._ended is None:
-                await self._hold_session(link, address)
-        finally:
-            link.close()
-            await asyncio.wait([link.closed], timeout=1)
-            link.abort("the peer does not read the last messages")
-            self._link = None
+    def hello(self) -> codec.Message:
+        """See ``ConnectionOwner``."""
+        return self._core.hello()
 
-    async def _hold_session(self, link: Link, address: str) -> None:
-        began = self._loop.time()
-        link.send(codec.encode(self._core.hello()))
-        try:
-            async with asyncio.timeout(WELCOME_SECONDS):
-                await self._welcomed
-        except TimeoutError:
-            raise TimeoutError(f"connected, but no welcome within {WELCOME_SECONDS:g} s") from None
-        reason = await link.closed
-        self._addresses.lost(address, self._loop.time() - began, silent=self.liveness.silent)
-        if self._ended is None:
-            self._log.warning("lighthouse session lost", lighthouse=address, reason=reason)
+    def on_disconnected(self, lighthouse: str, reason: str) -> None:
+        """See ``ConnectionOwner``."""
+        self._on_push(Disconnected(lighthouse, reason))
 
-    def _on_lost(self, reason: str) -> None:
-        lighthouse, self.lighthouse = self.lighthouse, None
-        self._last_problem = f"{self._trying}: {reason}"
-        if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionResetError(reason))
-        if lighthouse is not None and self._ended is None:
-            self._on_push(Disconnected(lighthouse, reason))
-
-    def _problem(self, address: str, error: Exception) -> None:
-        reason = explained(error, address)
-        self._last_problem = f"{address}: {reason}"
-        final = None if self._started.done() else session_events.of_connecting(error, self._last_problem)
+    def on_failed_attempt(self, error: Exception, problem: str) -> None:
+        """End the session if the first connection failed with an error that a retry does not fix."""
+        final = None if self._started.done() else session_events.of_connecting(error, problem)
         if final is not None:
             self._end(final)
-        elif self._unreachable.allows(self._loop.time()):
-            self._log.warning("lighthouse unreachable; retrying", lighthouse=address, reason=reason)
 
     def _end(self, error: KeepstepError) -> None:
         """End the session for good, and fail whatever waits for it."""
@@ -386,8 +336,7 @@ class LighthouseSession:
             self._started.set_exception(error)
         if self._left is not None and not self._left.done():
             self._left.set_result(None)
-        if self._link is not None:
-            self._link.close(reason=str(error))
+        self._connector.close(str(error))
 
     def _runner_done(self, runner: asyncio.Task[None]) -> None:
         if not runner.cancelled() and (error := runner.exception()) is not None:
@@ -398,9 +347,9 @@ class LighthouseSession:
 
     def _send(self, message: ToLighthouse) -> None:
         """Send a message. While disconnected it is dropped; ``_on_welcome`` repeats requests and leaves."""
-        if self.lighthouse and self._link is not None:
+        if self.lighthouse and self._connector.link is not None:
             self.liveness.sent(self._loop.time())
-            self._link.send(codec.encode(message))
+            self._connector.link.send(codec.encode(message))
 
     def _send_request(self, timeout_ms: int) -> None:
         if (request := self._core.to_send(timeout_ms)) is not None:
@@ -425,11 +374,11 @@ class LighthouseSession:
                 self._fail_asker(TimeoutError(f"no quorum in time: {self.why()}"))
             else:
                 due.append(deadline)
-        if self.lighthouse and self._link is not None:
+        if self.lighthouse and self._connector.link is not None:
             if now >= self.liveness.beat_due:
                 self._send(Heartbeat())
             due.append(self.liveness.beat_due)
-            self._watch(self._link, now, stalled=stalled)
+            self._watch(self._connector.link, now, stalled=stalled)
         self._set_timer(min(due, default=None))
 
     def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
@@ -443,7 +392,7 @@ class LighthouseSession:
         """Return why no answer has arrived, as far as the worker knows."""
         if self.lighthouse:
             return f"the lighthouse {self.lighthouse} did not answer"
-        return f"no lighthouse is reachable ({self._last_problem})"
+        return f"no lighthouse is reachable ({self._connector.last_problem})"
 
     def _fail_asker(self, error: Exception) -> None:
         asker, self._asker = self._asker, None
@@ -460,7 +409,7 @@ class LighthouseSession:
 
     # ---- in
 
-    def _on_frame(self, frame: bytes) -> None:
+    def on_frame(self, frame: bytes) -> None:
         try:
             message = codec.decode(frame, codec.MAX_SERVER_FRAME_BYTES)
             if type(message) is QuorumAnswer:
@@ -470,9 +419,8 @@ class LighthouseSession:
         except StaleLighthouseError as error:
             self._move(str(error))
         except ProtocolError as error:
-            self._log.error("bad message from the lighthouse", lighthouse=self._trying, reason=str(error))
-            if self._link is not None:
-                self._link.close(reason=f"bad message: {error}")
+            self._log.error("bad message from the lighthouse", lighthouse=self._connector.address, reason=str(error))
+            self._connector.close(f"bad message: {error}")
 
     def _answered(self, answer: QuorumAnswer) -> None:
         if self.lighthouse is None:
@@ -501,7 +449,7 @@ class LighthouseSession:
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
-                self._addresses.follow(as_safe(base_url(leader), self._trying) if leader else "")
+                self._connector.follow(leader)
                 self._move(f"it is not the leader; {leader or 'no lighthouse'} is")
             case Evicted(reason=reason):
                 self._on_push(message)
@@ -515,22 +463,20 @@ class LighthouseSession:
                 raise ProtocolError(f"unexpected message {message.kind!r} from a lighthouse")
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        if self._welcomed.done():
+        if self._connector.is_welcomed:
             raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
-        self.lighthouse = self._trying
-        self._unreachable.reset()
         now = self._loop.time()
         self.liveness.begins(now)
-        self._welcomed.set_result(None)
+        self._connector.welcome()
         if self._farewell is not None:
             self._send(self._farewell)
         elif self._asker is not None:
             self._send_request(max(1, round((self._deadline - now) * 1000)))
         self._tick()
-        self._log.info("session with a lighthouse opened", lighthouse=self.lighthouse, epoch=self.epoch)
-        self._on_push(Connected(self.lighthouse, self.epoch))
+        self._log.info("session with a lighthouse opened", lighthouse=self._connector.address, epoch=self.epoch)
+        self._on_push(Connected(self._connector.address, self.epoch))
         self._set_services(welcome.services)
         if not self._started.done():
             self._started.set_result(None)
@@ -548,7 +494,4 @@ class LighthouseSession:
     def _move(self, reason: str) -> None:
         """Move to another lighthouse."""
         self._send(Moved())
-        if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionRefusedError(reason))
-        if self._link is not None:
-            self._link.close(reason=reason)
+        self._connector.move(reason)

@@ -9,8 +9,7 @@ import pytest
 from keepstep_mesh.errors import AuthError, SessionClosed, VersionError
 from keepstep_mesh.protocol.messages import NotLeader, QuorumRequest, Refused
 from keepstep_mesh.security.tokens import Tokens
-from keepstep_mesh.session import lighthouse_session as session_module
-from keepstep_mesh.session import session_machine
+from keepstep_mesh.session import connector, session_machine
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.services.session.worker import INFO, NOWHERE, Worker, in_session
 
@@ -113,7 +112,7 @@ async def test_a_start_without_any_lighthouse_says_why() -> None:
 
 
 async def test_a_start_where_nobody_welcomes_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(session_module, "WELCOME_SECONDS", 0.05)
+    monkeypatch.setattr(connector, "WELCOME_SECONDS", 0.05)
     async with scripted_lighthouse() as lighthouse:
         worker = Worker(lighthouse.url, connect_timeout=2.0)
         with pytest.raises(TimeoutError, match=r"connected, but no welcome within 0\.05 s"):

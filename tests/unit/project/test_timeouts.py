@@ -34,7 +34,7 @@ from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store
 from keepstep_mesh.discovery import registration
 from keepstep_mesh.serving import open_port, service
-from keepstep_mesh.session import lighthouse_session, session_machine
+from keepstep_mesh.session import connector, lighthouse_session, session_machine
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_relay.app import FLUSH_RECORDS_SECONDS
 from keepstep_relay.core.events import Limits
@@ -93,16 +93,16 @@ RULES = {
     ),
     # the session
     "a session outlives the search for a lighthouse": (
-        session_machine.SESSION_CONNECT_SECONDS + lighthouse_session.WELCOME_SECONDS < of_manager("connect_timeout")
+        session_machine.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS < of_manager("connect_timeout")
     ),
     "the lighthouse waits for a hello longer than a worker for its welcome": (
-        lighthouse_session.WELCOME_SECONDS < sessions.HELLO_SECONDS
+        connector.WELCOME_SECONDS < sessions.HELLO_SECONDS
     ),
     "a slow connection is not closed while it connects": (
         session_machine.SESSION_CONNECT_SECONDS < open_port.FIRST_REQUEST_SECONDS
     ),
     "a call from another thread outlives what it calls": (
-        session_machine.SESSION_CONNECT_SECONDS + lighthouse_session.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
+        session_machine.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS + lighthouse_session.ANSWER_MARGIN
         < CALL_MARGIN_SECONDS
         and rank_link.RANK_CLOSE_SECONDS < CALL_MARGIN_SECONDS
     ),
