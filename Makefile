@@ -36,11 +36,12 @@ coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage 
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-lint: $(STAMP) ## style, types and imports between rooms, style of the dashboard's JavaScript
+lint: $(STAMP) ## style, types, imports between rooms, prose, style of the dashboard's JavaScript
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python docs/prose.py
 	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno fmt --check --quiet
 	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno lint --quiet
 
