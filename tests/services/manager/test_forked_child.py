@@ -47,7 +47,7 @@ def test_the_manager_says_in_a_child_whose_it_is_and_the_step_of_the_parent_comm
     told = scene("use_of_the_manager")
     beginning = f"ForkError: this Manager belongs to process {told['parent']};"
     assert [name for name, answer in told["told"].items() if not answer.startswith(beginning)] == []
-    assert "make another one in the child" in told["told"]["start_quorum"]
+    assert "create another object in the child" in told["told"]["start_quorum"]
     assert told["committed"] == [True, True]
 
 
