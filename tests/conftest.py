@@ -129,7 +129,7 @@ def _new_descriptors(before: dict[str, str], deadline: float) -> list[str]:
         gc.collect()
         if time.monotonic() > deadline:
             return _describe_sockets(leaked)
-        time.sleep(pause)
+        time.sleep(pause)  # nothing signals the end of a native thread
         pause = min(pause * 2, 0.2)
     return []
 
@@ -217,7 +217,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     from tests.support.services.etcd_server import EtcdCluster
 
     async def warm_up() -> None:
-        """Open what gRPC opens once in a process, so that it is no leak of the first test that uses it."""
+        """Open what gRPC opens once in a process, so that the first test that uses it does not seem to leak it."""
         store = await open_store(f"{cluster.address}/warm-up")
         async with store.watch("") as _:
             await store.put("a", b"")

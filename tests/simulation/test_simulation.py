@@ -10,13 +10,12 @@ from tests.simulation.run import explain, violation
 @pytest.mark.parametrize("first", range(0, 64, 8))
 def test_no_rule_is_broken_with_one_lighthouse(first: int) -> None:
     for seed in range(first, first + 8):
-        if violation(seed, lighthouses=1, careful=True) is not None:
-            pytest.fail(explain(seed, lighthouses=1))
+        assert violation(seed, lighthouses=1, careful=True) is None, explain(seed, lighthouses=1)
 
 
 @pytest.mark.parametrize("lighthouses", [2, 3])
 @pytest.mark.parametrize("first", range(0, 128, 16))
 def test_no_rule_is_broken_with_several_lighthouses(first: int, lighthouses: int) -> None:
     for seed in range(first, first + 16):
-        if violation(seed, lighthouses=lighthouses, careful=seed % 4 == 0) is not None:
-            pytest.fail(explain(seed, lighthouses=lighthouses))
+        found = violation(seed, lighthouses=lighthouses, careful=seed % 4 == 0)
+        assert found is None, explain(seed, lighthouses=lighthouses)

@@ -225,7 +225,7 @@ def _try(buffer: _Buffer) -> None:
             with torch.no_grad():
                 if values.numel():
                     values.copy_(_bytes_of(values).clone().view(buffer.dtype).view(values.shape))
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # torch, for a dtype that it cannot copy
             problem = str(error).partition("\n")[0]
     if problem:
         raise ValueError(

@@ -90,7 +90,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
             ProcessGroupAbortedError: ``abort`` was called in the meantime.
             ProcessGroupError: the members could not connect. After any error the group is not configured.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
 
     def abort(self, reason: str | None = None) -> None:
         """End operations in flight, and a ``configure`` in progress. Does not wait; may be called from any thread.
@@ -122,7 +122,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
 
     def _run(self, operation: str, *args: Any) -> Work:
         """Start a collective. ``operation`` is the method of torch's backends; ``args`` are its arguments."""
-        raise NotImplementedError
+        raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
 
     # ---- collectives
 
@@ -258,7 +258,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         return self.size()
 
     def getBackendName(self) -> str:  # noqa: N802
-        raise NotImplementedError
+        raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
 
     def _set_group_name(self, name: GroupName) -> None:
         self._name = name

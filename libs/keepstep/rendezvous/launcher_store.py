@@ -110,7 +110,7 @@ class LauncherStore:
             stale = f"rank 0 of {replica_id} does not listen at {address}, its address in the store at {self._place}"
             if self._left() <= STORE_CONNECT_RETRY_SECONDS:
                 raise TimeoutError(f"rank {self._rank} could not reach rank 0 of its group: {stale}")
-            time.sleep(STORE_CONNECT_RETRY_SECONDS)
+            time.sleep(STORE_CONNECT_RETRY_SECONDS)  # the store cannot wait for another value of a key
         if name and name_of(replica_id) != name:
             raise KeepstepError(
                 f"rank {self._rank} of {name} found rank 0 of {replica_id} in the store at {self._place}: give every "

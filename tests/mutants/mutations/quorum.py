@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "a quorum that lost a member between two rounds keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    if same and not failed and not state.round.lost and not anew",
-        "    if same and not failed and not anew",
+        "    if same and not failed and not state.round.lost and not repeated",
+        "    if same and not failed and not repeated",
         Test(
             "tests/unit/quorum/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
@@ -217,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "a job that resumes keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    anew = any(",
-        "    anew = False and any(",
+        "    repeated = any(",
+        "    repeated = False and any(",
         Test(
             "tests/unit/quorum/test_core_lineages.py::"
             "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"

@@ -276,8 +276,8 @@ async def test_a_cut_connection_is_lost_on_both_sides() -> None:
         peer = Peer()
         await peer.link.connect(http, proxy.url)
         proxy.cut()
-        await peer.lost()
-        await (await peers.get()).lost()
+        assert await peer.lost()
+        assert await (await peers.get()).lost()
 
 
 async def test_a_half_open_connection_looks_alive_until_it_is_asked() -> None:

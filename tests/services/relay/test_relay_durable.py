@@ -63,6 +63,7 @@ async def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing_an
         await store_durable(worker, TWO, "c2", 2)
         await until(lambda: Key("job", "c2") in one.checkpoints.copies.complete)
     await until(lambda: not files_below(tmp_path / "bucket" / "job" / "c1"))
+    assert files_below(tmp_path / "bucket" / "job" / "c2")
 
 
 async def test_what_could_not_be_deleted_there_is_deleted_later(
@@ -80,6 +81,7 @@ async def test_what_could_not_be_deleted_there_is_deleted_later(
             await until(lambda: one.checkpoints.copies.trouble is not None)
         await until(lambda: not files_below(tmp_path / "bucket"))
         await until(lambda: one.checkpoints.copies.trouble is None)
+        assert not files_below(tmp_path / "bucket")
 
 
 async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:

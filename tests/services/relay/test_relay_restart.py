@@ -139,6 +139,7 @@ async def test_an_age_goes_on_over_a_restart(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE):
             while await worker.list() != ["c2"]:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.01)
+        assert await worker.list() == ["c2"]
 
 
 async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_again(

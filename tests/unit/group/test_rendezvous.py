@@ -275,6 +275,7 @@ async def test_a_host_that_comes_up_late_is_met(server) -> None:
     waiting = await begun(call(store.set, "key", b"value"))
     async with served(server, port):
         await waiting
+        assert await call(store.get, "key") == b"value"
         store.close()
 
 

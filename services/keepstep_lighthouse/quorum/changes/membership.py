@@ -34,8 +34,8 @@ def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, 
     known = (origin(lineage).quorum_id for lineage in lineages)
     # above ours if states come from a job of another lighthouse
     reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
-    anew = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
-    if same and not failed and not state.round.lost and not anew and reached <= record.quorum_id:
+    repeated = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
+    if same and not failed and not state.round.lost and not repeated and reached <= record.quorum_id:
         return ()
     if not same:
         left_behind = state.member_sessions(lambda group: group.request is None)
