@@ -103,6 +103,7 @@ def spare_due(options: argparse.Namespace, step: int) -> int | None:
 async def run_sessions(options: argparse.Namespace, clock: Clock) -> None:
     """keepstep's sessions, as its ``Manager`` uses them, on one asyncio loop."""
     from keepstep_mesh.protocol.membership import MemberInfo
+    from keepstep_mesh.protocol.messages import QuorumRequest
     from keepstep_mesh.session.lighthouse_session import LighthouseSession, SessionSettings
 
     sessions, infos = [], []
@@ -118,7 +119,16 @@ async def run_sessions(options: argparse.Namespace, clock: Clock) -> None:
 
     async def ask(client: int, step: int, lineage: int | str) -> tuple[int, int]:
         """The step after the one that the quorum is for, and its lineage."""
-        quorum = await sessions[client].quorum(step=step, lineage=lineage, info=infos[client], timeout=TIMEOUT)
+        request = QuorumRequest(
+            request=0,
+            step=step,
+            lineage=lineage,
+            shrink_only=False,
+            commit_failures=0,
+            timeout_ms=round(1000 * TIMEOUT),
+            info=infos[client],
+        )
+        quorum = await sessions[client].quorum(request)
         sessions[client].finished_step()
         return quorum.step + 1, quorum.quorum_id
 

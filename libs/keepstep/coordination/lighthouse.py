@@ -15,6 +15,7 @@ from keepstep_mesh.config.settings import Settings, split_addresses
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
 from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
+from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.security.tls import tls_of_service
 from keepstep_mesh.security.tokens import Tokens, tokens_of_service
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
@@ -266,15 +267,16 @@ class LighthouseClient:
         session = self._session(replica_id)
         replica = self._replicas[replica_id]
         seconds = timeout.total_seconds()
-        request = functools.partial(
-            session.request_quorum,
+        request = QuorumRequest(
+            request=0,
             step=step or 0,
             lineage="",
             shrink_only=bool(shrink_only),
+            commit_failures=0,
+            timeout_ms=max(1, round(seconds * 1000)),
             info=replica.info(address or "", store_address or "", world_size or 0, data),
-            timeout=seconds,
         )
-        answer = self._mesh.wait_for(request, seconds + CALL_MARGIN_SECONDS)
+        answer = self._mesh.wait_for(lambda: session.request_quorum(request), seconds + CALL_MARGIN_SECONDS)
         return Quorum(answer.quorum_id, replica.participants(answer), answer.created_ms / 1000)
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:

@@ -28,7 +28,7 @@ from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
-from keepstep_mesh.protocol.messages import Evicted, Failed, Healing, ServiceAddress
+from keepstep_mesh.protocol.messages import Evicted, Failed, Healing, QuorumRequest, ServiceAddress
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
@@ -295,23 +295,25 @@ class GroupServer:
 
     async def _request_quorum(self, ask: RankAsk) -> Quorum:
         """Ask the lighthouse; after a timeout ask again, up to ``quorum_retries`` times."""
+        request = QuorumRequest(
+            request=0,
+            step=ask.step,
+            lineage=ask.lineage,
+            shrink_only=ask.shrink_only,
+            commit_failures=ask.commit_failures,
+            timeout_ms=ask.timeout_ms,
+            info=self._info,
+            root=ask.root,
+            batches_committed=ask.batches_committed,
+            allow_heal=ask.allow_heal,
+            settings=ask.settings,
+        )
         retries_left = self._settings.quorum_retries
         while True:
             self._requesting = True
             try:
                 with self._slow_quorum_log.waiting():
-                    return await self._session.quorum(
-                        step=ask.step,
-                        lineage=ask.lineage,
-                        shrink_only=ask.shrink_only,
-                        commit_failures=ask.commit_failures,
-                        info=self._info,
-                        timeout=ask.timeout_ms / 1000,
-                        root=ask.root,
-                        batches_committed=ask.batches_committed,
-                        allow_heal=ask.allow_heal,
-                        settings=ask.settings,
-                    )
+                    return await self._session.quorum(request)
             except TimeoutError as error:
                 if not retries_left:
                     raise

@@ -52,7 +52,7 @@ class QuorumRequest:
 
     kind: ClassVar[str] = "ask"
     request: int
-    """Number of the request; grows within an incarnation."""
+    """Number of the request; grows within an incarnation. A session sets it: pass 0 to ``LighthouseSession.quorum``."""
     step: int
     lineage: Lineage
     shrink_only: bool

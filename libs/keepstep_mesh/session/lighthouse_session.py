@@ -1,9 +1,9 @@
 """A worker's session with the lighthouse: connect, fail over, resend requests, send heartbeats, deliver pushes.
 
-The shell of ``session_machine``. A ``Connector`` owns the connection and opens the next one when it ends. The read
-callback decodes a frame, hands it to the machine, and wakes the request that waits. One timer sends heartbeats, detects
-a silent lighthouse, and ends requests at their deadline. A request therefore needs neither a task nor a timer of its
-own.
+The shell of ``session_machine``. A ``Connector`` owns the connection and opens the next one when it ends; an
+``OpenRequest`` holds the request that waits for a quorum. The read callback decodes a frame and hands it on. One alarm
+sends heartbeats, detects a silent lighthouse, and ends the request at its deadline, so a request needs neither a task
+nor a timer of its own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from keepstep_mesh.errors import KeepstepError, ProtocolError, SessionClosed
 from keepstep_mesh.net.http import Identity
 from keepstep_mesh.net.websocket import Link
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.membership import Lineage, MemberInfo, Quorum, StateRoot
+from keepstep_mesh.protocol.membership import Quorum
 from keepstep_mesh.protocol.messages import (
-    CancelRequest,
     Denied,
     Drain,
     Evicted,
@@ -33,6 +32,7 @@ from keepstep_mesh.protocol.messages import (
     Moved,
     NotLeader,
     QuorumAnswer,
+    QuorumRequest,
     Refused,
     RoundBroken,
     ServiceAddress,
@@ -42,8 +42,10 @@ from keepstep_mesh.protocol.messages import (
     Welcome,
 )
 from keepstep_mesh.session import session_events
+from keepstep_mesh.session.alarm import Alarm
 from keepstep_mesh.session.connector import Connector
 from keepstep_mesh.session.liveness import Liveness
+from keepstep_mesh.session.open_request import OpenRequest
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session.session_machine import SessionCore, StaleLighthouseError
 from keepstep_mesh.session.session_settings import SessionSettings
@@ -80,14 +82,11 @@ class LighthouseSession:
 
         addresses = [base_url(one) for one in settings.addresses]
         self._connector = Connector(addresses, f"{self.job_path}/session", self, self.liveness, settings.replica_id)
-        self._asker: asyncio.Future[Quorum] | None = None
-        self._deadline = 0.0
+        self._request = OpenRequest(self._core, self._send)
         self._farewell: Leave | None = None
         self._left: asyncio.Future[None] | None = None
         self._ended: KeepstepError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
-        """Time at which the timer fires."""
+        self._alarm = Alarm(self._tick)
         self.identity: Identity
         """Token and certificate; set by ``start``."""
         self._loop: asyncio.AbstractEventLoop
@@ -204,96 +203,34 @@ class LighthouseSession:
 
     # ---- the step
 
-    async def quorum(
-        self,
-        *,
-        step: int,
-        lineage: Lineage,
-        shrink_only: bool = False,
-        commit_failures: int = 0,
-        info: MemberInfo,
-        timeout: float,
-        root: StateRoot | None = None,
-        batches_committed: int = 0,
-        allow_heal: bool = True,
-        settings: str = "",
-    ) -> Quorum:
-        """Request the quorum of the next step and wait for it: ``await request_quorum(...)``."""
-        asker = self.request_quorum(
-            step=step,
-            lineage=lineage,
-            shrink_only=shrink_only,
-            commit_failures=commit_failures,
-            info=info,
-            timeout=timeout,
-            root=root,
-            batches_committed=batches_committed,
-            allow_heal=allow_heal,
-            settings=settings,
-        )
+    async def quorum(self, request: QuorumRequest) -> Quorum:
+        """Request the quorum of the next step and wait for it: ``await request_quorum(request)``."""
+        answer = self.request_quorum(request)
         try:
-            return await asker
+            return await answer
         except asyncio.CancelledError:
             self._core.finished_step()  # the answer may have arrived before the cancellation
             raise
 
-    def request_quorum(
-        self,
-        *,
-        step: int,
-        lineage: Lineage,
-        shrink_only: bool = False,
-        commit_failures: int = 0,
-        info: MemberInfo,
-        timeout: float,
-        root: StateRoot | None = None,
-        batches_committed: int = 0,
-        allow_heal: bool = True,
-        settings: str = "",
-    ) -> asyncio.Future[Quorum]:
+    def request_quorum(self, request: QuorumRequest) -> asyncio.Future[Quorum]:
         """Request the quorum of the next step. The request is sent again after each reconnect.
 
         Only one request may be open. Cancelling the future withdraws the request. The future raises ``TimeoutError``
-        with the reason after ``timeout`` seconds, ``LayoutMismatch`` if parameters or settings differ from those of the
-        job, and ``SessionClosed`` if the session ends.
+        with the reason after ``timeout_ms``, ``LayoutMismatch`` if parameters or settings differ from those of the job,
+        and ``SessionClosed`` if the session ends.
+
+        Args:
+            request: with its info and settings, which are sent only when they have changed; the session numbers it.
         """
         if self._ended is not None:
             raise self._ended
-        if self._asker is not None and self._asker.cancelled():
-            self._asker_done(self._asker)  # asyncio calls it only in the next iteration of the loop
-        if self._asker is not None:
-            raise KeepstepError("a quorum request is already open; wait for it or cancel it")
         now = self._loop.time()
-        timeout_ms = max(1, round(timeout * 1000))
-        self._core.ask(
-            step,
-            lineage,
-            info,
-            timeout_ms,
-            shrink_only=shrink_only,
-            commit_failures=commit_failures,
-            root=root,
-            batches_committed=batches_committed,
-            allow_heal=allow_heal,
-            settings=settings,
-        )
-        asker: asyncio.Future[Quorum] = self._loop.create_future()
-        asker.add_done_callback(self._asker_done)
-        self._asker = asker
-        self._deadline = now + timeout
+        deadline = now + request.timeout_ms / 1000
+        future = self._request.open(request, deadline)
         if self.lighthouse:
-            self._send_request(timeout_ms)
-        if self._timer is None or self._deadline < self._due:
-            self._set_timer(self._deadline)
-        return asker
-
-    def _asker_done(self, asker: asyncio.Future[Quorum]) -> None:
-        if not asker.cancelled():
-            return
-        self._core.finished_step()
-        if self._asker is asker:
-            self._asker = None
-            self._withdraw_open_request()
+            self._request.send(now)
+        self._alarm.set_by(deadline)
+        return future
 
     def finished_step(self) -> None:
         """Forget the last answer, because its step was committed or has failed. May be called from any thread."""
@@ -328,10 +265,10 @@ class LighthouseSession:
         """End the session for good, and fail whatever waits for it."""
         if self._ended is None:
             self._ended = error
-        self._set_timer(None)
+        self._alarm.set(None)
         if self._runner is None:
             return
-        self._fail_asker(error)
+        self._request.fail(error)
         if not self._started.done():
             self._started.set_exception(error)
         if self._left is not None and not self._left.done():
@@ -351,27 +288,16 @@ class LighthouseSession:
             self.liveness.sent(self._loop.time())
             self._connector.link.send(codec.encode(message))
 
-    def _send_request(self, timeout_ms: int) -> None:
-        if (request := self._core.to_send(timeout_ms)) is not None:
-            self._send(request)
-
-    def _set_timer(self, when: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if when is not None:
-            self._due = when  # uvloop's handles do not always know it
-            self._timer = self._loop.call_at(when, self._tick)
-
     def _tick(self) -> None:
         """Check the deadline of the request, the heartbeat and the lighthouse; then set the next tick."""
         now = self._loop.time()
-        stalled = self._timer is not None and self.liveness.is_late(now, self._due)
+        stalled = self._alarm.due is not None and self.liveness.is_late(now, self._alarm.due)
         due = []
-        if self._asker is not None:
-            deadline = self._deadline + (ANSWER_MARGIN if self.lighthouse else 0.0)
+        deadline = self._request.deadline
+        if deadline is not None:
+            deadline += ANSWER_MARGIN if self.lighthouse else 0.0
             if now >= deadline:
-                self._fail_asker(TimeoutError(f"no quorum in time: {self.why()}"))
+                self._request.fail(TimeoutError(f"no quorum in time: {self.why()}"))
             else:
                 due.append(deadline)
         if self.lighthouse and self._connector.link is not None:
@@ -379,7 +305,7 @@ class LighthouseSession:
                 self._send(Heartbeat())
             due.append(self.liveness.beat_due)
             self._watch(self._connector.link, now, stalled=stalled)
-        self._set_timer(min(due, default=None))
+        self._alarm.set(min(due, default=None))
 
     def _watch(self, link: Link, now: float, *, stalled: bool) -> None:
         match self.liveness.judge(now, link.last_received, stalled=stalled):
@@ -394,45 +320,24 @@ class LighthouseSession:
             return f"the lighthouse {self.lighthouse} did not answer"
         return f"no lighthouse is reachable ({self._connector.last_problem})"
 
-    def _fail_asker(self, error: Exception) -> None:
-        asker, self._asker = self._asker, None
-        if asker is not None:
-            self._withdraw_open_request()
-            if not asker.done():
-                asker.set_exception(error)
-
-    def _withdraw_open_request(self) -> None:
-        if self._core.open is not None:
-            request = self._core.open.request
-            self._core.withdraw(request)
-            self._send(CancelRequest(request))
-
     # ---- in
 
     def on_frame(self, frame: bytes) -> None:
         try:
             message = codec.decode(frame, codec.MAX_SERVER_FRAME_BYTES)
-            if type(message) is QuorumAnswer:
-                self._answered(message)
-            else:
-                self._on_message(message)
+            self._on_message(message)
         except StaleLighthouseError as error:
             self._move(str(error))
         except ProtocolError as error:
             self._log.error("bad message from the lighthouse", lighthouse=self._connector.address, reason=str(error))
             self._connector.close(f"bad message: {error}")
 
-    def _answered(self, answer: QuorumAnswer) -> None:
-        if self.lighthouse is None:
-            raise ProtocolError("answer before the welcome")
-        quorum = self._core.answered(answer)
-        if quorum is not None:
-            asker, self._asker = self._asker, None
-            if asker is not None and not asker.done():
-                asker.set_result(quorum)
-
     def _on_message(self, message: codec.Message) -> None:
         match message:
+            case QuorumAnswer():
+                if self.lighthouse is None:
+                    raise ProtocolError("answer before the welcome")
+                self._request.answered(message)
             case MemberLost() | RoundBroken() | Drain():
                 self._on_push(message)
             case Welcome():
@@ -444,8 +349,7 @@ class LighthouseSession:
             case Services(services):
                 self._set_services(services)
             case Denied():
-                if self._core.withdraw(message.request):
-                    self._fail_asker(session_events.of_request(message))
+                self._request.denied(message)
             case Goodbye():
                 self._end(SessionClosed("the group left the job"))
             case NotLeader(leader=leader):
@@ -472,8 +376,8 @@ class LighthouseSession:
         self._connector.welcome()
         if self._farewell is not None:
             self._send(self._farewell)
-        elif self._asker is not None:
-            self._send_request(max(1, round((self._deadline - now) * 1000)))
+        else:
+            self._request.send(now)
         self._tick()
         self._log.info("session with a lighthouse opened", lighthouse=self._connector.address, epoch=self.epoch)
         self._on_push(Connected(self._connector.address, self.epoch))

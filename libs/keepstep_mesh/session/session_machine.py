@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, Quorum, StateRoot
+from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo, Quorum
 from keepstep_mesh.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -118,11 +118,12 @@ class SessionCore:
         """Highest quorum_id seen; ``epoch``: highest epoch seen."""
         self.held: HeldAnswer | None = None
         self.open: QuorumRequest | None = None
-        """The request without an answer; with its info."""
+        """The request without an answer, as ``ask`` got it."""
+        self.number = 0
+        """Number of the latest request."""
         self._replica_id = replica_id
         self._library = library
         self._heartbeat_interval_ms = heartbeat_interval_ms
-        self._requests = 0
         self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
         self._known_settings = ""
@@ -150,29 +151,21 @@ class SessionCore:
         self.epoch = welcome.epoch
         self.quorum_id = max(self.quorum_id, welcome.quorum_id)
 
-    def ask(
-        self,
-        step: int,
-        lineage: Lineage,
-        info: MemberInfo,
-        timeout_ms: int,
-        *,
-        shrink_only: bool,
-        commit_failures: int,
-        root: StateRoot | None = None,
-        batches_committed: int = 0,
-        allow_heal: bool = True,
-        settings: str = "",
-    ) -> QuorumRequest:
-        """Open the next request. Raises ``ProtocolError`` or ``TypeError`` if ``info`` is invalid."""
-        if info is not self._checked_info:
-            codec.check_info(info)
-            self._checked_info = info
-        self._requests += 1
+    def ask(self, request: QuorumRequest) -> int:
+        """Open a request and return its number.
+
+        Raises:
+            ProtocolError, TypeError: ``request.info`` is invalid or missing.
+        """
+        if request.info is None:
+            raise ProtocolError("a quorum request without info: set QuorumRequest.info")
+        if request.info is not self._checked_info:
+            codec.check_info(request.info)
+            self._checked_info = request.info
+        self.number += 1
         self.held = None
-        facts = (shrink_only, commit_failures, timeout_ms, info, root, batches_committed, allow_heal, settings)
-        self.open = QuorumRequest(self._requests, step, lineage, *facts)
-        return self.open
+        self.open = request
+        return self.number
 
     def to_send(self, timeout_ms: int) -> QuorumRequest | None:
         """Return the open request without the info and settings that were already sent on this connection."""
@@ -183,7 +176,7 @@ class SessionCore:
         known = known and request.settings == self._known_settings
         self._known_info, self._known_settings = request.info, request.settings
         return QuorumRequest(  # `replace` takes twice as long, in every step
-            request=request.request,
+            request=self.number,
             step=request.step,
             lineage=request.lineage,
             shrink_only=request.shrink_only,
@@ -196,9 +189,9 @@ class SessionCore:
             settings="" if known else request.settings,
         )
 
-    def withdraw(self, request: int) -> bool:
-        """Close a request that was denied or cancelled. Return whether it was open."""
-        if self.open is None or self.open.request != request:
+    def withdraw(self, number: int) -> bool:
+        """Close a request that was answered, denied or cancelled. Return whether it was open."""
+        if self.open is None or self.number != number:
             return False
         self.open = None
         return True

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from keepstep_mesh.net.http import client_session
-from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.asking_group import quorum_request
 from tests.support.services.command import environment
 
 DEADLINE = 60.0
@@ -165,7 +165,7 @@ async def test_the_commands_of_the_document_make_a_mesh_that_works(made: Made) -
         settings = SessionSettings((url,), "default", "r3:1", made.token("worker"), tls=made.client())
         session = LighthouseSession(settings, lambda _: None)
         await session.start()
-        await session.quorum(step=0, lineage="", info=MemberInfo("http://10.0.0.1:1"), timeout=DEADLINE)
+        await session.quorum(quorum_request())
         token = ("--token-file", made.file("alice.token"))
         code, text = await keepstep(made, "replicas", "--json", *at, *token)
         assert (code, json.loads(text)["replicas"][0]["replica_id"]) == (0, "r3:1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
 import pytest
 
@@ -13,6 +12,7 @@ from keepstep_mesh.protocol.messages import CancelRequest, Denied, MemberLost, M
 from keepstep_mesh.session.session_events import Connected, Disconnected
 from keepstep_mesh.testing import scripted_lighthouse
 from tests.services.session.worker import INFO, cut_off, in_session
+from tests.support.services.asking_group import quorum_request
 
 
 async def test_a_request_is_answered_and_held_until_finished() -> None:
@@ -113,13 +113,14 @@ async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer(
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
         asking = worker.ask()
         request = await peer.next(QuorumRequest)
-        answered = worker.session._answered
+        open_request = worker.session._request
+        answered = open_request.answered
 
         def cancelled_at_once(answer: QuorumAnswer) -> None:
             answered(answer)
             asking.cancel()
 
-        monkeypatch.setattr(worker.session, "_answered", cancelled_at_once)
+        monkeypatch.setattr(open_request, "answered", cancelled_at_once)
         peer.answer(request)
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -129,11 +130,10 @@ async def test_a_request_cancelled_after_its_answer_arrived_holds_no_answer(
 
 async def test_the_next_request_may_follow_a_cancelled_one_at_once() -> None:
     async with scripted_lighthouse() as lighthouse, in_session(lighthouse) as (worker, peer):
-        request_quorum = functools.partial(worker.session.request_quorum, step=4, lineage=2, info=INFO, timeout=30.0)
-        first = request_quorum()
+        first = worker.session.request_quorum(quorum_request(4))
         old = await peer.next(QuorumRequest)
         first.cancel()
-        second = request_quorum()
+        second = worker.session.request_quorum(quorum_request(4))
         assert await peer.next(CancelRequest) == CancelRequest(old.request)
         new = await peer.next(QuorumRequest)
         assert new.request > old.request

@@ -11,6 +11,7 @@ from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Connected, Disconnected, Push
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE, ChaosProxy, ScriptedLighthouse, ScriptedSession, scripted_lighthouse
+from tests.support.services.asking_group import quorum_request
 
 INFO = MemberInfo(address="http://me:1")
 NOWHERE = "http://127.0.0.1:1"
@@ -32,7 +33,8 @@ class Worker:
         return push
 
     def ask(self, step: int = 4, timeout: float = DEADLINE, info: MemberInfo = INFO) -> asyncio.Task[Quorum]:
-        return asyncio.create_task(self.session.quorum(step=step, lineage=2, info=info, timeout=timeout))
+        request = quorum_request(step, timeout, lineage=2, info=info)
+        return asyncio.create_task(self.session.quorum(request))
 
 
 @asynccontextmanager

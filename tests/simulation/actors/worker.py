@@ -175,24 +175,27 @@ class Worker:
         if self.leaving:
             session.send(Leave("told to"))
             return
-        request = session.core.ask(
-            self.step,
-            self.lineage,
-            INFO,
-            REQUEST_TIMEOUT_MS,
-            shrink_only=self.shrink_next,
-            commit_failures=self.progress.commit_failures,
-            root=self.root,
-            allow_heal=self.sim.allows_heal(),
+        number = session.core.ask(
+            QuorumRequest(
+                request=0,
+                step=self.step,
+                lineage=self.lineage,
+                shrink_only=self.shrink_next,
+                commit_failures=self.progress.commit_failures,
+                timeout_ms=REQUEST_TIMEOUT_MS,
+                info=INFO,
+                root=self.root,
+                allow_heal=self.sim.allows_heal(),
+            )
         )
         self.shrink_next = False
-        if session.welcomed and (sent := session.core.to_send(request.timeout_ms)) is not None:
+        if session.welcomed and (sent := session.core.to_send(REQUEST_TIMEOUT_MS)) is not None:
             session.send(sent)
-        self.soon(REQUEST_TIMEOUT, self.cancel, request)
+        self.soon(REQUEST_TIMEOUT, self.cancel, number)
 
-    def cancel(self, request: QuorumRequest) -> None:
-        if self.session.core.withdraw(request.request):
-            self.session.send(CancelRequest(request.request))
+    def cancel(self, number: int) -> None:
+        if self.session.core.withdraw(number):
+            self.session.send(CancelRequest(number))
             self.soon(0.05 + self.random.random(), self.ask)
 
     def on_quorum(self, quorum: Quorum, asked: QuorumRequest) -> None:

@@ -80,7 +80,7 @@ def _resume(sim: Simulation, workers: list[Worker], fault: Fault) -> None:
 
 def cancel_a_request(_: Simulation, worker: Worker, __: Fault) -> None:
     if worker.runs and worker.session.core.open is not None:
-        worker.cancel(worker.session.core.open)
+        worker.cancel(worker.session.core.number)
 
 
 def fail_a_step(_: Simulation, worker: Worker, __: Fault) -> None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, Self
 
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
+from keepstep_mesh.protocol.messages import QuorumRequest
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Push
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
+
+
+def quorum_request(step: int = 0, timeout: float = DEADLINE, **changes: Any) -> QuorumRequest:
+    """Return a request for ``LighthouseSession.quorum``. ``changes``: fields that are not those of a healthy group."""
+    request = QuorumRequest(
+        request=0,
+        step=step,
+        lineage=f"state {step}",
+        shrink_only=False,
+        commit_failures=0,
+        timeout_ms=round(timeout * 1000),
+        info=MemberInfo("http://10.0.0.1:1"),
+    )
+    return replace(request, **changes)
 
 
 class Group:
@@ -37,8 +53,8 @@ class Group:
         await self.session.close()
 
     async def ask(self, step: int = 0, timeout: float = DEADLINE, **changes: Any) -> Quorum:
-        asked = {"lineage": f"state {step}", "info": MemberInfo("http://10.0.0.1:1"), **changes}
-        return await self.session.quorum(step=step, timeout=timeout, **asked)
+        """Request a quorum. ``changes``: other fields of the request."""
+        return await self.session.quorum(quorum_request(step, timeout, **changes))
 
     async def push_of(self, kind: type[Push]) -> Push:
         """Return the next push of a kind; skip others before it."""

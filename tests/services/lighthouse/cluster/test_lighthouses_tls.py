@@ -9,12 +9,12 @@ import pytest
 
 from keepstep_lighthouse.settings import LighthouseSettings, read_settings
 from keepstep_mesh.net.http import client_session, leader_of
-from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens, watched_tokens
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
 from tests.support.network.certificates import Authority
+from tests.support.services.asking_group import quorum_request
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, eventually, lighthouse
 
@@ -36,8 +36,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
         )
         await session.start()
         assert session.lighthouse == leader.address
-        info = MemberInfo("http://10.0.0.1:1")
-        first = await session.quorum(step=0, lineage="", info=info, timeout=DEADLINE)
+        first = await session.quorum(quorum_request(0))
 
         url = f"{standby.address}/v1/jobs/job"
         async with client_session(WORKER, tls=client.client_context()) as http:
@@ -52,7 +51,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
             assert leader_of(answer) == leader.address
 
         await leader.stop()
-        second = await session.quorum(step=1, lineage="", info=info, timeout=DEADLINE)
+        second = await session.quorum(quorum_request(1))
         assert session.lighthouse == standby.address
         assert second.quorum_id >= first.quorum_id
 

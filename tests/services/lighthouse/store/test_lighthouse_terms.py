@@ -45,10 +45,10 @@ from keepstep_lighthouse.store.contract import (
 )
 from keepstep_lighthouse.store.memory_store import MemoryStore
 from keepstep_lighthouse.store.opening import open_store
-from keepstep_mesh.protocol.membership import MemberInfo
 from keepstep_mesh.protocol.messages import Evicted, MemberLost, QuorumAnswer, Welcome
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
+from tests.support.services.asking_group import quorum_request
 from tests.support.services.lighthouse_driver import (
     DEADLINE,
     connection,
@@ -361,10 +361,7 @@ async def test_sigkill_costs_the_workers_nothing_but_a_moment(tmp_path: Path) ->
 
     def asking(step: int, failures: int = 0) -> list[asyncio.Future]:
         return [
-            asyncio.ensure_future(
-                client.quorum(step=step, lineage=step, commit_failures=failures, info=MemberInfo(), timeout=DEADLINE)
-            )
-            for client in clients
+            asyncio.ensure_future(client.quorum(quorum_request(step, commit_failures=failures))) for client in clients
         ]
 
     seen = []

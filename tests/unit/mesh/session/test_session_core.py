@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol.membership import HeldAnswer, Member, MemberInfo
-from keepstep_mesh.protocol.messages import QuorumAnswer, Welcome
+from keepstep_mesh.protocol.messages import QuorumAnswer, QuorumRequest, Welcome
 from keepstep_mesh.session.session_machine import (
     PASS_BACKOFF,
     SESSION_CONNECT_SECONDS,
@@ -34,7 +37,11 @@ def welcome(epoch: int, quorum_id: int = 0) -> Welcome:
 
 
 def ask(core: SessionCore, step: int = 7, info: MemberInfo = INFO) -> int:
-    return core.ask(step, 3, info, 1000, shrink_only=False, commit_failures=0).request
+    return core.ask(request(step, info=info))
+
+
+def request(step: int, **fields: Any) -> QuorumRequest:
+    return replace(QuorumRequest(0, step, 3, False, 0, 1000, INFO), **fields)
 
 
 def answer(request: int, epoch: int = 2, quorum_id: int = 5, *, members=LISTED, version: int = 1, step: int = 7):
@@ -96,7 +103,7 @@ def test_withdrawing_an_old_request_leaves_the_open_one_alone() -> None:
     assert new > old
     assert not core.withdraw(old)
     assert core.open is not None
-    assert core.open.request == new
+    assert core.number == new
 
 
 def test_a_lighthouse_of_a_lower_epoch_is_refused() -> None:
@@ -298,7 +305,7 @@ def test_settings_travel_with_the_info_on_each_connection_and_again_when_they_ch
     core.hello()
     sent = []
     for settings in ("init_sync True", "init_sync True", "init_sync False"):
-        core.ask(0, "", INFO, 1000, shrink_only=False, commit_failures=0, settings=settings)
+        core.ask(request(0, settings=settings))
         sent.append(core.to_send(1000))
     core.hello()
     sent.append(core.to_send(1000))
@@ -314,7 +321,7 @@ def test_a_round_without_healing_is_one_for_the_asker():
     core = SessionCore("a")
     core.hello()
     core.welcomed(Welcome(2, 1, 0, 100, 5000, 200))
-    core.ask(0, "", INFO, 1000, shrink_only=False, commit_failures=0, allow_heal=False)
+    core.ask(request(0, allow_heal=False))
     assert not core.to_send(1000).allow_heal
     told = QuorumAnswer(1, 1, 1, 0, 1, 0, "", 0, (), allow_heal=False)
     assert not core.answered(told).allow_heal
