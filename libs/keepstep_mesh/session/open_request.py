@@ -63,7 +63,7 @@ class OpenRequest:
             self.fail(session_events.of_request(denied))
 
     def fail(self, error: Exception) -> None:
-        """Withdraw the open request, if there is one, and fail it with ``error``."""
+        """Withdraw the open request, if any, and fail it with ``error``."""
         future, self._future = self._future, None
         if future is not None:
             self._withdraw()

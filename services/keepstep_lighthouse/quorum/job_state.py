@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepstep_lighthouse.quorum import bans
+from keepstep_lighthouse.quorum.announcing import Announcer
 from keepstep_lighthouse.quorum.events import Decision, EndSession, JobRecord, LogEntry, Persist, Tell
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import Groups
@@ -26,6 +27,7 @@ class JobState:
         self.gone = Gone()
         self.round = Round()
         self.takeover = Takeover()
+        self.announcer = Announcer()
         self.settings = self.layout = ""
         """The job's, as last compared."""
         self.awake_since = now

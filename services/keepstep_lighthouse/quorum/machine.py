@@ -1,8 +1,8 @@
 """The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
 
-Rules of this file (``rules/quorum_rules`` has those that form a quorum, ``changes/membership`` those of its id,
-``group`` and ``groups`` those about which groups count, ``changes/health`` those about which are lost, and
-``changes/departures`` the messages about a loss):
+This file orders what ``rules`` and ``changes`` do: ``rules/quorum_rules`` decides whether a quorum forms,
+``changes/membership`` its id, ``group`` and ``groups`` which groups count, ``changes/health`` which are lost.
+``changes/arrivals``, ``requests`` and ``departures`` handle the messages of groups. Rules that all of them keep:
 
 * **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
   a higher quorum_id that a hello reports. A confirmed quorum is not written.
@@ -28,18 +28,16 @@ what the decisions require, send Welcome unless the decisions end the session, t
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 
-from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.announcing import Announcer
 from keepstep_lighthouse.quorum.changes import (
-    agreements,
+    arrivals,
     departures,
     divergence,
     heals,
     health,
     membership,
     orders,
+    requests,
     stragglers,
 )
 from keepstep_lighthouse.quorum.events import (
@@ -72,8 +70,7 @@ from keepstep_lighthouse.quorum.rules import reasons
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
-from keepstep_mesh.protocol.membership import HeldAnswer
-from keepstep_mesh.protocol.messages import Denied, Drain, Goodbye, MemberLost, QuorumRequest, Refused, RoundBroken
+from keepstep_mesh.protocol.messages import Denied, Goodbye, RoundBroken
 
 
 class JobCore:
@@ -96,7 +93,6 @@ class JobCore:
         self._state, self._groups, self._takeover = state, state.groups, state.takeover
         if restarted and record.members:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
-        self._announcer = Announcer()
         self._verification = Verification()
         self._verdict = Verdict("nobody")
         self._formed: Reason | None = None
@@ -118,18 +114,19 @@ class JobCore:
                 return decisions
             case Asked(session, request):
                 if (group := self._by_session(session, now)) is not None:
-                    self._asked(group, request, now)
+                    requests.ask(state, group, request, now)
             case Opened():
-                self._opened(event, now, now_unix)
+                arrivals.open_session(state, event, now, now_unix)
             case Closed(session):
                 if (group := self._groups.by_session.get(session)) is not None:
-                    self._closed(group, now)
+                    self._groups.disconnect(group, now)
+                    state.log("suspect", group.replica_id, member=group.member)
             case HealProgress(session, told):
                 if (group := self._by_session(session, now)) is not None:
                     heals.progressed(state, group, told, now)
             case Cancelled(session, number):
                 if (group := self._by_session(session, now)) is not None:
-                    self._cancelled(group, number)
+                    requests.cancel(state, group, number)
             case LeftOnPurpose(session, reason):
                 if (group := self._by_session(session, now)) is not None:
                     state.tell(session, Goodbye())
@@ -175,115 +172,6 @@ class JobCore:
         if group.member and self._takeover.fenced:  # it answers our welcome, so it has the new epoch
             self._takeover.accepted(now)
             self._state.end_grace_of_all(now)
-
-    def _opened(self, event: Opened, now: float, now_unix: float) -> None:
-        state = self._state
-        seen = max(event.quorum_id_seen, event.held.quorum_id if event.held else 0)
-        refusal, code = bans.refusal(state.record, event.replica_id, now_unix), "banned"
-        if seen > membership.HIGHEST_QUORUM_ID:
-            refusal, code = f"invalid quorum_id {seen} (limit {membership.HIGHEST_QUORUM_ID})", "bad_message"
-        if refusal is not None:
-            state.tell(event.session, Refused(code, refusal))
-            state.end(event.session)
-            state.log("refused", event.replica_id, reason=refusal)
-            return
-        if seen > state.record.quorum_id:
-            membership.raise_quorum_id(state, seen)
-            if self._announcer.last is None:
-                self._takeover.wait((), now, state.takeover_grace)
-        group = self._groups.by_id.get(event.replica_id)
-        if group is None:
-            member = event.replica_id in state.members
-            group = self._groups.add(event.replica_id, event.session, now, member=member)
-            state.log("joined", event.replica_id, member=member)
-        else:
-            if group.session is not None:
-                state.tell(group.session, Refused("replaced", f"{group.replica_id} opened another session"))
-                state.end(group.session)
-            self._groups.connect(group, event.session, now)
-        if group.replica_id in self._takeover.absent:
-            state.no_longer_absent(group.replica_id, now)
-        if group.draining is not None:
-            state.tell(event.session, Drain(group.draining))
-        if event.held is not None:
-            self._check_held(group, event.session, event.held)
-
-    def _check_held(self, group: Group, session: int, held: HeldAnswer) -> None:
-        """Tell a group that reconnected with an answer whether that step can still be completed."""
-        state, last = self._state, self._announcer.last
-        quorum_id = state.record.quorum_id
-        if held.quorum_id < quorum_id:
-            reason = f"quorum {held.quorum_id} is over, the job is at {quorum_id}"
-            state.tell(session, RoundBroken(held.quorum_id, reason))
-        elif state.round.lost:
-            for replica_id, reason in islice(state.round.lost.items(), departures.MAX_LOSSES_TOLD):
-                state.tell(session, MemberLost(quorum_id, replica_id, reason))
-        elif state.round.broken and (last is None or held.step == last.step):
-            state.tell(session, RoundBroken(quorum_id, "the round was broken while the connection was closed"))
-        elif last is None:
-            self._takeover.holds(group, held.step)
-            self._tell_stranded()
-
-    def _tell_stranded(self) -> None:
-        stranded = self._takeover.take_stranded()
-        sessions = tuple(group.session for group in stranded if group.session is not None)
-        if sessions:
-            reason = f"the previous lighthouse answered step {self._takeover.held_step} to some members only"
-            self._state.tell_all(sessions, RoundBroken(self.record.quorum_id, reason))
-            self._state.log("round_broken", "", reason=reason)
-
-    def _closed(self, group: Group, now: float) -> None:
-        self._groups.disconnect(group, now)
-        self._state.log("suspect", group.replica_id, member=group.member)
-
-    # ---- requests
-
-    def _asked(self, group: Group, request: QuorumRequest, now: float) -> None:
-        state = self._state
-        if request.info is not None:
-            group.settings = request.settings
-            if request.info != group.info:
-                group.info = request.info
-                if group.member:
-                    self._announcer.info_changed()
-        if request.request < group.highest_request:
-            return
-        last, session = self._announcer.last, group.session
-        current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
-        answer = group.answer if current and group.answer is not None and group.answer.announce is last else None
-        if answer is not None and session is not None and request.request == answer.request:
-            state.decisions.append(replace(answer.announce, to=((session, request.request),)))
-            group.answer = answer._replace(session=session)
-            return
-        heals.end(state, group, "its step was not committed" if request.commit_failures else "")
-        if not agreements.fits(state, group, request):
-            return
-        where_it_was = group.step, group.lineage
-        self._groups.open(group, request, now)
-        if last is None and (group.member or not state.record.members):
-            self._takeover.asks(group, request.step)
-            self._tell_stranded()
-        if not group.member:
-            return
-        if request.commit_failures:
-            state.round.reports.add(group.replica_id)
-            departures.lose_reported(state, now)
-        if answer is not None and request.commit_failures:
-            departures.break_round(state, f"{group.replica_id} did not commit the step", group)
-        elif answer is not None and where_it_was == (group.step, group.lineage) and session != answer.session:
-            departures.break_round(state, f"{group.replica_id} lost its connection before it had the answer", group)
-
-    def _cancelled(self, group: Group, number: int) -> None:
-        if group.request is not None and group.request.request == number:
-            self._groups.withdraw(group)
-        elif (
-            group.member
-            and group.answer is not None
-            and group.answer.announce is self._announcer.last
-            and group.answer.request == number
-        ):
-            reason = f"{group.replica_id} withdrew its request before it had the answer"
-            departures.break_round(self._state, reason, group)
 
     # ---- time
 
@@ -334,7 +222,7 @@ class JobCore:
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted
-        announce = self._announcer.announce(chosen, state.record, joiners, verify=verify)
+        announce = state.announcer.announce(chosen, state.record, joiners, verify=verify)
         self._verification.announced(announce)
         forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
@@ -363,7 +251,7 @@ class JobCore:
         return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
 
     def quorum_view(self, now: float) -> QuorumView:
-        return quorum_view(self._groups, self.record, self._announcer.last, self.reason(now), self._formed)
+        return quorum_view(self._groups, self.record, self._state.announcer.last, self.reason(now), self._formed)
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within
@@ -397,7 +285,7 @@ class JobCore:
         """Raise AssertionError with a sentence when an invariant is violated."""
         self._state.validate()
         assert self._verdict.code not in ANNOUNCING, f"a quorum is due ({self._verdict.code}) and was not announced"
-        last = self._announcer.last
+        last = self._state.announcer.last
         if last is not None:
             assert last.listed, "an empty quorum was announced"
             assert last.quorum_id <= self.record.quorum_id, "a quorum was announced that is not in the record"

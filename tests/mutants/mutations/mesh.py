@@ -70,7 +70,7 @@ MUTATIONS = (
         "a request is not sent again on a new connection",
         f"{MESH}/session/session_machine.py",
         "        request = self.open\n        if request is None:\n            return None\n        known",
-        "        request = self.open\n        if request is None or self._known_info is None and request.request > 9:\n"
+        "        request = self.open\n        if request is None or self._known_info is None and self.number > 9:\n"
         "            return None\n        known",
         Seeds(1, 0, 200),
     ),

@@ -42,9 +42,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a lighthouse does not raise quorum_id above the one that a group has seen",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "        if seen > state.record.quorum_id:\n",
-        "        if seen < 0:\n",
+        f"{LIGHTHOUSE}/quorum/changes/arrivals.py",
+        "    if seen > state.record.quorum_id:\n",
+        "    if seen < 0:\n",
         Test(
             "tests/scenarios/test_scenarios.py::"
             "test_the_lighthouse_decides_as_the_scenario_says[25_store_restored_from_a_backup]"
@@ -66,9 +66,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancelled request stays open",
-        f"{LIGHTHOUSE}/quorum/machine.py",
-        "request.request == number:\n            self._groups.withdraw(group)\n",
-        "request.request == number:\n            pass\n",
+        f"{LIGHTHOUSE}/quorum/changes/requests.py",
+        "request.request == number:\n        state.groups.withdraw(group)\n",
+        "request.request == number:\n        pass\n",
         Seeds(1, 0, 200),
     ),
     Mutation(
@@ -134,7 +134,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an answer that was lost with its connection is not repeated",
-        f"{LIGHTHOUSE}/quorum/machine.py",
+        f"{LIGHTHOUSE}/quorum/changes/requests.py",
         "session is not None and request.request == answer.request:\n",
         "session is None:\n",
         Test(
@@ -226,7 +226,7 @@ MUTATIONS = (
     ),
     Mutation(
         "only the step shows whether a member received its answer",
-        f"{LIGHTHOUSE}/quorum/machine.py",
+        f"{LIGHTHOUSE}/quorum/changes/requests.py",
         "where_it_was == (group.step, group.lineage) and session",
         "request.step <= answer.announce.step and session",
         Test(

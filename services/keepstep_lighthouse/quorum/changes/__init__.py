@@ -1,1 +1,1 @@
-"""Change the state of a job: health, departures, membership, heals, agreements, orders. Pure."""
+"""Change the state of a job: arrivals, requests, health, departures, membership, heals, orders, and more. Pure."""

@@ -65,6 +65,16 @@ def break_round(state: JobState, reason: str, without: Group) -> None:
         state.log("round_broken", without.replica_id, reason=reason)
 
 
+def tell_stranded(state: JobState) -> None:
+    """Send ``RoundBroken`` to members that hold an answer of the previous lighthouse which other members never got."""
+    stranded = state.takeover.take_stranded()
+    sessions = tuple(group.session for group in stranded if group.session is not None)
+    if sessions:
+        reason = f"the previous lighthouse answered step {state.takeover.held_step} to some members only"
+        state.tell_all(sessions, RoundBroken(state.record.quorum_id, reason))
+        state.log("round_broken", "", reason=reason)
+
+
 def _tell_lost(state: JobState, replica_id: str, reason: str) -> None:
     state.round.broken = True
     state.round.lost[replica_id] = reason
