@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
+from keepstep.process_group.backend_work import BackendWork, ThreadedWork
 from keepstep.process_group.base import ProcessGroupAbortedError
-from keepstep.process_group.communicator import BackendWork, Communicator, ThreadedWork
+from keepstep.process_group.communicator import Communicator
 from keepstep.process_group.gloo_addresses import lengthened, shortened
 from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.rendezvous.store_client import RendezvousStore

@@ -22,8 +22,9 @@ from torch.futures import Future
 
 from keepstep.futures import context_timeout
 from keepstep.process_group.backend import BackendProcessGroup
+from keepstep.process_group.backend_work import NO_TIMEOUT, BackendWork
 from keepstep.process_group.base import ProcessGroupError
-from keepstep.process_group.communicator import NO_TIMEOUT, BackendWork, Communicator
+from keepstep.process_group.communicator import Communicator
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")

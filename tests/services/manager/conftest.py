@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.coordination import LighthouseServer
-from keepstep.process_group import communicator
+from keepstep.process_group import disposal
 from keepstep_history.reading import check_files
 from keepstep_history.report import violation_lines
 
@@ -40,7 +40,7 @@ def disposed() -> Iterator[None]:
     its own timeout, 20 s here, and the thread that frees its communicator ends after it.
     """
     yield
-    for thread in tuple(communicator._disposals):
+    for thread in tuple(disposal._disposals):
         thread.join(40)
 
 

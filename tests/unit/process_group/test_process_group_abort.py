@@ -21,6 +21,7 @@ import torch
 from torch.distributed import HashStore, Work
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo, communicator
+from keepstep.process_group.backend_work import BackendWork
 from keepstep.process_group.gloo_sockets import GlooRank, shut_down
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
@@ -436,7 +437,7 @@ def test_an_error_that_the_reader_of_a_future_keeps_does_not_keep_the_operation(
 
     raw = Reset()
     freed = weakref.ref(raw)
-    work = communicator.BackendWork(Idle(0, 2, LONG), raw, "allreduce", [torch.ones(2)])
+    work = BackendWork(Idle(0, 2, LONG), raw, "allreduce", [torch.ones(2)])
     del raw
     work.get_future().then(read)
     with pytest.raises(ProcessGroupError, match="Connection reset by peer"):

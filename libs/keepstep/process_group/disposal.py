@@ -1,0 +1,34 @@
+"""Free torch's backends without blocking the caller, and before the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+
+from torch.distributed.distributed_c10d import Backend
+
+EXIT_SECONDS = 2.0
+"""Limit of the wait, at the end of the process, for backends that are being freed."""
+
+_disposals: set[threading.Thread] = set()
+
+
+def dispose(backend: list[Backend | None]) -> None:
+    """Free a backend in a thread: torch's destructor waits 20 ms for its own thread, and for sleeping operations."""
+
+    def free() -> None:
+        backend.clear()
+        _disposals.discard(threading.current_thread())
+
+    thread = threading.Thread(target=free, name="keepstep-disposal", daemon=True)
+    _disposals.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _await_disposals() -> None:
+    """Wait for these threads: C++ aborts the process if a thread returns into an interpreter that has ended."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in tuple(_disposals):
+        thread.join(max(0.0, deadline - time.monotonic()))
