@@ -27,7 +27,19 @@ from tests.support.models.core_driver import Driver
 
 Action = Callable[["Dialogue", re.Match[str]], list[Decision]]
 IDS = r"(?P<ids>[\w:]+(?:, [\w:]+)*)"
-OPTIONS = ("holds", "has seen quorum", "lineage", "failed", "shrink only", "request", "for", "layout", "root")
+OPTIONS = (
+    "finished at step",
+    "stopped by a signal at step",
+    "holds",
+    "has seen quorum",
+    "lineage",
+    "failed",
+    "shrink only",
+    "request",
+    "for",
+    "layout",
+    "root",
+)
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
 
@@ -40,6 +52,8 @@ class Dialogue:
         self.list_version = 0
 
     def play(self, line: str) -> list[str]:
+        if line == "what is the state of the job?":
+            return [self.state()]
         for pattern, action in EVENTS:
             if (match := re.fullmatch(pattern, line)) is not None:
                 decisions = action(self, match)
@@ -155,6 +169,20 @@ class Dialogue:
             ),
         )
 
+    def leaves(self, match: re.Match[str]) -> list[Decision]:
+        told: tuple[str, str, int | None] = "told to", "", None
+        for option, value in _options(match).items():
+            cause, reason = ("finished", "shutdown") if option == "finished at step" else ("stopped", "SIGTERM")
+            told = reason, cause, int(value)
+        reason, cause, step = told
+        return self._each(match, lambda replica_id: self.driver.leaves(replica_id, reason, cause=cause, step=step))
+
+    def state(self) -> str:
+        status = self.driver.core.status(self.driver.now, self.driver.unix)
+        ago = self.driver.unix - status.since
+        said = f"{status.code} at step {status.step} for {ago:g} s" + (f": {status.why}" if status.why else "")
+        return f"state: {said}"
+
     def heals(self, match: re.Match[str]) -> list[Decision]:
         mib = 1024 * 1024
         return self.driver.heals(match["ids"], int(match["done"]) * mib, int(match["total"]) * mib, 10.0 * mib)
@@ -195,7 +223,7 @@ EVENTS: tuple[tuple[str, Action], ...] = (
     (IDS + r" gives? up", _simple("cancels")),
     (IDS + r" loses? the connection", _simple("closes")),
     (r"(?P<ids>[\w:]+) is healing, (?P<done>\d+) of (?P<total>\d+) MiB", Dialogue.heals),
-    (IDS + r" leaves?", _simple("leaves")),
+    (IDS + r" leaves?" + BRACKETS, Dialogue.leaves),
     (IDS + r" moves? to another lighthouse", _simple("moves")),
     (IDS + r" fails?", _simple("fails")),
     (r"ann evicts (?P<ids>[\w:]+)", _simple("evicts")),
@@ -254,6 +282,10 @@ def _differences(before: JobRecord, after: JobRecord) -> list[str]:
         said.append(f"evicted: {', '.join(after.evicted) or 'none'}")
     if before.bans != after.bans:
         said.append(f"banned: {', '.join(ban.target for ban in after.bans) or 'none'}")
+    if before.finished_step != after.finished_step:
+        said.append(f"that a group finished at step {after.finished_step}" if after.finished_step else "no finish")
+    if before.ended != after.ended:
+        said.append(f"the end: {after.ended.code} at step {after.ended.step}" if after.ended else "no end")
     if before.policy != after.policy:
         said.append("policy")
     return said

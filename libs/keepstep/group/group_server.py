@@ -22,6 +22,7 @@ from keepstep.group.rank_link import GroupSettings, Leaving, denial
 from keepstep.group.slow_quorum_log import SlowQuorumLog
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer
+from keepstep.runtime.exits import leave_cause
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError, SessionClosed
@@ -186,15 +187,15 @@ class GroupServer:
 
     async def _leave_or_close(self, reason: str, timeout: float) -> None:
         try:
-            await self.leave(reason, timeout)
+            await self.leave(reason, timeout, cause=leave_cause(reason))
         except (TimeoutError, KeepstepError, OSError) as error:
             log.warning("graceful leave failed; closing the session", error=str(error))
             await self._session.close()
 
-    async def leave(self, reason: str, timeout: float) -> None:
+    async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """See ``RankLink``."""
         self.leaving = True
-        await self._session.leave(reason, timeout)
+        await self._session.leave(reason, timeout, cause=cause, step=step)
 
     async def fail(self, reason: str) -> None:
         """Report to the lighthouse and to every rank that the group is lost, then call ``on_failed``."""

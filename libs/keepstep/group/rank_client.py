@@ -276,11 +276,11 @@ class RankClient:
     def request_leave(self, reason: str) -> None:
         """Nothing to do: the launcher sends its signal to rank 0 too."""
 
-    async def leave(self, reason: str, timeout: float) -> None:
+    async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """See ``RankLink``."""
         if self._reader is None or self._reader.done():
             return
-        await self._send(Leave(reason))
+        await self._send(Leave(reason, cause, step))
         async with asyncio.timeout(timeout):
             await self._goodbye.wait()
 

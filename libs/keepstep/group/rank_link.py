@@ -75,8 +75,11 @@ class RankLink(Protocol):
     def request_leave(self, reason: str) -> None:
         """Prepare to leave at the next step. A request that stays without an answer is given up for it."""
 
-    async def leave(self, reason: str, timeout: float) -> None:
-        """Say goodbye, and wait up to ``timeout`` seconds for its confirmation. TimeoutError otherwise."""
+    async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
+        """Say goodbye, and wait up to ``timeout`` seconds for its confirmation. TimeoutError otherwise.
+
+        ``cause`` and ``step``: as in ``Leave``.
+        """
 
     async def fail(self, reason: str) -> None:
         """Report that the group is lost as a whole."""

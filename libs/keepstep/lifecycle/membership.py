@@ -6,7 +6,15 @@ import contextlib
 from typing import NoReturn
 
 from keepstep.group.group_link import LinkSettings
-from keepstep.runtime.exits import EXIT_EVICTED, EXIT_GROUP_FAILED, EvictedExit, TerminationFlag, end_process
+from keepstep.runtime.exits import (
+    EXIT_EVICTED,
+    EXIT_GROUP_FAILED,
+    EvictedExit,
+    TerminationFlag,
+    end_process,
+    leave_cause,
+    script_error,
+)
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
@@ -88,10 +96,13 @@ class GroupMembership:
 
     def leave(self, context: StepContext) -> NoReturn:
         """Say goodbye to the lighthouse, and raise Drained."""
-        seconds = context.timeout.total_seconds()
+        seconds, reason = context.timeout.total_seconds(), context.leaving
+        goodbye = context.link.leave(
+            reason, min(seconds, LEAVE_SECONDS), cause=leave_cause(reason), step=context.progress.step
+        )
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):  # the group leaves without confirmation then
-            context.mesh.call(context.link.leave(context.leaving, min(seconds, LEAVE_SECONDS)), seconds)
-        context.end_with(Drained(context.leaving))
+            context.mesh.call(goodbye, seconds)
+        context.end_with(Drained(reason))
 
     def end(self, context: StepContext, limit: float, *, in_step: bool) -> None:
         """End the membership with the Manager.
@@ -103,10 +114,16 @@ class GroupMembership:
                 lost, and its other ranks end.
         """
         if context.fatal is None and not in_step:
+            step, error = context.progress.step, script_error()
+            reason, cause = "shutdown", "finished"
+            if context.leaving:
+                reason, cause = context.leaving, leave_cause(context.leaving)
+            elif error:
+                reason, cause = f"the script ended with {error}", "failed"
             try:
-                context.mesh.call(context.link.leave("shutdown", limit), limit + 1.0)
-            except (TimeoutError, KeepstepError, OSError) as error:
-                context.log.info("left without confirmation", reason=f"{type(error).__name__}: {error}")
+                context.mesh.call(context.link.leave(reason, limit, cause=cause, step=step), limit + 1.0)
+            except (TimeoutError, KeepstepError, OSError) as problem:
+                context.log.info("left without confirmation", reason=f"{type(problem).__name__}: {problem}")
         elif in_step and self._settings.world_size > 1:
             context.fail_group(f"rank {self._settings.rank} ended in the middle of a step")
 

@@ -17,6 +17,8 @@ EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
 EXIT_EVICTED = 77
 """The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
+SIGTERM_REASON = "SIGTERM"
+"""The reason of a leave after that signal."""
 EXIT_OUTPUT_SECONDS = 0.5
 """Limit for the last output of a process that ends."""
 
@@ -37,6 +39,21 @@ class GroupFailedExit(ExitWithReason):
     """The decision of this rank's group is unknown, so the rank must end. Exit code ``EXIT_GROUP_FAILED``."""
 
     exit_code = EXIT_GROUP_FAILED
+
+
+def leave_cause(reason: str) -> str:
+    """Return the ``Leave.cause`` of a group that was asked to leave for ``reason``."""
+    return "stopped" if reason == SIGTERM_REASON else "drained"
+
+
+def script_error() -> str:
+    """Return the error with which the script ends now, in one line; empty: it ends normally."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None or isinstance(error, StopIteration | GeneratorExit):
+        return ""
+    if isinstance(error, SystemExit):
+        return "" if not error.code else f"exit code {error.code}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def end_process(reason: str, code: int = EXIT_GROUP_FAILED, *, stacks: bool = False) -> None:
@@ -96,7 +113,7 @@ class TerminationFlag:
             return
         if not forked:
             self._seen = True
-            self._on_sigterm("SIGTERM")
+            self._on_sigterm(SIGTERM_REASON)
         if callable(self._before):
             self._before(number, frame)
 

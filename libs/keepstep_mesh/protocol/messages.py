@@ -118,6 +118,11 @@ class Leave:
 
     kind: ClassVar[str] = "leave"
     reason: str
+    cause: str = ""
+    """``finished`` (the script ended), ``failed`` (it ended with an error), ``drained`` (an operator's order),
+    ``stopped`` (a signal); empty: unknown."""
+    step: int | None = None
+    """Steps that the group has committed; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,14 +156,15 @@ class LighthouseSession:
             self._runner.cancel()
             await asyncio.wait([self._runner])
 
-    async def leave(self, reason: str, timeout: float) -> None:
+    async def leave(self, reason: str, timeout: float, *, cause: str = "", step: int | None = None) -> None:
         """Leave gracefully: send ``Leave``, again after each reconnect, until the lighthouse confirms it.
 
         Does nothing if the session has ended. Raises ``TimeoutError`` after ``timeout`` seconds without a confirmation.
+        ``cause`` and ``step``: as in ``Leave``.
         """
         if self._ended is not None:
             return
-        self._farewell = Leave(reason)
+        self._farewell = Leave(reason, cause, step)
         self._left = self._loop.create_future()
         self._send(self._farewell)
         try:

@@ -14,6 +14,7 @@ from keepstep_lighthouse.jobs.expiry import NEVER, due_at
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.events import Ban, Policy
+from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaState, ReplicaView
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.serving.rest import bad, json_answer
@@ -22,9 +23,11 @@ from keepstep_mesh.serving.rest import bad, json_answer
 @dataclass(frozen=True, slots=True)
 class JobView:
     job: str
+    state: JobStatus
     policy: Policy
     quorum_id: int
     members: int
+    """Groups of the quorum that have not left and are not lost."""
     asking: int
     healthy: int
     joiners: int
@@ -113,9 +116,11 @@ class ReadHandlers:
 
 
 def _job_view(job: Job) -> JobView:
-    quorum, record, expires = job.core.quorum_view(time.monotonic()), job.core.record, due_at(job.use)
+    now, record, expires = time.monotonic(), job.core.record, due_at(job.use)
+    quorum = job.core.quorum_view(now)
     return JobView(
         job=job.name,
+        state=job.core.status(now, time.time()),
         policy=record.policy,
         quorum_id=quorum.quorum_id,
         members=len(quorum.members),
@@ -125,5 +130,5 @@ def _job_view(job: Job) -> JobView:
         sessions=len(job.sessions),
         bans=tuple(ban for ban in record.bans if time.time() < ban.until),
         evicted=record.evicted,
-        expires_in_seconds=None if expires == NEVER else max(0.0, expires - time.monotonic()),
+        expires_in_seconds=None if expires == NEVER else max(0.0, expires - now),
     )

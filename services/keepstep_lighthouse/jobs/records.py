@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from keepstep_lighthouse.quorum.events import Ban, JobRecord, Policy
+from keepstep_lighthouse.quorum.events import Ban, JobEnd, JobRecord, Policy
 from keepstep_lighthouse.store.contract import StoreError
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ def decode(key: str, value: bytes) -> JobRecord:
         plain["bans"] = tuple(_known(Ban, ban) for ban in plain["bans"])
         plain["members"] = tuple(plain["members"])
         plain["evicted"] = tuple(plain["evicted"])
+        if plain.get("ended") is not None:
+            plain["ended"] = _known(JobEnd, plain["ended"])
         return _known(JobRecord, plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{key} in the store is not the record of a job ({error!r}); restore or delete it") from error

@@ -152,8 +152,8 @@ class Session:
                 shell.handle(Cancelled(self.number, request))
             case Healing():
                 shell.handle(HealProgress(self.number, message))
-            case Leave(reason):
-                shell.handle(LeftOnPurpose(self.number, reason))
+            case Leave(reason, cause, step):
+                shell.handle(LeftOnPurpose(self.number, reason, cause, step))
             case Moved():
                 shell.handle(MovedAway(self.number))
             case Failed(reason):

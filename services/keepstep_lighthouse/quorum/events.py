@@ -61,6 +61,10 @@ class HealProgress:
 class LeftOnPurpose:
     session: int
     reason: str
+    cause: str = ""
+    """As in ``Leave``."""
+    step: int | None = None
+    """Steps that the group has committed; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,19 @@ class Ban:
 
 
 @dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How the last group of a job went."""
+
+    code: str
+    """``finished``, ``failed`` or ``stopped``, see ``JobStatus``."""
+    step: int
+    at: float
+    """Unix seconds."""
+    why: str
+    """One sentence, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobRecord:
     """State of a job that survives the lighthouse. Written only when it changes, not for a confirmed quorum."""
 
@@ -203,6 +220,12 @@ class JobRecord:
     """Incarnations that may not reconnect."""
     first_quorum_id: int = 0
     """quorum_id with which the job was created: above those of all jobs deleted earlier."""
+    step: int = 0
+    """Step of the job when the record was written; the job may have advanced since."""
+    finished_step: int = 0
+    """The highest step at which a group finished since the job was last started; 0: none did."""
+    ended: JobEnd | None = None
+    """How the last group went; None: groups train, or the job has not begun."""
 
 
 # ---- decisions

@@ -134,6 +134,8 @@ class Group:
     excluded: Excluded | None = None
     draining: str | None = None
     """Reason of the drain."""
+    drained_by: str = ""
+    """Sender of that order."""
     diverged: bool = False
     """Its weights differ from those of the other groups, and it still stands at that state."""
 

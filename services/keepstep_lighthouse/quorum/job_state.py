@@ -19,7 +19,7 @@ from keepstep_mesh.protocol.messages import ToWorker
 
 
 class JobState:
-    def __init__(self, record: JobRecord, now: float) -> None:
+    def __init__(self, record: JobRecord, now: float, now_unix: float) -> None:
         self.record = record
         """Includes pending writes; ``persist`` changes it."""
         self.members = frozenset(record.members)
@@ -30,6 +30,12 @@ class JobState:
         self.announcer = Announcer()
         self.settings = self.layout = ""
         """The job's, as last compared."""
+        self.active_since = now_unix
+        """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
+        self.reached = record.step
+        """Highest step that the groups are known to have committed."""
+        self.last_gone: tuple[str, str] | None = None
+        """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
         self.awake_since = now
         """No group is judged before this time."""
         self.beats_counted_from = now

@@ -35,6 +35,7 @@ from keepstep_lighthouse.quorum.changes import (
     divergence,
     heals,
     health,
+    job_end,
     membership,
     orders,
     requests,
@@ -66,11 +67,12 @@ from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import NEVER, Tally
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
-from keepstep_lighthouse.quorum.rules import reasons
+from keepstep_lighthouse.quorum.rules import job_status, reasons
+from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
-from keepstep_mesh.protocol.messages import Denied, Goodbye, RoundBroken
+from keepstep_mesh.protocol.messages import Denied, RoundBroken
 
 
 class JobCore:
@@ -89,9 +91,10 @@ class JobCore:
         self, job: str, record: JobRecord, now: float, now_unix: float, *, restarted: bool, fenced_until: float = 0.0
     ) -> None:
         self.job = job
-        state = JobState(replace(record, bans=tuple(ban for ban in record.bans if now_unix < ban.until)), now)
+        bans = tuple(ban for ban in record.bans if now_unix < ban.until)
+        state = JobState(replace(record, bans=bans), now, now_unix)
         self._state, self._groups, self._takeover = state, state.groups, state.takeover
-        if restarted and record.members:
+        if restarted and record.members and record.ended is None:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
         self._verification = Verification()
         self._verdict = Verdict("nobody")
@@ -127,13 +130,12 @@ class JobCore:
             case Cancelled(session, number):
                 if (group := self._by_session(session, now)) is not None:
                     requests.cancel(state, group, number)
-            case LeftOnPurpose(session, reason):
+            case LeftOnPurpose(session):
                 if (group := self._by_session(session, now)) is not None:
-                    state.tell(session, Goodbye())
-                    departures.part(state, group, "left", reason, now)
+                    departures.leave(state, group, event, now)
             case MovedAway(session):
                 if (group := self._by_session(session, now)) is not None:
-                    departures.part(state, group, "moved", "continues with another lighthouse", now)
+                    departures.move(state, group, now)
             case GroupFailed(session, reason):
                 if (group := self._by_session(session, now)) is not None:
                     state.end(session)
@@ -203,6 +205,8 @@ class JobCore:
     def _settle(self, now: float, now_unix: float) -> None:
         state = self._state
         departures.lose_reported(state, now)
+        if state.last_gone is not None:
+            job_end.conclude(state, now_unix)
         record = state.record
         until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
@@ -217,6 +221,8 @@ class JobCore:
         comparison = self._verification.compare(chosen)
         if comparison is not None:
             divergence.mark(state, comparison)
+        if job_status.begins_to_run(groups, now):
+            state.active_since = now_unix
         left_behind = membership.change(state, chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
@@ -227,6 +233,7 @@ class JobCore:
         forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
+        state.reached = announce.step
         self._takeover.forget_answers()
         state.round = Round()
         if left_behind:
@@ -251,7 +258,15 @@ class JobCore:
         return reasons.waiting(self._verdict, self._groups, self.record, self._takeover.absent, now)
 
     def quorum_view(self, now: float) -> QuorumView:
-        return quorum_view(self._groups, self.record, self._state.announcer.last, self.reason(now), self._formed)
+        absent, last = self._takeover.absent, self._state.announcer.last
+        return quorum_view(self._groups, self.record, absent, last, self.reason(now), self._formed)
+
+    def status(self, now: float, now_unix: float) -> JobStatus:
+        """Return whether the job runs, and if not, how it ended."""
+        state, until = self._state, self._takeover.until
+        verdict = self._verdict if until is None else Verdict("takeover_grace", until)
+        waits = reasons.waiting(verdict, self._groups, self.record, self._takeover.absent, now)
+        return job_status.of_job(self._groups, self.record, state.reached, state.active_since, waits, now, now_unix)
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -86,6 +86,7 @@ class QuorumView:
     quorum_id: int
     created_ms: int
     members: tuple[str, ...]
+    """Those that have not left and are not lost."""
     step: int
     lineage: Lineage
     """Reference state of the last round that this lighthouse announced; 0 and "" before."""
@@ -158,12 +159,17 @@ class Gone:
 
 
 def quorum_view(
-    groups: Groups, record: JobRecord, last: Announce | None, reason: Reason, formed: Reason | None
+    groups: Groups,
+    record: JobRecord,
+    absent: Container[str],
+    last: Announce | None,
+    reason: Reason,
+    formed: Reason | None,
 ) -> QuorumView:
     return QuorumView(
         quorum_id=record.quorum_id,
         created_ms=record.created_ms,
-        members=record.members,
+        members=tuple(one for one in record.members if one in groups.by_id or one in absent),
         step=last.step if last else 0,
         lineage=last.lineage if last else "",
         asking=tuple(group.replica_id for group in groups.all_asking()),

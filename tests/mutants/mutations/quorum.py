@@ -60,7 +60,7 @@ MUTATIONS = (
     Mutation(
         "a group that moves to another lighthouse counts as lost",
         f"{LIGHTHOUSE}/quorum/machine.py",
-        'departures.part(state, group, "moved", "continues with another lighthouse", now)',
+        "departures.move(state, group, now)",
         'departures.lose(state, group, "moved", now)',
         Test("tests/unit/quorum/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),

@@ -165,3 +165,20 @@ async def test_a_lighthouse_without_jobs_answers() -> None:
         assert (await rest.get(JOB, 404))["detail"].startswith(
             "job 'job' not found; known jobs: none; a job is created when"
         )
+
+
+async def test_a_job_is_running_and_then_finished_without_members() -> None:
+    async with scene() as (_, rest, members):
+        job = await rest.get(JOB)
+        assert (job["state"]["code"], job["state"]["why"]) == ("running", "")
+        for number, member in enumerate(members):
+            await member.send(Leave("shutdown", "finished", 1))
+            await member.ended()
+            job, quorum = await rest.get(JOB), await rest.get(f"{JOB}/quorum")
+            left = len(members) - number - 1
+            assert (job["members"], job["healthy"], len(quorum["members"])) == (left, left, left)
+        assert job["state"] | {"since": 0} == {"code": "finished", "step": 1, "since": 0, "why": ""}
+        (listed,) = (await rest.get("/v1/jobs"))["jobs"]
+        assert listed["state"] == job["state"]
+        (end,) = [one for one in (await rest.get(f"{JOB}/events"))["events"] if one["kind"] == "job_finished"]
+        assert end["detail"]["step"] == 1

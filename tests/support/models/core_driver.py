@@ -156,8 +156,10 @@ class Driver:
     def reports(self, replica_id: str, told: Healing) -> list[Decision]:
         return self.feed(HealProgress(self.session_of[replica_id], told))
 
-    def leaves(self, replica_id: str, reason: str = "told to") -> list[Decision]:
-        return self.feed(LeftOnPurpose(self.session_of[replica_id], reason))
+    def leaves(
+        self, replica_id: str, reason: str = "told to", *, cause: str = "", step: int | None = None
+    ) -> list[Decision]:
+        return self.feed(LeftOnPurpose(self.session_of[replica_id], reason, cause, step))
 
     def moves(self, replica_id: str) -> list[Decision]:
         return self.feed(MovedAway(self.session_of[replica_id]))

@@ -147,7 +147,7 @@ def test_a_group_that_is_gone_keeps_its_reason() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b")
     driver.leaves("b", "preempted")
-    assert reason_of(driver, "b") == Reason("gone", {}, "left: preempted")
+    assert reason_of(driver, "b") == Reason("gone", {}, "left at step 1: preempted")
 
 
 def test_a_group_is_idle_asks_trains_heals_is_suspect_gone_or_absent() -> None:

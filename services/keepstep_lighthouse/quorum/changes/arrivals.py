@@ -32,6 +32,8 @@ def open_session(state: JobState, event: Opened, now: float, now_unix: float) ->
     if group is None:
         member = event.replica_id in state.members
         group = state.groups.add(event.replica_id, event.session, now, member=member)
+        if len(state.groups) == 1:
+            state.active_since = now_unix
         state.log("joined", event.replica_id, member=member)
     else:
         if group.session is not None:

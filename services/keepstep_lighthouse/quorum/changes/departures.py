@@ -6,22 +6,39 @@ while it holds that quorum's answer. ``leave`` and ``moved`` are not losses: no 
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.changes import heals
+from keepstep_lighthouse.quorum.changes import heals, job_end
+from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.views import gone_view
-from keepstep_mesh.protocol.messages import MemberLost, RoundBroken
+from keepstep_mesh.protocol.messages import Goodbye, MemberLost, RoundBroken
 
 MAX_LOSSES_TOLD = 16
 """Number of ``MemberLost`` for one quorum; its members drop the step after the first."""
 
 
-def part(state: JobState, group: Group, kind: str, reason: str, now: float) -> None:
+def leave(state: JobState, group: Group, event: LeftOnPurpose, now: float) -> None:
+    """The group leaves on purpose. Write the step at which it finished, then send its Goodbye."""
+    said = job_end.parting(group, event)
+    job_end.note_parting(state, group, said)
+    state.tell(event.session, Goodbye())
+    _part(state, group, said.sentence, said.job_code, now)
+    state.log("left", group.replica_id, reason=event.reason, cause=said.cause, step=said.step)
+
+
+def move(state: JobState, group: Group, now: float) -> None:
+    """The group continues with another lighthouse."""
+    reason = "continues with another lighthouse"
+    _part(state, group, reason, job_end.STOPPED, now)
+    state.log("moved", group.replica_id, reason=reason)
+
+
+def _part(state: JobState, group: Group, sentence: str, job_code: str, now: float) -> None:
     """The group leaves on purpose, which is not a loss."""
     if group.session is not None:
         state.end(group.session)
-    _forget(state, group, f"{kind}: {reason}", now)
-    state.log(kind, group.replica_id, reason=reason)
+    _forget(state, group, sentence, now)
+    _went(state, job_code, f"{group.replica_id} {sentence}", member=group.member)
     if group.member and state.round.left is None:
         state.round.left = now, group
 
@@ -29,6 +46,7 @@ def part(state: JobState, group: Group, kind: str, reason: str, now: float) -> N
 def lose(state: JobState, group: Group, reason: str, now: float) -> None:
     """The group is lost. The caller ends its session, if it has one."""
     _forget(state, group, reason, now)
+    _went(state, job_end.FAILED, f"{group.replica_id} was lost: {reason}", member=group.member)
     state.log("lost", group.replica_id, reason=reason, member=group.member)
     if group.member:
         _tell_lost(state, group.replica_id, reason)
@@ -50,6 +68,7 @@ def lose_reported(state: JobState, now: float) -> None:
 def give_up_absent(state: JobState, replica_id: str, reason: str) -> None:
     """A member of the quorum that was found in the store is lost without having reconnected."""
     state.round.reports.add(replica_id)
+    _went(state, job_end.FAILED, f"{replica_id} was lost: {reason}", member=True)
     state.log("lost", replica_id, reason=reason, member=True)
     _tell_lost(state, replica_id, reason)
 
@@ -83,6 +102,12 @@ def _tell_lost(state: JobState, replica_id: str, reason: str) -> None:
         return
     if sessions := state.member_sessions(lambda _: True):
         state.tell_all(sessions, MemberLost(state.record.quorum_id, replica_id, reason))
+
+
+def _went(state: JobState, job_code: str, why: str, *, member: bool) -> None:
+    """Note what follows for the job if no group is left. A group that never trained says little about it."""
+    if member or state.last_gone is None:
+        state.last_gone = job_code, why
 
 
 def _forget(state: JobState, group: Group, reason: str, now: float) -> None:

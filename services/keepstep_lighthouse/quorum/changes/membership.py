@@ -35,14 +35,19 @@ def change(state: JobState, chosen: list[Group], now_unix: float) -> tuple[int, 
     # above ours if states come from a job of another lighthouse
     reached = max((one for one in known if one < HIGHEST_QUORUM_ID), default=0)
     repeated = any(map(repeats_steps, lineages)) and repeats_steps(reference_state(requests)[1])
-    if same and not failed and not state.round.lost and not repeated and reached <= record.quorum_id:
+    goes_on = record.ended is None and not state.round.lost
+    if same and not failed and goes_on and not repeated and reached <= record.quorum_id:
         return ()
     if not same:
         left_behind = state.member_sessions(lambda group: group.request is None)
         state.set_members(chosen)
     members, created_ms = tuple(group.replica_id for group in chosen), int(now_unix * 1000)
     quorum_id = max(record.quorum_id, reached) + 1
-    state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))
+    step = max(request.step for request in requests)
+    finished_step = record.finished_step if record.ended is None else 0
+    state.last_gone = None
+    begun = replace(record, step=step, finished_step=finished_step, ended=None)
+    state.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))
     return left_behind
 
 

@@ -51,7 +51,7 @@ def evict(state: JobState, order: EvictOrdered, now: float, now_unix: float) -> 
 def drain(state: JobState, order: DrainOrdered) -> None:
     """Ask the target to leave; a disconnected group is asked when it reconnects."""
     for group in _matching(state, order.target):
-        group.draining = order.reason
+        group.draining, group.drained_by = order.reason, order.by
         if group.session is not None:
             state.tell(group.session, Drain(order.reason))
         state.log("drain", group.replica_id, reason=order.reason, by=order.by)

@@ -1,0 +1,76 @@
+"""State of a job for operators: whether it runs, and if not, how it ended. Pure.
+
+* ``running``: groups train.
+* ``standing``: groups are connected, and no quorum has formed for ``STANDING_SECONDS``, or longer if steps take longer.
+* ``finished``: the scripts of its groups ended, at ``step``.
+* ``failed``: its last group was lost, or its script ended with an error.
+* ``stopped``: its last group was drained, got a signal, or left for another reason before its script ended.
+* ``abandoned``: as failed or stopped, and no group has trained for ``ABANDONED_SECONDS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from keepstep_lighthouse.quorum.events import JobRecord, Reason
+from keepstep_lighthouse.quorum.groups import Groups
+
+STANDING_SECONDS = 5.0
+ABANDONED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """State of a job, see the head of this file."""
+
+    code: str
+    """``running``, ``standing``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
+    step: int
+    """Steps that the job has committed, as far as the lighthouse knows."""
+    since: float
+    """Unix seconds."""
+    why: str
+    """One sentence, or empty. While the job stands: what the next quorum waits for."""
+
+
+def begins_to_run(groups: Groups, now: float) -> bool:
+    """Return whether a quorum that forms now makes the job run: it stood, or none of its groups is a member."""
+    return not any(group.member for group in groups) or _stands(groups, now)
+
+
+def of_job(
+    groups: Groups, record: JobRecord, reached: int, active_since: float, waits: Reason, now: float, now_unix: float
+) -> JobStatus:
+    """Return the state of the job.
+
+    Args:
+        reached: highest step that the groups are known to have committed.
+        active_since: when the first group came, or the first quorum formed after a long wait; Unix seconds.
+        waits: why the next quorum is not formed.
+    """
+    step = max(reached, record.step)
+    if len(groups):
+        if any(group.member for group in groups) and not _stands(groups, now):
+            return JobStatus("running", step, active_since, "")
+        asked = now_unix - _waits_for(groups, now)
+        return JobStatus("standing", step, max(active_since, asked), waits.sentence)
+    if waits.code == "takeover_grace":
+        return JobStatus("standing", step, active_since, waits.sentence)
+    if (ended := record.ended) is None:
+        return JobStatus("abandoned", step, active_since, "no group has trained")
+    status = JobStatus(ended.code, ended.step, ended.at, ended.why)
+    if ended.code != "finished" and now_unix - ended.at > ABANDONED_SECONDS:
+        return replace(status, code="abandoned")
+    return status
+
+
+def _stands(groups: Groups, now: float) -> bool:
+    """Return whether groups wait longer for the next quorum than different speeds of the groups explain."""
+    waited = _waits_for(groups, now)
+    return waited > STANDING_SECONDS and waited > 2 * max(group.step_seconds or 0.0 for group in groups)
+
+
+def _waits_for(groups: Groups, now: float) -> float:
+    """Return for how long the first open request has waited, in seconds; 0: no group asks."""
+    first_asked = groups.first_asked()
+    return 0.0 if first_asked is None else now - first_asked
