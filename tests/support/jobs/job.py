@@ -26,7 +26,7 @@ from keepstep_history.history import Report
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
-from tests.support.jobs import trainer
+from tests.support.jobs import scripts, trainer
 from tests.support.network.namespaces import LOOPBACK, Host
 
 DEADLINE = 90.0
@@ -51,7 +51,7 @@ def _be_trainer(environment: dict[str, str], output: Connection, host: Host) -> 
         os.fdopen(1, "w", buffering=1, closefd=False),
         os.fdopen(2, "w", buffering=1, closefd=False),
     )
-    trainer.main()
+    scripts.main() if "SCRIPTS" in environment else trainer.main()
 
 
 _FORKS = multiprocessing.get_context("forkserver")
