@@ -45,7 +45,7 @@ lint: $(STAMP) ## style, types, imports between rooms, prose, style of the dashb
 	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno fmt --check --quiet
 	@DENO_NO_UPDATE_CHECK=1 $(BIN)/deno lint --quiet
 
-reference: $(STAMP) ## docs/reference.md, made from the code
+reference: $(STAMP) ## docs/reference.md and docs/python.md, made from the code
 	@$(BIN)/python docs/reference.py
 
 simulate: $(STAMP) ## groups and one to three lighthouses against all faults in virtual time: make simulate SEEDS=100000

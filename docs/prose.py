@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = ("libs", "services", "docs", "examples", "benchmarks", "deploy", "README.md", "CONTRIBUTING.md")
 SUFFIXES = (".py", ".md", ".js", ".html", ".sh", ".yml", ".toml")
-IGNORED = ("/vendor/", "/node_modules/", "docs/reference.md", "docs/prose.py")
+IGNORED = ("/vendor/", "/node_modules/", "docs/reference.md", "docs/python.md", "docs/prose.py")
 LINE, CELL, CELL_SENTENCES = 120, 110, 2
 """Limits of documents, in characters and sentences. Code blocks and the addresses of links do not count."""
 

@@ -1,10 +1,14 @@
-"""Generate docs/reference.md from the code: commands and flags, variables, routes, metrics (`make reference`)."""
+"""Generate docs/reference.md from the code: commands and flags, variables, routes, metrics (`make reference`).
+
+``docstrings.py`` generates docs/python.md; this script runs it too.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import runpy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
@@ -288,3 +292,4 @@ def reference() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(reference())
+    runpy.run_path(str(PAGE.with_name("docstrings.py")), run_name="__main__")

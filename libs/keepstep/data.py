@@ -16,7 +16,7 @@ class DistributedSampler(data.distributed.DistributedSampler[T]):
     The dataset is always divided into shards for ``num_replica_groups`` groups. While a group is away its samples are
     not drawn; the shards of the other groups do not change. Samples of a spare (``FIXED_WITH_SPARES``) are drawn and
     not trained on. To train on every sample exactly once, draw batches by number: ``Manager.batches_committed()`` plus
-    ``participating_rank()`` (docs/training.md).
+    ``participating_rank()`` (docs/recipes.md, "Resume with the next batch").
 
     Args:
         dataset: a dataset with a length.

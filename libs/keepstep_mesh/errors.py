@@ -6,15 +6,15 @@ from typing import ClassVar
 
 
 class KeepstepError(RuntimeError):
-    """Root of all errors that keepstep raises on purpose, bar ``TimeoutError`` and errors of arguments."""
+    """Base class of keepstep's errors, except ``TimeoutError`` and errors of arguments."""
 
 
 class ProtocolError(KeepstepError):
-    """A peer sent what the protocol does not allow."""
+    """A peer sent a message that the protocol does not allow."""
 
 
 class VersionError(ProtocolError):
-    """A peer is too old or too new to talk to."""
+    """A peer speaks an unsupported version of the protocol."""
 
 
 class ManifestError(ProtocolError):
@@ -26,15 +26,15 @@ class AuthError(KeepstepError):
 
 
 class ForkError(KeepstepError):
-    """The object belongs to the process that made it; this is a forked child of that, which cannot use it."""
+    """A forked child used an object of its parent, such as the Manager."""
 
 
 class SessionClosed(KeepstepError):
-    """The lighthouse session was ended for good (evicted, refused, or closed by us)."""
+    """The session with the lighthouse has ended for good: evicted, refused, or closed by this process."""
 
 
 class Banned(SessionClosed):
-    """The lighthouse does not let the group in: its name is banned, or this incarnation was evicted."""
+    """The lighthouse refuses the group: its name is banned, or this incarnation was evicted."""
 
 
 class LayoutMismatch(KeepstepError):
@@ -49,7 +49,7 @@ class LayoutMismatch(KeepstepError):
 
 
 class ExitWithReason(SystemExit):
-    """The process is to end, with the exit code of the class; its text says why."""
+    """Ends the process with the exit code of the class. Its text is the reason."""
 
     exit_code: ClassVar[int]
 

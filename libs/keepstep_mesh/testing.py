@@ -54,14 +54,14 @@ class _Pair:
 
 
 class ChaosProxy:
-    """A TCP proxy on loopback in front of ``host:port``: ``async with ChaosProxy(host, port) as proxy: ...``.
+    """A TCP proxy on a free port of loopback: ``async with ChaosProxy(host, port) as proxy: ...``.
 
-    ``cut`` ends what is open; ``refuse`` does so and takes nothing new until ``accept``; ``freeze`` lets bytes wait in
-    both directions, like a dead machine or a dropped network, until ``thaw``; ``half_open`` ends the side of the server
-    only, so that the client keeps a connection without a peer.
+    It forwards bytes without reading them. ``port`` is its port, ``connections`` the number of accepted connections.
 
-    ``cut`` and ``refuse`` may be given ``only``: what the connections that are meant say first, such as
-    ``b"GET /v1/jobs/"``. With TLS nothing of that can be read, and nothing would be meant.
+    Args:
+        host: of the server behind the proxy.
+        port: of that server.
+        scheme: of ``url``.
     """
 
     def __init__(self, host: str, port: int, scheme: str = "http") -> None:
@@ -78,7 +78,14 @@ class ChaosProxy:
 
     @classmethod
     def before(cls, url: str) -> ChaosProxy:
-        """In front of ``http://host:port``, or ``https``: it passes on what it cannot read."""
+        """Return a proxy for a URL.
+
+        Args:
+            url: ``http://host:port`` or ``https://host:port``.
+
+        Raises:
+            ValueError: ``url`` has no host or no port.
+        """
         parts = urlsplit(url)
         if parts.hostname is None or parts.port is None:
             raise ValueError(f"{url!r} is no http://host:port")
@@ -86,6 +93,7 @@ class ChaosProxy:
 
     @property
     def url(self) -> str:
+        """URL of the proxy, with the scheme of the server."""
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
@@ -102,25 +110,38 @@ class ChaosProxy:
         await self._server.wait_closed()
 
     def cut(self, only: bytes = b"") -> None:
+        """End open connections; accept new ones.
+
+        Args:
+            only: first bytes of the connections to end, such as ``b"GET /v1/jobs/"``. With TLS none match.
+        """
         for pair in self._pairs.values():
             if pair.opening.startswith(only):
                 pair.abort()
 
     def refuse(self, only: bytes = b"") -> None:
+        """End open connections and refuse new ones until ``accept``, like a dead process.
+
+        Args:
+            only: as in ``cut``.
+        """
         self._refused = only
         self.cut(only)
 
     def accept(self) -> None:
+        """End ``refuse``."""
         self._refused = None
 
     def freeze(self) -> None:
+        """Hold bytes in both directions until ``thaw``, like a dead machine or a network that drops packets."""
         self._flowing.clear()
 
     def thaw(self) -> None:
+        """End ``freeze``, and deliver the bytes that were held."""
         self._flowing.set()
 
     def half_open(self) -> None:
-        """Discard what clients send over the open connections from now on."""
+        """End the server's side of open connections only; clients keep a connection without a peer."""
         for pair in self._pairs.values():
             if pair.server is not None:
                 pair.server.transport.abort()
@@ -178,18 +199,18 @@ class ChaosProxy:
 
 
 class ScriptedSession:
-    """The lighthouse's end of one session, for a test to play."""
+    """The lighthouse's end of one session. The test reads and sends its messages."""
 
     def __init__(self) -> None:
         self.received: asyncio.Queue[codec.Message | None] = asyncio.Queue()
-        """Everything after the hello but heartbeats; None when the connection is gone."""
+        """All messages after the hello except heartbeats; None when the connection has ended."""
         self.heartbeats = 0
         self.heard = asyncio.Event()
         """Set with every heartbeat."""
         self.hello: Hello
         self.link = Link(self._on_frame, self._on_lost, limit_bytes=codec.MAX_FRAME_BYTES, unsent_bytes=1 << 28)
         self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """True with the hello; False when the worker went away before."""
+        """True with the hello; False when the worker disconnected before it."""
 
     def _on_frame(self, frame: bytes) -> None:
         message = codec.decode(frame)
@@ -211,7 +232,7 @@ class ScriptedSession:
         self.link.send(codec.encode(message))
 
     async def next(self, kind: type[M]) -> M:
-        """The next message, which must be a ``kind``."""
+        """Return the next message, which must be a ``kind``."""
         async with asyncio.timeout(DEADLINE):
             message = await self.received.get()
         if not isinstance(message, kind):
@@ -219,13 +240,13 @@ class ScriptedSession:
         return message
 
     async def ended(self) -> None:
-        """Waits until the worker's side is gone; whatever it said before is dropped."""
+        """Wait until the worker has disconnected; drop its messages."""
         async with asyncio.timeout(DEADLINE):
             while await self.received.get() is not None:
                 pass
 
     def welcome(self, epoch: int = 1, quorum_id: int = 0, *, heartbeat: float = 30.0, timeout: float = 60.0) -> None:
-        """``heartbeat`` and ``timeout`` in seconds; long by default, so that a script has no heartbeats in it."""
+        """Send the welcome. ``heartbeat``, ``timeout``: in seconds, long, so that few heartbeats disturb a test."""
         self.send(
             Welcome(PROTOCOL_VERSION, epoch, quorum_id, round(heartbeat * 1000), round(timeout * 1000), 200, "script")
         )
@@ -233,7 +254,7 @@ class ScriptedSession:
     def answer(
         self, request: QuorumRequest, *, epoch: int = 1, quorum_id: int = 1, version: int = 1, with_members: bool = True
     ) -> None:
-        """A quorum of the one group that asked."""
+        """Answer with a quorum of the one group that asked."""
         members = None
         if with_members:
             if request.info is None:
@@ -251,14 +272,18 @@ class ScriptedSession:
 
 
 class ScriptedLighthouse:
-    """Accepts sessions and says only what the test says: ``async with scripted_lighthouse() as lighthouse: ...``."""
+    """Accepts sessions, and sends only the messages of the test. ``url``: its address."""
 
     def __init__(self, url: str, sessions: asyncio.Queue[ScriptedSession]) -> None:
         self.url = url
         self._sessions = sessions
 
     async def session(self, *, welcome_epoch: int | None = 1) -> ScriptedSession:
-        """The next session, its hello read; welcomed unless ``welcome_epoch`` is None."""
+        """Return the next session whose hello has arrived.
+
+        Args:
+            welcome_epoch: send a welcome with this epoch; None: leave the welcome to the test.
+        """
         async with asyncio.timeout(DEADLINE):
             while not await (session := await self._sessions.get()).greeted:
                 pass
@@ -271,7 +296,12 @@ class ScriptedLighthouse:
 async def scripted_lighthouse(
     tokens: Tokens | None = None, tls: TlsFiles | None = None
 ) -> AsyncIterator[ScriptedLighthouse]:
-    """A lighthouse without a mind of its own, on a free port of loopback."""
+    """Serve a ``ScriptedLighthouse`` on a free port of loopback while the ``async with`` block runs.
+
+    Args:
+        tokens: that sessions need; None: no token.
+        tls: certificate of the server; None: no TLS.
+    """
     sessions: asyncio.Queue[ScriptedSession] = asyncio.Queue()
     links: set[Link] = set()
 

@@ -1,4 +1,4 @@
-"""docs/reference.md is what `make reference` makes of the code now, and leaves out nothing of it."""
+"""docs/reference.md and docs/python.md are what `make reference` makes of the code, and leave out nothing of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import keepstep
+import keepstep.checkpointing
+import keepstep.coordination
+import keepstep.process_group
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_mesh.config import variables
@@ -34,6 +38,15 @@ def section(title: str) -> str:
 
 def test_the_reference_is_as_the_code_is_now() -> None:
     assert MADE["reference"]() == PAGE, "the code has changed: run `make reference`"
+
+
+def test_the_python_names_are_as_the_docstrings_are_now() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))
+    page = (ROOT / "docs" / "python.md").read_text()
+    assert made["python_names"]() == page, "a docstring has changed: run `make reference`"
+    modules = (keepstep, keepstep.checkpointing, keepstep.coordination, keepstep.process_group)
+    public = {name for module in modules for name in module.__all__} - {"OptimizerWrapper"}  # Optimizer, under its name
+    assert public <= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
 
 
 @pytest.mark.parametrize("service", SERVICES)

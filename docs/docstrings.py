@@ -1,0 +1,258 @@
+"""Generate docs/python.md, the public Python names, from their signatures and docstrings (`make reference`)."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "python.md"
+WIDTH = 118
+
+HEAD = """\
+# Python names
+
+This page has every public class and function of keepstep. `make reference` generates it from the docstrings, and a
+test compares the two. Change the code, not this page.
+
+A training script needs the first two sections; [Recipes](recipes.md) shows them in use. `from keepstep import NAME`
+works for every name whose signature begins with `keepstep.` and has no module after it.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Names of one heading, in the order of the page: ``module:name``."""
+
+    title: str
+    about: str
+    names: tuple[str, ...]
+
+
+def section(title: str, about: str, module: str, names: str) -> Section:
+    """Return a section; a name of another module has that module before a colon."""
+    return Section(title, about, tuple(one if ":" in one else f"{module}:{one}" for one in names.split()))
+
+
+SECTIONS = (
+    section("The Manager", "", "keepstep", "Manager WorldSizeMode"),
+    section(
+        "Model, optimizer, data",
+        "",
+        "keepstep",
+        "DistributedDataParallel Optimizer DistributedSampler PureDistributedDataParallel",
+    ),
+    section(
+        "Process groups",
+        "Pass one of the first three to the `Manager`. [Testing](testing.md#process-groups-that-fail) shows the "
+        "wrappers.",
+        "keepstep",
+        "ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL ManagedProcessGroup ProcessGroup ProcessGroupDummy "
+        "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper",
+    ),
+    section(
+        "Transports of live state",
+        "The `Manager` creates a `RelayTransport` by itself. [The relay](relay.md#healing) describes the path of a "
+        "heal.",
+        "keepstep",
+        "RelayTransport HTTPTransport PGTransport CheckpointTransport",
+    ),
+    section(
+        "Deadlines",
+        "",
+        "keepstep.futures",
+        "future_timeout future_wait context_timeout stream_timeout",
+    ),
+    section(
+        "The quorum without a Manager",
+        "Servers in threads, and blocking clients. `keepstep.coordination` works without torch. A deadline that passes "
+        "raises `TimeoutError`; any other failure raises `RuntimeError` with the reason.",
+        "keepstep.coordination",
+        "LighthouseServer LighthouseClient Quorum QuorumMember ManagerServer ManagerClient QuorumResult",
+    ),
+    section(
+        "Tests of your own",
+        "[Testing your training](testing.md) shows them in use.",
+        "keepstep_mesh.testing",
+        "ChaosProxy scripted_lighthouse",
+    ),
+    section(
+        "Errors",
+        "[Operating](operating.md#errors-and-what-to-do) says what to do, and [Exit codes](training.md#exit-codes-of-a-"
+        "trainer) how a trainer ends.",
+        "keepstep_mesh.errors",
+        "KeepstepError Drained LayoutMismatch ForkError AuthError VersionError ProtocolError ManifestError "
+        "SessionClosed Banned ExitWithReason keepstep.process_group:ProcessGroupError "
+        "keepstep.process_group:ProcessGroupAbortedError keepstep.checkpointing:TransferError "
+        "keepstep.checkpointing:UnsupportedValue",
+    ),
+)
+FIRST = {
+    "Manager": "register_state_dict_fn start_quorum allreduce should_commit current_step batches_committed "
+    "num_participants participating_rank is_participating record state_dict load_state_dict shutdown",
+    "Optimizer": "zero_grad step",
+}
+"""Members that come first, in this order; the others follow as in the code."""
+INTERNAL = {"forked"}
+"""Public by their name only: other modules of keepstep call them."""
+HEADING = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$", re.MULTILINE)
+ITEM = re.compile(r"^((?:\*{0,2}\w+)(?:, \w+)*): ?(.*)$")
+ELSEWHERE = re.compile(r"(See ``\w+``\.)?")
+"""The docstring of a member that another class describes."""
+
+
+# ---- docstrings
+
+
+def plain(text: str) -> str:
+    """Markdown of a docstring's text: paragraphs are filled again, literals get single backticks."""
+    text = re.sub(r"``(.+?)``", r"`\1`", text, flags=re.DOTALL)
+    paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(text))
+    return "\n\n".join(one if one.startswith(("    ", "* ")) else filled(one) for one in paragraphs)
+
+
+def filled(text: str, after: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()), WIDTH, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def items(text: str) -> Iterator[str]:
+    """Yield a line for each argument or error of a docstring's section."""
+    found: list[list[str]] = []
+    for line in inspect.cleandoc(text).splitlines():
+        item = None if line.startswith(" ") else ITEM.match(line)
+        if item is not None:
+            found.append([item[1], item[2]])
+        elif found:
+            found[-1][1] += f" {line.strip()}"
+        else:
+            raise ValueError(f"expected 'name: meaning' in a docstring, got {line!r}")
+    for name, meaning in found:
+        yield filled(f"* `{name}`: {plain(meaning)}", after="  ")
+
+
+def described(docstring: str) -> str:
+    """Markdown of a docstring in Google style."""
+    about, *parts = HEADING.split(inspect.cleandoc(docstring))
+    lines = [plain(about)] if about.strip() else []
+    for heading, text in zip(parts[::2], parts[1::2], strict=True):
+        body = textwrap.dedent(text.strip("\n"))
+        of_items = heading in ("Args", "Raises", "Attributes")
+        lines.append(f"**{heading}**\n\n" + "\n".join(items(body)) if of_items else plain(f"**{heading}** {body}"))
+    return "\n\n".join(lines)
+
+
+# ---- signatures
+
+
+def default(value: object) -> str:
+    if isinstance(value, timedelta):
+        return f"timedelta(seconds={value.total_seconds():g})"
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if type(value).__name__ == "RedOpType":
+        return f"ReduceOp.{value.name}"  # type: ignore[attr-defined]
+    return repr(value)
+
+
+def parameter(one: inspect.Parameter) -> str:
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
+    text = f"{star}{one.name}"
+    if one.annotation is not one.empty:
+        text += f": {one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)}"
+    return text if one.default is one.empty else f"{text} = {default(one.default)}"
+
+
+def signature(name: str, of: Any) -> str:
+    """Return a call of ``of`` with all parameters, on one line if it fits."""
+    found = inspect.signature(of)
+    parts: list[str] = []
+    for one in found.parameters.values():
+        if one.name in ("self", "cls"):
+            continue
+        if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        parts.append(parameter(one))
+    returns = found.return_annotation
+    end = ")" if isinstance(of, type) or returns in (found.empty, None, "None") else f") -> {returns}"
+    line = f"{name}({', '.join(parts)}{end}"
+    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + end
+
+
+def block(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+# ---- the page
+
+
+def members(of: type) -> Iterator[str]:
+    """Describe the public members that a class defines itself."""
+    own = [name for name in vars(of) if not name.startswith("_") and name not in INTERNAL]
+    first = FIRST.get(of.__name__, FIRST.get({"OptimizerWrapper": "Optimizer"}.get(of.__name__, ""), "")).split()
+    elsewhere = []
+    for name in [*first, *(one for one in own if one not in first)]:
+        member = inspect.getattr_static(of, name)
+        if isinstance(member, classmethod | staticmethod):
+            member = member.__func__
+        is_property = isinstance(member, property)
+        if not (is_property or inspect.isfunction(member)):
+            continue
+        if ELSEWHERE.fullmatch(member.__doc__ or ""):
+            elsewhere.append(f"`{name}`")
+            if not member.__doc__ and of.__bases__ == (object,):
+                raise ValueError(f"{of.__name__}.{name} is public and has no docstring")
+            continue
+        shown = name if is_property else signature(name, member)
+        yield f"#### {of.__name__.replace('OptimizerWrapper', 'Optimizer')}.{name}\n{block(shown)}\n"
+        yield described(member.__doc__) + "\n"
+    if elsewhere:
+        yield filled(f"As in the classes named above, or in the base class: {', '.join(elsewhere)}.") + "\n"
+
+
+def entry(where: str) -> Iterator[str]:
+    """Describe one public class or function."""
+    module, _, name = where.partition(":")
+    of = getattr(importlib.import_module(module), name)
+    docstring = of.__doc__ or ""
+    yield f"### {name}"
+    if isinstance(of, type) and issubclass(of, BaseException):
+        parents = [one.__name__ for one in of.__mro__[1:] if one not in (object, BaseException, Exception)]
+        yield f"`{module}.{name}` ({', '.join(parents)})\n"
+    elif isinstance(of, type) and (
+        issubclass(of, enum.Enum) or ("Attributes:" in docstring and "Args:" not in docstring)
+    ):
+        yield (
+            f"`{module}.{name}`"
+            + (f": {', '.join(one.name for one in of)}" if issubclass(of, enum.Enum) else "")
+            + "\n"
+        )
+    else:
+        yield block(signature(f"{module}.{name}", of)) + "\n"
+    yield described(docstring) + "\n"
+    if isinstance(of, type) and not issubclass(of, BaseException | enum.Enum):
+        yield from members(of)
+
+
+def python_names() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for one in SECTIONS:
+        parts.append(f"## {one.title}")
+        if one.about:
+            parts.append(filled(one.about) + "\n")
+        for name in one.names:
+            parts.extend(entry(name))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(python_names())
