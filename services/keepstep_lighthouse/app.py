@@ -63,6 +63,7 @@ class Lighthouse(LighthouseNode, Embedded):
             lifespan=self._lifespan,
             not_ready=self.not_ready,
             listening=self._listens,
+            neighbours=self.registry.addresses_by_kind,
             registry=prometheus.registry(self),
         )
 

@@ -50,6 +50,7 @@ class Metrics(MetricsNode, Embedded):
             lifespan=self._lifespan,
             not_ready=lambda: self.store.trouble,
             listening=self._listens,
+            neighbours=lambda: {"lighthouse": self.settings.lighthouses},
             places=self.places,
             registry=prometheus.registry(self),
         )

@@ -66,6 +66,7 @@ class Relay(RelayNode, Embedded):
             routes=self.routes(),
             lifespan=self._lifespan,
             listening=self._listens,
+            neighbours=lambda: {"lighthouse": self.settings.lighthouses},
             places=self.places,
             registry=prometheus.registry(self),
             read_ahead_bytes=READ_AHEAD_BYTES,

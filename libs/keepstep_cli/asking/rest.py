@@ -212,7 +212,8 @@ class Lighthouse:
         from keepstep_mesh.net.http import Identity, Problem, leader_of, raise_for_problem
         from keepstep_mesh.security.tls import TlsError, explained, is_away
 
-        tried = []
+        tried: list[str] = []
+        right: list[str] = []
         away = True
         left = list(self._addresses)
         asked = set()
@@ -222,7 +223,7 @@ class Lighthouse:
             raise click.UsageError(str(error)) from error
         if timeout is None or timeout > SILENCE_SECONDS:
             how["timeout"] = aiohttp.ClientTimeout(timeout, sock_connect=TIMEOUT_SECONDS, sock_read=SILENCE_SECONDS)
-        async with identity.session(timeout=timeout) as session:
+        async with identity.session(timeout=timeout, kind=self.what) as session:
             while left:
                 address = left.pop(0)
                 asked.add(address)
@@ -250,12 +251,21 @@ class Lighthouse:
                     except AuthError as error:
                         raise Refused(self._advised(error), HTTPStatus.UNAUTHORIZED) from error
                     except Problem as problem:
-                        raise Refused(f"{address} says no ({problem.status}): {problem}", problem.status) from problem
+                        if "service" not in problem.fields:
+                            raise Refused(
+                                f"{address} says no ({problem.status}): {problem}", problem.status
+                            ) from problem
+                        tried.append(f"{address}: {problem}")
+                        right += problem.fields["addresses"]
+                        away = False
+                        continue
                     except (aiohttp.ClientError, TimeoutError, OSError) as error:
                         raise Unreachable(f"{address} broke off: {explained(error, address)}") from error
                 return
         advice = f"Say where it is with {self.flags}."
-        if away:
+        if right:
+            advice = f"Use {self.flags.split()[0]} {','.join(dict.fromkeys(right))}."
+        elif away:
             advice = f"Start one with {self.starts}, or say where it is with {self.flags}."
         said = "\n  ".join((f"no {self.what} answers; tried", *tried))
         raise Unreachable(f"{said}\n{advice}", may_pass=away)

@@ -77,7 +77,8 @@ class Registrar:
             await asyncio.sleep(delay)
             began = loop.time()
             try:
-                async with self._identity.session(timeout=min(REGISTRATION_SECONDS, self._interval)) as http:
+                seconds = min(REGISTRATION_SECONDS, self._interval)
+                async with self._identity.session(timeout=seconds, kind="lighthouse") as http:
                     while True:
                         await self._put(http, lighthouse)
                         self._taken_by(lighthouse)

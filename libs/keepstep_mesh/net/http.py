@@ -29,6 +29,8 @@ log = get_logger("keepstep.http")
 audit = get_logger("keepstep.audit")
 
 PROBLEM_JSON = "application/problem+json"
+KIND_HEADER = "Keepstep-For"
+"""Header of a request: the kind of service that it is for (``lighthouse``, ``relay``, ``metrics``)."""
 MAX_BODY_BYTES = 1024 * 1024
 """Of a request, unless the service says otherwise."""
 MAX_PROBLEM_BYTES = 64 * 1024
@@ -80,17 +82,23 @@ def connector(tls: ssl.SSLContext | None = None) -> aiohttp.TCPConnector:
 
 
 def client_session(
-    token: str | None = None, *, timeout: float | None = REQUEST_SECONDS, tls: ssl.SSLContext | None = None
+    token: str | None = None,
+    *,
+    timeout: float | None = REQUEST_SECONDS,
+    tls: ssl.SSLContext | None = None,
+    kind: str = "",
 ) -> aiohttp.ClientSession:
     """A session for talking to services of the mesh. ``timeout``: seconds for a whole request, None for no limit.
 
     ``tls``: for https addresses; None trusts the CAs of the system. Proxies of the environment are not used: the mesh
-    is one network.
+    is one network. ``kind``: a service of another kind refuses the requests (``KIND_HEADER``); empty: none does.
     """
     return aiohttp.ClientSession(
         connector=connector(tls),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=HTTP_CONNECT_SECONDS),
-        headers=UNCOMPRESSED | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
+        headers=UNCOMPRESSED
+        | ({KIND_HEADER: kind} if kind else {})
+        | ({hdrs.AUTHORIZATION: f"Bearer {token}"} if token else {}),
         auto_decompress=False,
     )
 
@@ -108,17 +116,17 @@ class Identity:
         self._token = token if callable(token) else ClientToken.of(token).latest
         self._certificates = watched_client_context(tls or TlsFiles())
 
-    def session(self, *, timeout: float | None = REQUEST_SECONDS, place: str | None = None) -> aiohttp.ClientSession:
-        """See ``client_session``. ``place`` (``place_of``): the token is shown as what is derived for there; None: as
-        it is.
-        """
+    def session(
+        self, *, timeout: float | None = REQUEST_SECONDS, place: str | None = None, kind: str = ""
+    ) -> aiohttp.ClientSession:
+        """See ``client_session``. ``place`` (``place_of``): send a token derived for it; None: the token itself."""
         token = self._token()
         if token and place is not None:
             token = derived(token, place)
         if self._certificates is None:
-            return client_session(token, timeout=timeout)
+            return client_session(token, timeout=timeout, kind=kind)
         self._certificates.refresh()
-        return client_session(token, timeout=timeout, tls=self._certificates.value)
+        return client_session(token, timeout=timeout, tls=self._certificates.value, kind=kind)
 
     def headers_for(self, kind: str, address: str) -> dict[str, str]:
         """For one request to a service whose address a lighthouse told."""

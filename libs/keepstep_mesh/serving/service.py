@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from keepstep_mesh.serving.open_port import (
     OpenPort,
     listening,
 )
+from keepstep_mesh.serving.service_kind import KINDS, only_for
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -63,6 +64,8 @@ class Service:
     """Called once with the address on which the service listens."""
     registry: CollectorRegistry | None = None
     """Prometheus metrics for ``/metrics``; None: the route answers 404."""
+    neighbours: Callable[[], Mapping[str, Sequence[str]]] = dict
+    """Addresses of other services that it knows, by kind, for clients that mistake it for one of them."""
     places: Callable[[], Collection[str]] = tuple
     """Its places (``tokens.place_of``): tokens derived for one of them are accepted."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -139,6 +142,8 @@ async def serving(
     )
     limit = FirstRequestLimit(first_request_seconds)
     app.middlewares.append(limit.middleware)
+    if service.name in KINDS:
+        app.middlewares.append(only_for(service.name, service.neighbours, lambda: known.value))
     runner = web.AppRunner(
         app,
         handle_signals=False,

@@ -82,7 +82,7 @@ class Connector:
             if delay:
                 await asyncio.sleep(delay)
             try:
-                async with identity.session(timeout=None) as http:
+                async with identity.session(timeout=None, kind="lighthouse") as http:
                     await self._connect_once(http, address)
             except (aiohttp.ClientError, OSError, ProtocolError) as error:
                 self._attempt_failed(address, error)

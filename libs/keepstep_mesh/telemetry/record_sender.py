@@ -148,7 +148,8 @@ class Sender:
                 await asyncio.sleep(self._interval)
                 continue
             try:
-                async with self._identity.session(timeout=BATCH_SECONDS, place=place_of("metrics", address)) as http:
+                place = place_of("metrics", address)
+                async with self._identity.session(timeout=BATCH_SECONDS, place=place, kind="metrics") as http:
                     while self._address() == address:
                         failures = 0 if await self._send(http, address) else failures
                         await asyncio.sleep(self._interval)

@@ -49,6 +49,13 @@ class Registry:
     def addresses(self) -> tuple[ServiceAddress, ...]:
         return tuple(record.as_address for record in self.records)
 
+    def addresses_by_kind(self) -> dict[str, list[str]]:
+        """Return the addresses of all services of each kind."""
+        found: dict[str, list[str]] = {}
+        for record in self.records:
+            found.setdefault(record.kind, []).append(record.address)
+        return found
+
     def term_begins(self) -> None:
         """Drop leases of an earlier term: another leader may have written the records since then, under its own."""
         self._leases.clear()
