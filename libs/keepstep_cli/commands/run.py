@@ -62,6 +62,11 @@ class ConsoleAudience:
 @click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run on this machine.")
 @click.option("--nproc-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Ranks of each group.")
 @click.option(
+    "--gpus-per-replica",
+    type=click.IntRange(1),
+    help="GPUs of each group: sets its CUDA_VISIBLE_DEVICES.  [default: all groups see all GPUs]",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=MAX_RESTARTS,
@@ -108,6 +113,7 @@ def run(
     *,
     replicas: int,
     nproc_per_replica: int,
+    gpus_per_replica: int | None,
     max_restarts: int,
     grace: float,
     addresses: str | None,
@@ -160,6 +166,7 @@ def run(
     except TlsError as error:
         raise click.UsageError(str(error)) from error
     audience = ConsoleAudience()
+    gpus = _gpus_of_groups(replicas, nproc_per_replica, gpus_per_replica, audience)
     if addresses:
         _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), audience)
     programs: list[Program] = []
@@ -190,6 +197,7 @@ def run(
             first_group=first_replica,
             replicas_in_job=replicas_in_job,
             names=told,
+            gpus=gpus,
         )
         programs += replica_programs(spec, os.environ)
         bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, told)
@@ -214,6 +222,27 @@ def _check_numbers(replicas: int, first: int, in_job: int | None, min_replicas: 
         raise click.UsageError(
             f"--min-replicas {min_replicas} exceeds the {groups} groups of the job: no quorum could form"
         )
+
+
+def _gpus_of_groups(groups: int, ranks: int, each: int | None, audience: ConsoleAudience) -> tuple[str, ...]:
+    """Return ``CUDA_VISIBLE_DEVICES`` of each group; empty: unchanged. Raises ``click.UsageError``."""
+    import os
+
+    from keepstep_cli.running.gpus import advice, divide, visible_gpus
+
+    gpus = visible_gpus(os.environ)
+    if each is None:
+        if (sentence := advice(gpus, groups)) is not None:
+            audience.note("run", sentence)
+        return ()
+    if each < ranks:
+        raise click.UsageError(
+            f"--gpus-per-replica {each} is below --nproc-per-replica {ranks}: each rank needs a GPU of its own"
+        )
+    try:
+        return tuple(divide(gpus, groups, each))
+    except ValueError as error:
+        raise click.UsageError(f"--gpus-per-replica: {error}") from error
 
 
 def _ask_first(lighthouse: Lighthouse, audience: ConsoleAudience) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from keepstep_cli.running import gpus
 from keepstep_mesh.security.tls import TlsFiles
 
 PR_SET_PDEATHSIG = 1
@@ -41,6 +42,8 @@ class JobSpec:
     """Number of groups of the whole job; None: all run on this machine."""
     names: Path | None = None
     """Folder in which each group writes its name at the lighthouse, to a file with its local name."""
+    gpus: tuple[str, ...] = ()
+    """``CUDA_VISIBLE_DEVICES`` of each group; empty: not set."""
 
 
 def group_name(job: JobSpec, group: int) -> str:
@@ -118,6 +121,8 @@ def rank_environment(
         # The file and not its content: ranks read it again when it changes.
         environment.pop("KEEPSTEP_TOKEN", None)
         environment["KEEPSTEP_TOKEN_FILE"] = str(job.token_file.absolute())
+    if job.gpus:
+        environment[gpus.VARIABLE] = job.gpus[group]
     for name in ("cert", "key", "ca"):
         if (file := getattr(job.tls, name)) is not None:
             environment[f"KEEPSTEP_TLS_{name.upper()}"] = str(file.absolute())
