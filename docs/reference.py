@@ -269,13 +269,13 @@ def families(source: str) -> Iterator[list[str]]:
     """Yield a row for each metric family that ``source`` creates."""
     made = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(made, key=lambda node: node.lineno):
-        kind = re.fullmatch(r"(Counter|Gauge|Summary)MetricFamily", ast.unparse(call.func))
+        kind = re.fullmatch(r"(Counter|Gauge|Histogram)MetricFamily", ast.unparse(call.func))
         if kind is None:
             continue
         name, meaning = (ast.literal_eval(one) for one in call.args[:2])
         found = next((ast.literal_eval(one.value) for one in call.keywords if one.arg == "labels"), [])
         labels = f"{{{','.join(found)}}}" if found else ""
-        suffixes = {"Counter": ["_total"], "Summary": ["_sum", "_count"]}.get(kind[1], [""])
+        suffixes = {"Counter": ["_total"], "Histogram": ["_bucket", "_sum", "_count"]}.get(kind[1], [""])
         yield [", ".join(f"`{name}{suffix}{labels}`" for suffix in suffixes), kind[1].lower(), meaning]
 
 
@@ -283,6 +283,9 @@ def all_metrics() -> Iterator[str]:
     for service in SETTINGS:
         yield f"### Metrics of the {service}{' service' * (service == 'metrics')}"
         yield table("metric | type | ", families((ROOT / f"services/keepstep_{service}/api/prometheus.py").read_text()))
+    yield "### Metrics of every service"
+    yield "On Linux also the `process_*` metrics of the Prometheus client, such as `process_resident_memory_bytes`.\n"
+    yield table("metric | type | ", families((ROOT / "libs/keepstep_mesh/serving/process_metrics.py").read_text()))
 
 
 def reference() -> str:

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from keepstep_lighthouse.jobs.job import Job
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.serving.process_metrics import registry_of
 
-FROM_ZERO = ("lost", "healed", "heal_failed", "heal_given_up", "replicas_differ")
+FROM_ZERO = ("lost", "heal_failed", "heal_given_up", "replicas_differ")
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
 """Number of jobs without sessions that get series of their own; the most recently used ones."""
@@ -75,16 +76,19 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     members = GaugeMetricFamily("keepstep_quorum_members", "groups in the current quorum", labels=["job"])
     step = GaugeMetricFamily("keepstep_quorum_step", "step of the last announced quorum", labels=["job"])
     rounds = CounterMetricFamily("keepstep_quorum_rounds", "quorums announced and confirmed", labels=["job"])
-    waits = SummaryMetricFamily(
+    waits = HistogramMetricFamily(
         "keepstep_quorum_wait_seconds", "from a group's request for a quorum to the answer", labels=["job"]
     )
     steps = CounterMetricFamily("keepstep_steps", "steps by which the job advanced", labels=["job"])
-    step_seconds = SummaryMetricFamily(
+    step_seconds = HistogramMetricFamily(
         "keepstep_step_seconds", "from a group's quorum to its next request, committed or not", labels=["job"]
     )
     of_groups = CounterMetricFamily("keepstep_group_steps", "steps of groups, by outcome", labels=["job", "outcome"])
     healed = CounterMetricFamily("keepstep_healed_bytes", "bytes received by groups that healed", labels=["job"])
-    heal_seconds = CounterMetricFamily("keepstep_heal_seconds", "total duration of all heals", labels=["job"])
+    heal_seconds = HistogramMetricFamily("keepstep_heal_seconds", "duration of a heal that succeeded", labels=["job"])
+    gaps = HistogramMetricFamily(
+        "keepstep_commit_gap_seconds", "from one step that the job committed to the next", labels=["job"]
+    )
     groups = GaugeMetricFamily("keepstep_groups", "replica groups by state", labels=["job", "state"])
     group_step = GaugeMetricFamily("keepstep_group_step", "step of a group", labels=["job", "group"])
     for job in jobs:
@@ -93,23 +97,22 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         members.add_metric([name], len(quorum.members))
         step.add_metric([name], quorum.step)
         rounds.add_metric([name], job.rounds)
-        waits.add_metric([name], tally.waits, tally.wait_seconds)
+        waits.add_metric([name], tally.waits.buckets, tally.waits.seconds)
         steps.add_metric([name], job.steps)
-        step_seconds.add_metric([name], tally.committed + tally.discarded, tally.step_seconds)
+        step_seconds.add_metric([name], tally.steps.buckets, tally.steps.seconds)
         of_groups.add_metric([name, "committed"], tally.committed)
         of_groups.add_metric([name, "discarded"], tally.discarded)
         healed.add_metric([name], job.healed_bytes)
-        heal_seconds.add_metric([name], job.heal_seconds)
+        heal_seconds.add_metric([name], job.heals.buckets, job.heals.seconds)
+        gaps.add_metric([name], job.commit_gaps.buckets, job.commit_gaps.seconds)
         states = Counter(replica.state for replica in replicas)
         for state in ReplicaState:
             groups.add_metric([name, state.value], states[state])
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
-    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds)
+    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds, gaps)
     yield from (groups, group_step)
 
 
 def registry(lighthouse: LighthouseNode) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(_Lighthouse(lighthouse))
-    return found
+    return registry_of("lighthouse", _Lighthouse(lighthouse))

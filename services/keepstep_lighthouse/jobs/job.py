@@ -40,6 +40,7 @@ from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import QuorumAnswer
+from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 MIN_WAIT = 0.001
 """Resolution of an event loop's clock; a timer that fires too early would fire again and again."""
@@ -76,9 +77,13 @@ class Job:
         self.steps = 0
         """Steps by which the job advanced under this lighthouse."""
         self.healed_bytes = 0
-        self.heal_seconds = 0.0
+        self.heals = DurationCounts()
+        self.commit_gaps = DurationCounts()
+        """Times between the advances of the job under this lighthouse."""
         self._step: int | None = None
         """Step of the last announced quorum."""
+        self._advanced_at: float | None = None
+        """When the job advanced last; None: not yet."""
         self._stored = stored
         self._written = record
         """The record as last written."""
@@ -220,9 +225,7 @@ class Job:
     def _announce(self, announce: Announce) -> None:
         """Send the short answer to sessions that have the member list. Each of the two answers is packed once."""
         self.rounds += 1
-        if self._step is not None:
-            self.steps += max(0, announce.step - self._step)
-        self._step = announce.step
+        self._count_steps(announce.step)
         epoch, version = self.term.epoch, announce.version
         listed = (epoch, version) if announce.uniform else None
         short = full = None
@@ -240,6 +243,16 @@ class Job:
                 session.listed = (epoch, version)
                 session.send(full(request))
 
+    def _count_steps(self, step: int) -> None:
+        """A quorum whose members have committed ``step`` is announced."""
+        if self._step is not None and step > self._step:
+            now = time.monotonic()
+            self.steps += step - self._step
+            if self._advanced_at is not None:
+                self.commit_gaps.add(now - self._advanced_at)
+            self._advanced_at = now
+        self._step = step
+
     def _welcome(self, session: Session) -> None:
         session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy)
 
@@ -248,7 +261,7 @@ class Job:
         match entry.kind, entry.detail:
             case "healed", {"bytes": int(size), "seconds": int() | float() as seconds}:
                 self.healed_bytes += size
-                self.heal_seconds += seconds
+                self.heals.add(seconds)
         log.info(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
 
     # ---- 3. time

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import (
@@ -32,6 +32,7 @@ from keepstep_lighthouse.quorum.group import (
 )
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 NEVER = float("inf")
 MAX_REMEMBERED_HEALS = 1000
@@ -41,15 +42,13 @@ MAX_REMEMBERED_HEALS = 1000
 class Tally:
     """Sums over all groups since this lighthouse leads; times in seconds."""
 
-    waits: int = 0
-    """Requests that were answered with a quorum."""
-    wait_seconds: float = 0.0
-    """From request to answer."""
+    waits: DurationCounts = field(default_factory=DurationCounts)
+    """From each request that was answered with a quorum to its answer."""
     committed: int = 0
     """Steps of groups, each from an answer to the next request."""
     discarded: int = 0
-    step_seconds: float = 0.0
-    """Total of these steps."""
+    steps: DurationCounts = field(default_factory=DurationCounts)
+    """These steps."""
 
 
 class Groups:
@@ -199,13 +198,15 @@ class Groups:
     def _count_step(self, group: Group, request: QuorumRequest, seconds: float) -> None:
         """``request`` ends the step that began with the last answer, ``seconds`` ago."""
         group.step_seconds, group.working_since = seconds, None
-        self.tally.step_seconds += seconds
         # a group that asks for the same step again, without a failure, waited for heals before that step
         same_step = group.answer is not None and request.step == group.answer.announce.step
         committed = request.commit_failures == 0 and not same_step
         group.committed += committed
         self.tally.committed += committed
-        self.tally.discarded += request.commit_failures > 0
+        discarded = request.commit_failures > 0
+        self.tally.discarded += discarded
+        if committed or discarded:
+            self.tally.steps.add(seconds)
 
     def withdraw(self, group: Group) -> None:
         """The group no longer asks. No effect on a group that does not ask."""
@@ -250,8 +251,7 @@ class Groups:
         for group in chosen:
             group.apply(ANSWER)
             if group.request is not None:
-                self.tally.waits += 1
-                self.tally.wait_seconds += now - group.asked_at
+                self.tally.waits.add(now - group.asked_at)
                 group.answer = Answer(announce, group.request.request, group.session)
             group.request = None
             group.working_since = now

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from keepstep_mesh.serving.process_metrics import registry_of
 from keepstep_metrics.history import goodput
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.timeline import LIVING
@@ -85,6 +86,4 @@ def shown(jobs: Iterable[Job]) -> list[Job]:
 
 
 def registry(metrics: MetricsNode) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(_Metrics(metrics))
-    return found
+    return registry_of("metrics", _Metrics(metrics))

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from keepstep_mesh.serving.process_metrics import registry_of
 from keepstep_relay.core.events import State, Tier
 from keepstep_relay.node import RelayNode
 
@@ -66,6 +67,4 @@ class _Relay(Collector):
 
 
 def registry(relay: RelayNode) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(_Relay(relay))
-    return found
+    return registry_of("relay", _Relay(relay))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -39,24 +40,32 @@ async def test_metrics_of_a_job_count_steps_waits_heals_and_events_under_stable_
     async with scene() as (_, rest, members):
         await members[0].send(told := Healing(100, 100, 50.0, 1, "r1:1", "direct", 2.0), replace(told, ended=True))
         await round_of(members, step=1)
-        await round_of(members, step=1, commit_failures=1)
+        await round_of(members, step=2)
+        await round_of(members, step=2, commit_failures=1)
         async with rest.http.get(f"{rest.address}/metrics") as response:
             text = await response.text()
         for line in (
-            'keepstep_steps_total{job="job"} 1.0',
-            'keepstep_quorum_wait_seconds_count{job="job"} 6.0',
-            'keepstep_step_seconds_count{job="job"} 4.0',
-            'keepstep_group_steps_total{job="job",outcome="committed"} 2.0',
+            'keepstep_steps_total{job="job"} 2.0',
+            'keepstep_quorum_wait_seconds_count{job="job"} 8.0',
+            'keepstep_step_seconds_count{job="job"} 6.0',
+            'keepstep_group_steps_total{job="job",outcome="committed"} 4.0',
             'keepstep_group_steps_total{job="job",outcome="discarded"} 2.0',
             'keepstep_healed_bytes_total{job="job"} 100.0',
-            'keepstep_heal_seconds_total{job="job"} 2.0',
+            'keepstep_heal_seconds_bucket{job="job",le="1.0"} 0.0',
+            'keepstep_heal_seconds_bucket{job="job",le="2.5"} 1.0',
+            'keepstep_heal_seconds_sum{job="job"} 2.0',
+            'keepstep_commit_gap_seconds_count{job="job"} 1.0',
             'keepstep_events_total{job="job",kind="healed"} 1.0',
             'keepstep_events_total{job="job",kind="joined"} 2.0',
             'keepstep_events_total{job="job",kind="replicas_differ"} 0.0',
-            'keepstep_group_step{group="r0",job="job"} 1.0',
+            'keepstep_group_step{group="r0",job="job"} 2.0',
         ):
             assert line in text.splitlines(), line
         assert "r0:1" not in text
+        assert re.search(
+            r'^keepstep_build_info{python="3\.\d+\.\d+",service="lighthouse",version="\S+"} 1.0$', text, re.MULTILINE
+        )
+        assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
 
 
 async def test_a_group_that_comes_back_as_another_incarnation_is_in_the_metrics_once() -> None:

@@ -63,7 +63,7 @@ def test_every_metric_stands_there_as_prometheus_sees_it(service: str) -> None:
     made = re.findall(r"(\w+)MetricFamily\(\s*\"(\w+)\"", source)
     assert made
     for kind, name in made:
-        suffix = {"Counter": "_total", "Summary": "_sum"}.get(kind, "")
+        suffix = {"Counter": "_total", "Histogram": "_bucket"}.get(kind, "")
         assert re.search(rf"^\| `{name}{suffix}[`{{]", written, re.MULTILINE), name
     assert written.count("\n| `") == len(made)
 

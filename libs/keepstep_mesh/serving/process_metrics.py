@@ -1,0 +1,33 @@
+"""Prometheus metrics that every service has: of its process and of its release.
+
+Only services import this module, because only they have ``prometheus_client``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+
+class _BuildInfo(Collector):
+    def __init__(self, service: str) -> None:
+        self._labels = [service, version("keepstep"), platform.python_version()]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        info = GaugeMetricFamily("keepstep_build_info", "always 1", labels=["service", "version", "python"])
+        info.add_metric(self._labels, 1)
+        yield info
+
+
+def registry_of(service: str, collector: Collector) -> CollectorRegistry:
+    """Return the metrics of ``collector``, of the release, and of the process (``process_*``, on Linux)."""
+    found = CollectorRegistry()
+    found.register(collector)
+    found.register(_BuildInfo(service))
+    ProcessCollector(registry=found)
+    return found
