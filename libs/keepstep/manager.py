@@ -42,8 +42,8 @@ SHUTDOWN_SECONDS = 5.0
 class Manager:
     """Keeps one replica group in step with the others.
 
-    ``use_async_quorum``, ``world_size_mode`` and ``init_sync``, and with ``FIXED_WITH_SPARES`` also
-    ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a LayoutMismatch.
+    ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
+    also ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a LayoutMismatch.
 
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``. The Manager reconfigures it as
@@ -74,6 +74,8 @@ class Manager:
         init_sync: True: at the first step all groups load the weights of one group. False: they are equal already.
         max_retries: number of failed steps in a row after which ``should_commit`` raises; None: no limit.
         quorum_retries: number of times that a quorum that timed out is requested again (``KEEPSTEP_QUORUM_RETRIES``).
+        refuse_nonfinite: True: a step whose average or sum has a NaN or an infinity does not commit in any group, and
+            counts for ``max_retries``. Not with a ``GradScaler``, which must see infinities to lower its scale.
 
     Raises:
         ValueError: an argument or variable is missing or out of range.
@@ -106,6 +108,7 @@ class Manager:
         init_sync: bool = True,
         max_retries: int | None = None,
         quorum_retries: int = 0,
+        refuse_nonfinite: bool = False,
     ) -> None:
         self._settings = ManagerSettings.from_arguments(
             min_replica_size=min_replica_size,
@@ -126,6 +129,7 @@ class Manager:
             init_sync=init_sync,
             max_retries=max_retries,
             quorum_retries=quorum_retries,
+            refuse_nonfinite=refuse_nonfinite,
         )
         self._pid = os.getpid()
         self._attempt: Attempt | None = None
@@ -235,6 +239,11 @@ class Manager:
     def replica_id(self) -> str:
         """Return the id of this incarnation of the group, ``name:uuid``."""
         return self._context.link.replica_id
+
+    @property
+    def refuse_nonfinite(self) -> bool:
+        """Whether a step with a NaN or an infinity does not commit."""
+        return self._settings.refuse_nonfinite
 
     @property
     def services(self) -> tuple[ServiceAddress, ...]:

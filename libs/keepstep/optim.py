@@ -87,7 +87,7 @@ class OptimizerWrapper(Optimizer):
             gradients overflowed: it commits in all groups, and changes no weight.
 
         Raises:
-            ValueError: a closure was given.
+            ValueError: a closure was given, or a GradScaler to a Manager with ``refuse_nonfinite``.
             Exception: as ``Manager.should_commit``, and as the optimizer.
         """
         if closure is not None:
@@ -106,6 +106,11 @@ class OptimizerWrapper(Optimizer):
         return True
 
     def _step_scaled(self, scaler: GradScaler) -> bool:
+        if self.manager.refuse_nonfinite:
+            raise ValueError(
+                "a GradScaler needs steps with infinities, to lower its scale, and Manager(refuse_nonfinite=True) "
+                "refuses them: use one of the two"
+            )
         seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
         committed = self.manager.should_commit()

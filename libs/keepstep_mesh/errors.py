@@ -48,6 +48,10 @@ class LayoutMismatch(KeepstepError):
         self.peer_address = peer_address
 
 
+class CollectivesMismatch(KeepstepError):
+    """This group and another one began different numbers of collectives in one step."""
+
+
 class ExitWithReason(SystemExit):
     """Ends the process with the exit code of the class. Its text is the reason."""
 

@@ -22,7 +22,12 @@ of different versions then refuse to train together instead of drifting apart.
 
 
 def group_settings(
-    *, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int, init_sync: bool
+    *,
+    use_async_quorum: bool,
+    world_size_mode: WorldSizeMode,
+    min_replica_size: int,
+    init_sync: bool,
+    refuse_nonfinite: bool,
 ) -> str:
     """Return the settings that decide the arithmetic, as groups compare them. Add new settings here."""
     spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
@@ -32,6 +37,7 @@ def group_settings(
             "use_async_quorum": use_async_quorum,
             "world_size_mode": f"{world_size_mode.name}{spares}",
             "init_sync": init_sync,
+            "refuse_nonfinite": refuse_nonfinite,
         }
     )
 

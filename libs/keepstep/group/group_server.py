@@ -308,6 +308,7 @@ class GroupServer:
             batches_committed=ask.batches_committed,
             allow_heal=ask.allow_heal,
             settings=ask.settings,
+            last_step=ask.last_step,
         )
         retries_left = self._settings.quorum_retries
         while True:

@@ -3,6 +3,8 @@
 * Requests: settings, steps and lineages must be equal. The group's ``commit_failures`` is the largest of the ranks'. It
   leaves, or shrinks only, if any rank does. It allows a heal if all ranks do: a rank that forbids it is at a point
   where its state must not be replaced.
+* The group's report of its last step has the sum of the ranks' collectives. A group whose ranks begin equally many as
+  those of another group thus has an equal sum.
 * A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
 * Heals: bytes and rates are added. The heal of the group has ended when those of all ranks have.
 * Votes: the key of a vote is (epoch, quorum_id, step, attempt). Votes with different keys are never counted together; a
@@ -19,7 +21,7 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.job_settings import differ, difference
 from keepstep_mesh.protocol.lineage import TORN, is_torn
-from keepstep_mesh.protocol.membership import StateRoot
+from keepstep_mesh.protocol.membership import StateRoot, StepReport
 from keepstep_mesh.protocol.messages import MAX_HEAL_ERROR, Healing
 
 
@@ -72,6 +74,7 @@ def merge_asks(asks: Mapping[int, RankAsk], replica_id: str, *, healed: bool = F
         root=_merge_roots([ask.root for _, ask in sorted(asks.items())]),
         allow_heal=all(ask.allow_heal for ask in asks.values()),
         settings=_merge_settings(asks),
+        last_step=_merge_reports([ask.last_step for ask in asks.values()]),
     )
 
 
@@ -85,6 +88,19 @@ def _merge_settings(asks: Mapping[int, RankAsk]) -> str:
         if not merged:
             merged, first_rank = ask.settings, rank
     return merged
+
+
+def _merge_reports(reports: list[StepReport | None]) -> StepReport | None:
+    """Return the report of the group, if all ranks report the same step."""
+    known = [report for report in reports if report is not None]
+    if len(known) < len(reports) or len({(report.quorum_id, report.step) for report in known}) > 1:
+        return None
+    return replace(
+        known[0],
+        committed=all(report.committed for report in known),
+        collectives=sum(report.collectives for report in known),
+        nonfinite=any(report.nonfinite for report in known),
+    )
 
 
 def _merge_roots(roots: list[StateRoot | None]) -> StateRoot | None:

@@ -23,6 +23,7 @@ class ManagerSettings:
     world_size_mode: WorldSizeMode
     init_sync: bool
     max_retries: int | None
+    refuse_nonfinite: bool
     uplink: float | None
     """Limit of what this process uploads when other groups heal from it, in bytes per second; None: no limit."""
 
@@ -48,6 +49,7 @@ class ManagerSettings:
         init_sync: bool,
         max_retries: int | None,
         quorum_retries: int,
+        refuse_nonfinite: bool,
     ) -> ManagerSettings:
         """Complete the arguments from the environment and validate them.
 
@@ -82,6 +84,7 @@ class ManagerSettings:
             world_size_mode=world_size_mode,
             init_sync=init_sync,
             max_retries=max_retries,
+            refuse_nonfinite=refuse_nonfinite,
             uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
         )
 
@@ -93,4 +96,5 @@ class ManagerSettings:
             world_size_mode=self.world_size_mode,
             min_replica_size=self.min_replica_size,
             init_sync=self.init_sync,
+            refuse_nonfinite=self.refuse_nonfinite,
         )

@@ -88,6 +88,7 @@ def connect(
             min_replica_size=settings.min_replica_size,
             world_size_mode=settings.world_size_mode,
             job_settings=settings.of_job,
+            refuse_nonfinite=settings.refuse_nonfinite,
             store=store,
         )
         closing.pop_all()

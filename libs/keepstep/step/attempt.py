@@ -32,7 +32,7 @@ from keepstep.step.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.membership import Lineage, StateRoot
+from keepstep_mesh.protocol.membership import Lineage, StateRoot, StepReport
 from keepstep_mesh.protocol.messages import Healing
 
 MAX_HEAL_ROUNDS = 5
@@ -87,6 +87,8 @@ class Attempt:
         self._collectives = Collectives(context, self._times, self.report)
         self._exchange: StateExchange | None = None
         """Set with ``answered``."""
+        self._nonfinite = False
+        """Whether this group contributed a NaN or an infinity; known in ``conclude``."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -279,6 +281,7 @@ class Attempt:
         committed = False
         if plan is not None:
             self._finish_collectives()
+            self._check_finite(plan)
             if (unhealed := self._exchange_state()) is not None:
                 self.report(unhealed)
             self._compute_root(plan)
@@ -311,6 +314,22 @@ class Attempt:
             self._collectives.check_process_group()
         self._collectives.synchronize_device()
 
+    def _check_finite(self, plan: QuorumPlan) -> None:
+        """Note whether this group contributed a NaN or an infinity. Refuse a result with one, if the job does."""
+        context, own = self._context, self._collectives.contributed_nonfinite
+        before = context.last_step is not None and context.last_step.nonfinite
+        self._nonfinite = own
+        if own and not before:  # else every step of a model that is NaN would log it
+            context.log.warning("this group contributed a NaN or an infinity", step=plan.max_step)
+        if self.error is None and self._collectives.received_nonfinite:
+            who = "this group" if own else "another group, which the event nonfinite of the job names,"
+            self._vote_no(KeepstepError(f"the average has a NaN or an infinity: {who} contributed it"))
+
+    def _vote_no(self, error: Exception) -> None:
+        """Keep this step from committing. The process group stays, because every group votes no for this reason."""
+        self.error = error
+        self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
+
     def _compute_root(self, plan: QuorumPlan) -> None:
         """Compute the root digest of the reference state, if this group holds it and the lighthouse compares it."""
         if not plan.verify or plan.heal:
@@ -330,10 +349,8 @@ class Attempt:
         context = self._context
         participants = self.participation(plan)[1]
         if self.error is None and participants < context.min_replica_size:
-            self.error = KeepstepError(
-                f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
-            )
-            context.log.warning("step will not commit", step=context.progress.step, reason=str(self.error))
+            few = f"{participants} groups take part, min_replica_size is {context.min_replica_size}"
+            self._vote_no(KeepstepError(few))
         ok = self.error is None
         if context.settings.world_size == 1:
             return ok
@@ -356,6 +373,9 @@ class Attempt:
         context, progress = self._context, self._context.progress
         self.done = True
         context.link.finished_step()
+        if plan is not None:
+            began = self._collectives.started
+            context.last_step = StepReport(plan.quorum_id, plan.max_step, committed, began, self._nonfinite)
         if committed and plan is not None:
             participants = self.participation(plan)[1]
             facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}
@@ -371,10 +391,17 @@ class Attempt:
             if progress.lineage != plan.quorum_id:
                 facts["new_lineage"] = progress.lineage
             context.steps.write("committed", progress.step, plan.quorum_id, **facts)
-            context.telemetry.step(self._times, progress.step, plan.quorum_id, participants, committed=True)
+            context.telemetry.step(
+                *(self._times, progress.step, plan.quorum_id, participants), committed=True, nonfinite=self._nonfinite
+            )
             return
         progress.discard()
         epoch, quorum_id = (plan.epoch, plan.quorum_id) if plan else (0, 0)
         reason = str(self.error)
         context.steps.write("discarded", progress.step, quorum_id, epoch=epoch, reason=reason)
-        context.telemetry.step(self._times, progress.step, quorum_id, 0, committed=False, reason=reason[:500])
+        context.telemetry.step(
+            *(self._times, progress.step, quorum_id, 0),
+            committed=False,
+            reason=reason[:500],
+            nonfinite=self._nonfinite,
+        )

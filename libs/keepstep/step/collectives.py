@@ -1,7 +1,13 @@
-"""The collectives of one attempt: start them, then wait for them and for the device."""
+"""The collectives of one attempt: start them, then wait for them and for the device.
+
+The extremes of what this group contributes to a sum or an average show whether it has a NaN or an infinity: 0.2 ms of
+one core for two million float32. With ``refuse_nonfinite`` those of each result are computed too. Results are equal in
+all groups, so all groups refuse together.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -28,11 +34,25 @@ class Collectives:
         self._times = times
         self._report = report
         self._works: list[ManagedWork] = []
+        self._contributed: list[torch.Tensor] = []
+        """The smallest and the largest element of each contribution to a sum or an average."""
+        self._results: list[torch.Tensor] = []
+        """Those of each result, with ``refuse_nonfinite``."""
 
     @property
-    def started(self) -> bool:
-        """Whether any collective was started."""
-        return bool(self._works)
+    def started(self) -> int:
+        """Number of collectives that were started."""
+        return len(self._works)
+
+    @property
+    def contributed_nonfinite(self) -> bool:
+        """Whether this group contributed a NaN or an infinity. Waits for the device."""
+        return _any_nonfinite(self._contributed)
+
+    @property
+    def received_nonfinite(self) -> bool:
+        """Whether a result has one, after ``finish``; False without ``refuse_nonfinite``."""
+        return _any_nonfinite(self._results)
 
     def allreduce(
         self,
@@ -69,6 +89,9 @@ class Collectives:
                 )
             tensor.zero_()
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
+        summed = (whole.is_floating_point() or whole.is_complex()) and reduce_op in (ReduceOp.AVG, ReduceOp.SUM)
+        if summed and contributes:
+            self._contributed += _extremes(whole)
         scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
         if scale is not None and whole.dtype is torch.float16:
             whole.mul_(scale)
@@ -85,6 +108,8 @@ class Collectives:
         def finish() -> None:
             if scale is not None:
                 whole.mul_(scale)
+            if summed and context.refuse_nonfinite:
+                self._results.extend(_extremes(whole))
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -118,3 +143,15 @@ class Collectives:
         """Wait for all collectives and ignore their results."""
         for work in self._works:
             work.wait()
+
+
+def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the smallest and the largest element, or two NaNs if one of the elements is a NaN."""
+    if not tensor.numel():
+        return ()
+    values = tensor.detach()
+    return tuple(torch.aminmax(torch.view_as_real(values) if values.is_complex() else values))
+
+
+def _any_nonfinite(values: list[torch.Tensor]) -> bool:
+    return not all(math.isfinite(one.item()) for one in values)

@@ -23,7 +23,7 @@ from keepstep.step.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
-from keepstep_mesh.protocol.membership import StateRoot
+from keepstep_mesh.protocol.membership import StateRoot, StepReport
 
 
 @dataclass(slots=True)
@@ -52,6 +52,10 @@ class StepContext:
     """The parameters and buckets of this rank, one line each."""
     layout_digest: str = ""
     """Digest of ``job_settings`` and ``layout``; empty without a layout."""
+    refuse_nonfinite: bool = False
+    """Vote no if a result of the step has a NaN or an infinity."""
+    last_step: StepReport | None = None
+    """Report of this rank on its last step, for the next request."""
     root: StateRoot | None = None
     """The root digest to send with the next request, because the lighthouse asked for it."""
     leaving: str = ""
@@ -83,6 +87,7 @@ class StepContext:
             batches_committed=progress.batches_committed,
             allow_heal=allow_heal,
             settings=self.job_settings,
+            last_step=self.last_step,
         )
 
     def add_layout(self, lines: list[str]) -> None:

@@ -68,7 +68,15 @@ class StepTelemetry:
             self._sender.record(StateRecord(t=time.time(), state=state))
 
     def step(
-        self, times: StepTimes, step: int, quorum_id: int, participants: int, *, committed: bool, reason: str = ""
+        self,
+        times: StepTimes,
+        step: int,
+        quorum_id: int,
+        participants: int,
+        *,
+        committed: bool,
+        reason: str = "",
+        nonfinite: bool = False,
     ) -> None:
         """Record the end of a step. ``step``: number of committed steps after it."""
         now, before = time.monotonic(), times.began if self._ended is None else self._ended
@@ -91,6 +99,7 @@ class StepTelemetry:
                 heal_seconds=times.heal_seconds,
                 busy_seconds=busy,
                 values=values,
+                nonfinite=nonfinite,
             )
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import Lineage, Quorum, StateRoot
+from keepstep_mesh.protocol.membership import Lineage, Quorum, StateRoot, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class RankAsk:
     """As in ``QuorumRequest``."""
     settings: str = ""
     """As in ``QuorumRequest``, but sent with every request."""
+    last_step: StepReport | None = None
+    """As in ``QuorumRequest``, of this rank."""
 
 
 @dataclass(frozen=True, slots=True)

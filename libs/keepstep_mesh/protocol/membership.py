@@ -58,6 +58,25 @@ class StateRoot:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """Report of a group on a step, sent with its next request."""
+
+    quorum_id: int
+    step: int
+    """Of the reference state at the begin of the step."""
+    committed: bool
+    collectives: int
+    """Number of collectives that the group began, over all its ranks. If ``committed``, all of them succeeded."""
+    nonfinite: bool = False
+    """The group contributed a NaN or an infinity."""
+
+    @property
+    def step_after(self) -> int:
+        """Committed steps of the group after this one."""
+        return self.step + self.committed
+
+
+@dataclass(frozen=True, slots=True)
 class HeldAnswer:
     """The answer of the step in progress: received, and the step has neither committed nor failed yet."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, StateRoot
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, Member, MemberInfo, StateRoot, StepReport
 
 PROTOCOL_VERSION = 2
 """Version of this build. Version 2 added ``Timing`` and ``Services``, which are sent to workers of version 2 only."""
@@ -69,6 +69,8 @@ class QuorumRequest:
     """False: no group may heal in this round."""
     settings: str = ""
     """Settings that all groups must share, one line ``name value`` each; sent with ``info``. Empty: unknown."""
+    last_step: StepReport | None = None
+    """The group's last step under a quorum. None: no step yet, or it was abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class Denied:
     kind: ClassVar[str] = "denied"
     request: int
     code: str
-    """``deadline`` or ``layout``; a worker treats any other code as a failure of the request."""
+    """``deadline``, ``layout`` or ``collectives``; a worker treats any other code as a failure of the request."""
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""

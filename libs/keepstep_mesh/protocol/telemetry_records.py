@@ -160,6 +160,8 @@ class StepRecord:
     """The group's own work, until its last collective began; None: unknown."""
     values: Annotated[dict[str, float], _values] = field(default_factory=dict)
     """Recorded by the training script, such as ``loss``."""
+    nonfinite: bool = False
+    """The group contributed a NaN or an infinity to an average of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from keepstep_mesh.errors import (
     AuthError,
     Banned,
+    CollectivesMismatch,
     KeepstepError,
     LayoutMismatch,
     ProtocolError,
@@ -64,4 +65,6 @@ def of_request(denied: Denied) -> Exception:
         return TimeoutError(denied.reason)
     if denied.code == "layout":
         return LayoutMismatch(denied.reason, denied.peer_address)
+    if denied.code == "collectives":
+        return CollectivesMismatch(denied.reason)
     return KeepstepError(f"the quorum request was denied ({denied.code}): {denied.reason}")

@@ -187,6 +187,7 @@ class SessionCore:
             batches_committed=request.batches_committed,
             allow_heal=request.allow_heal,
             settings="" if known else request.settings,
+            last_step=request.last_step,
         )
 
     def withdraw(self, number: int) -> bool:

@@ -15,7 +15,7 @@ from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.serving.process_metrics import registry_of
 
-FROM_ZERO = ("lost", "heal_failed", "heal_given_up", "replicas_differ")
+FROM_ZERO = ("lost", "heal_failed", "heal_given_up", "replicas_differ", "nonfinite", "collectives_differ")
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
 """Number of jobs without sessions that get series of their own; the most recently used ones."""
@@ -84,6 +84,9 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         "keepstep_step_seconds", "from a group's quorum to its next request, committed or not", labels=["job"]
     )
     of_groups = CounterMetricFamily("keepstep_group_steps", "steps of groups, by outcome", labels=["job", "outcome"])
+    nonfinite = CounterMetricFamily(
+        "keepstep_nonfinite_steps", "steps of groups that contributed a NaN or an infinity", labels=["job"]
+    )
     healed = CounterMetricFamily("keepstep_healed_bytes", "bytes received by groups that healed", labels=["job"])
     heal_seconds = HistogramMetricFamily("keepstep_heal_seconds", "duration of a heal that succeeded", labels=["job"])
     gaps = HistogramMetricFamily(
@@ -102,6 +105,7 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
         step_seconds.add_metric([name], tally.steps.buckets, tally.steps.seconds)
         of_groups.add_metric([name, "committed"], tally.committed)
         of_groups.add_metric([name, "discarded"], tally.discarded)
+        nonfinite.add_metric([name], tally.nonfinite)
         healed.add_metric([name], job.healed_bytes)
         heal_seconds.add_metric([name], job.heals.buckets, job.heals.seconds)
         gaps.add_metric([name], job.commit_gaps.buckets, job.commit_gaps.seconds)
@@ -110,8 +114,8 @@ def _of_jobs(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
             groups.add_metric([name, state.value], states[state])
         for replica in {one.name: one for one in replicas if one.state not in UNCOUNTED}.values():  # a name once
             group_step.add_metric([name, replica.name], replica.step)
-    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, healed, heal_seconds, gaps)
-    yield from (groups, group_step)
+    yield from (quorum_id, members, step, rounds, waits, steps, step_seconds, of_groups, nonfinite, healed)
+    yield from (heal_seconds, gaps, groups, group_step)
 
 
 def registry(lighthouse: LighthouseNode) -> CollectorRegistry:

@@ -27,7 +27,7 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from keepstep_lighthouse.quorum.events import Announce
-from keepstep_mesh.protocol.membership import Lineage, MemberInfo
+from keepstep_mesh.protocol.membership import Lineage, MemberInfo, StepReport
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest
 
 
@@ -153,6 +153,8 @@ class Group:
     """From its last answer to its next request."""
     committed: int = 0
     """Steps, each from an answer of this lighthouse to the next request."""
+    last_step: StepReport | None = None
+    """Its last report of a step."""
 
     def apply(self, action: Action) -> None:
         """Move to the next state. Data of the state is the caller's task."""

@@ -49,6 +49,8 @@ class Tally:
     discarded: int = 0
     steps: DurationCounts = field(default_factory=DurationCounts)
     """These steps."""
+    nonfinite: int = 0
+    """Steps of groups that contributed a NaN or an infinity."""
 
 
 class Groups:

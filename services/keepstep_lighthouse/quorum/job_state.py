@@ -11,6 +11,7 @@ from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.quorum.rounds import Round
+from keepstep_lighthouse.quorum.rules.step_reports import StepReports
 from keepstep_lighthouse.quorum.takeover import Takeover
 from keepstep_lighthouse.quorum.views import Gone
 from keepstep_mesh.protocol.lineage import is_torn
@@ -28,6 +29,7 @@ class JobState:
         self.round = Round()
         self.takeover = Takeover()
         self.announcer = Announcer()
+        self.reports = StepReports()
         self.settings = self.layout = ""
         """The job's, as last compared."""
         self.active_since = now_unix

@@ -38,6 +38,7 @@ from keepstep_lighthouse.quorum.changes import (
     job_end,
     membership,
     orders,
+    reports,
     requests,
     stragglers,
 )
@@ -210,6 +211,8 @@ class JobCore:
         record = state.record
         until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code in ANNOUNCING and reports.end_minority(state):
+            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge(self._groups, len(state.record.members), state.record.policy, None, now)

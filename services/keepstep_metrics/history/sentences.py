@@ -47,6 +47,11 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{detail.get('by')} readmitted {name}"
         case "replica_diverged":
             return f"{name} diverged: its weights differ from the others at step {detail.get('step')}"
+        case "nonfinite":
+            where = "in" if detail.get("committed") else "after"  # a step that was not committed has no number
+            return f"{name} contributed a NaN or an infinity {where} step {detail.get('step')}"
+        case "collectives_differ":
+            return reason
         case "job_deleted" if detail.get("by") == "job_ttl":
             return f"the job expired, unused for {_number(detail.get('idle_seconds')):.0f} s"
         case "job_deleted":

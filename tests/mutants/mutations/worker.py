@@ -21,8 +21,8 @@ MUTATIONS = (
     Mutation(
         "a trainer does not send its settings",
         "libs/keepstep/step/context.py",
-        "            settings=self.job_settings,\n        )\n",
-        "        )\n",
+        "            settings=self.job_settings,\n            last_step",
+        "            last_step",
         Test(
             "tests/services/manager/agreement/test_agreement.py::"
             "test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_go_on_equal[init_sync]"

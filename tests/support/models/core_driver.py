@@ -34,7 +34,7 @@ from keepstep_lighthouse.quorum.events import (
 )
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_lighthouse.quorum.views import ReplicaState
-from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot
+from keepstep_mesh.protocol.membership import HeldAnswer, Lineage, MemberInfo, StateRoot, StepReport
 from keepstep_mesh.protocol.messages import Healing, QuorumRequest, ToWorker
 
 BEAT_SECONDS = 0.5
@@ -114,6 +114,7 @@ class Driver:
         root: StateRoot | None = None,
         allow_heal: bool = True,
         settings: str | None = None,
+        last_step: StepReport | None = None,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -124,6 +125,7 @@ class Driver:
             *(number, step, lineage, shrink, failures, limit, info, root),
             allow_heal=allow_heal,
             settings=settings or "",
+            last_step=last_step,
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

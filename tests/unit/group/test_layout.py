@@ -13,7 +13,7 @@ DYNAMIC, SPARES = WorldSizeMode.DYNAMIC, WorldSizeMode.FIXED_WITH_SPARES
 
 def settings(**changes: object) -> str:
     usual = {"use_async_quorum": True, "world_size_mode": DYNAMIC, "min_replica_size": 1, "init_sync": True}
-    return group_settings(**{**usual, **changes})  # type: ignore[arg-type]
+    return group_settings(**{**usual, "refuse_nonfinite": False, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ def settings(**changes: object) -> str:
         {"use_async_quorum": False},
         {"world_size_mode": SPARES},
         {"init_sync": False},
+        {"refuse_nonfinite": True},
     ],
 )
 def test_every_setting_that_decides_the_arithmetic_tells_groups_apart(changes):

@@ -114,6 +114,7 @@ def _forget(state: JobState, group: Group, reason: str, now: float) -> None:
     heals.end(state, group, reason)
     state.gone.add(gone_view(group, state.groups, state.record, now, reason), now)
     state.groups.remove(group)
+    state.reports.forget(group.replica_id)
     state.takeover.is_gone(group)
     if group.member:
         state.round.reports.add(group.replica_id)

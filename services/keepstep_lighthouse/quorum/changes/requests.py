@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, departures, heals
+from keepstep_lighthouse.quorum.changes import agreements, departures, heals, reports
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.messages import QuorumRequest
@@ -20,6 +20,7 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
                 state.announcer.info_changed()
     if request.request < group.highest_request:
         return
+    reports.note(state, group, request.last_step)
     last, session = state.announcer.last, group.session
     current = last is not None and last.quorum_id == state.record.quorum_id and not state.round.broken
     answer = group.answer if current and group.answer is not None and group.answer.announce is last else None

@@ -207,3 +207,8 @@ def test_a_scaler_that_does_not_pass_itself_is_a_clear_error(lighthouse):
         t.scaler = Scaler("cpu")
         with pytest.raises(RuntimeError, match="does not pass itself"):
             t.step(torch.ones(1, 4))
+
+
+def test_a_scaler_and_a_manager_that_refuses_infinities_exclude_each_other(lighthouse):
+    with trainer(lighthouse, "a", refuse_nonfinite=True) as one, pytest.raises(ValueError, match="use one of the two"):
+        one.step(torch.ones(1, 4))

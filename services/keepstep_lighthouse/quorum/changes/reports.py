@@ -1,0 +1,69 @@
+"""React to the reports of groups about their last steps. Pure.
+
+Groups that began different numbers of collectives in one step can never commit a step together. The smaller side ends,
+because one group's script is more likely to be wrong than all others; both sides end if they are equally large.
+"""
+
+from __future__ import annotations
+
+from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rules.reasons import named
+from keepstep_lighthouse.quorum.rules.step_reports import Mismatch
+from keepstep_mesh.protocol.membership import Data, StepReport
+from keepstep_mesh.protocol.messages import Denied
+
+
+def note(state: JobState, group: Group, report: StepReport | None) -> None:
+    """Note the report of a request. A request that is sent again has the report of the one before."""
+    if report is None or report == group.last_step:
+        return
+    before, group.last_step = group.last_step, report
+    state.reports.add(group.replica_id, report)
+    if not report.nonfinite:
+        return
+    state.groups.tally.nonfinite += 1
+    if state.reports.is_first_nonfinite(report) and not (before is not None and before.nonfinite):
+        state.log("nonfinite", group.replica_id, step=report.step_after, committed=report.committed)
+
+
+def end_minority(state: JobState) -> bool:
+    """Deny the requests of groups whose number of collectives differs. Return whether any group differs."""
+    mismatch = state.reports.take_mismatch()
+    if mismatch is None:
+        return False
+    asking = state.groups.all_asking()
+    fewer = [group for group in asking if _completed(group, mismatch)]
+    more = [group for group in asking if group.replica_id in mismatch.began]
+    lead = mismatch.completed.groups - len(mismatch.began)
+    ends = (more if lead > 0 else fewer) if lead else [*fewer, *more]
+    sentence = _sentence(mismatch)
+    facts: dict[str, Data] = {
+        "step": mismatch.step,
+        "completed": mismatch.completed.collectives,
+        "completed_by": [group.replica_id for group in fewer] or [mismatch.completed.first],
+        "began": dict(mismatch.began),
+        "ended": sorted(group.replica_id for group in ends),
+    }
+    state.log("collectives_differ", "", **facts, reason=sentence)
+    for group in ends:
+        if group.request is not None and group.session is not None:
+            state.tell(group.session, Denied(group.request.request, "collectives", sentence))
+        state.groups.withdraw(group)
+    return True
+
+
+def _completed(group: Group, mismatch: Mismatch) -> bool:
+    report = group.last_step
+    key = mismatch.quorum_id, mismatch.step
+    return report is not None and report.committed and (report.quorum_id, report.step) == key
+
+
+def _sentence(mismatch: Mismatch) -> str:
+    completed, began = mismatch.completed, mismatch.began
+    others = f" and {completed.groups - 1} more" if completed.groups > 1 else ""
+    return (
+        f"the groups began different numbers of collectives in the step after step {mismatch.step}: "
+        f"{completed.first}{others} completed it with {completed.collectives}, {named(sorted(began))} began "
+        f"{max(began.values())}; call manager.allreduce equally often in all groups"
+    )

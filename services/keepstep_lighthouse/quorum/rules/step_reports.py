@@ -1,0 +1,97 @@
+"""Compare what groups report about their last steps. Pure.
+
+**Collectives.** A collective needs every group of its quorum. A group that began more collectives in a step than
+another group completed therefore waits for a collective that never comes, and its step fails after the timeout. Fewer
+collectives prove nothing: a step that fails early ends before the others.
+
+**Contributions that are not finite.** A NaN in one group makes the average NaN in all groups, so all of them contribute
+NaNs from the next step on. Only the groups with the first one are named.
+
+Reports are not stored. A lighthouse that takes over forgets them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from keepstep_mesh.protocol.membership import StepReport
+
+REMEMBERED_STEPS = 256
+"""Steps whose number of collectives is remembered for groups that report late."""
+
+
+@dataclass(slots=True)
+class Completed:
+    """Groups that committed a step, all with the same number of collectives."""
+
+    collectives: int
+    groups: int
+    first: str
+    """replica_id of the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Groups that began different numbers of collectives in one step."""
+
+    quorum_id: int
+    step: int
+    completed: Completed
+    began: dict[str, int]
+    """Collectives of each group that began more of them, by replica_id."""
+
+
+class StepReports:
+    """The last reports of all groups of a job."""
+
+    def __init__(self) -> None:
+        self._completed: OrderedDict[tuple[int, int], Completed] = OrderedDict()
+        """By (quorum_id, step)."""
+        self._failed: dict[str, StepReport] = {}
+        """The report of each group whose last step failed."""
+        self._poisoned = (-1, -1)
+        """The first and the last of the steps in a row whose weights follow from an average that was not finite."""
+
+    def add(self, replica_id: str, report: StepReport) -> None:
+        """Note a new report of a group."""
+        if not report.committed:
+            self._failed[replica_id] = report
+            return
+        self._failed.pop(replica_id, None)
+        key = report.quorum_id, report.step
+        known = self._completed.get(key)
+        if known is None:
+            self._completed[key] = Completed(report.collectives, 1, replica_id)
+            if len(self._completed) > REMEMBERED_STEPS:
+                self._completed.popitem(last=False)
+        elif known.collectives == report.collectives:
+            known.groups += 1
+
+    def forget(self, replica_id: str) -> None:
+        """The group is gone."""
+        self._failed.pop(replica_id, None)
+
+    def take_mismatch(self) -> Mismatch | None:
+        """Return the first mismatch and forget it; None: all groups agree as far as known."""
+        for report in self._failed.values():
+            key = report.quorum_id, report.step
+            completed = self._completed.get(key)
+            if completed is not None and report.collectives > completed.collectives:
+                began = {
+                    replica_id: one.collectives
+                    for replica_id, one in self._failed.items()
+                    if (one.quorum_id, one.step) == key and one.collectives > completed.collectives
+                }
+                for replica_id in began:
+                    del self._failed[replica_id]
+                return Mismatch(report.quorum_id, report.step, completed, began)
+        return None
+
+    def is_first_nonfinite(self, report: StepReport) -> bool:
+        """Note a contribution that was not finite. Return False if it follows from one in an earlier step."""
+        first, last = self._poisoned
+        follows = first <= report.step <= last
+        if report.committed and not first <= report.step_after <= last:
+            self._poisoned = (first if follows else report.step_after), report.step_after
+        return not follows

@@ -1,0 +1,121 @@
+"""The reactions of the lighthouse to the reports of groups about their last steps."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from keepstep_lighthouse.quorum.events import Decision, Tell
+from keepstep_mesh.protocol.membership import StepReport
+from keepstep_mesh.protocol.messages import Denied
+from tests.support.models.core_driver import Driver, announced, announces, members
+
+
+def running(*replica_ids: str) -> tuple[Driver, int]:
+    """A job whose groups are in step 1 under the returned quorum."""
+    driver = Driver(min_replicas=1)
+    return driver, driver.start(*replica_ids).quorum_id
+
+
+def denials(decisions: list[Decision], driver: Driver) -> dict[str, str]:
+    told = [one for one in decisions if isinstance(one, Tell) and isinstance(one.message, Denied)]
+    return {driver.replica_of[session]: one.message.code for one in told for session in one.to}
+
+
+def ask_all(driver: Driver, quorum_id: int, collectives: dict[str, int]) -> list[Decision]:
+    """All groups end the step: those with the fewest collectives committed it."""
+    decisions: list[Decision] = []
+    for replica_id, number in collectives.items():
+        committed = number == min(collectives.values())
+        report = StepReport(quorum_id, 0, committed, number)
+        decisions += driver.asks(replica_id, int(committed), failures=0 if committed else 1, last_step=report)
+    return decisions
+
+
+@pytest.mark.parametrize(
+    ("collectives", "ended"),
+    [
+        ({"r0": 4, "r1": 4, "r2": 5}, {"r2"}),
+        ({"r0": 5, "r1": 5, "r2": 4}, {"r2"}),
+        ({"r0": 4, "r1": 5}, {"r0", "r1"}),
+        ({"r0": 4, "r1": 4}, set()),
+    ],
+)
+def test_the_smaller_side_of_groups_with_different_numbers_of_collectives_ends(collectives, ended):
+    for order in permutations(collectives):
+        driver, quorum_id = running(*collectives)
+        decisions = ask_all(driver, quorum_id, {name: collectives[name] for name in order})
+        assert denials(decisions, driver) == dict.fromkeys(ended, "collectives"), order
+        events = [entry for entry in driver.log if entry.kind == "collectives_differ"]
+        assert [set(entry.detail["ended"]) for entry in events] == ([ended] if ended else [])  # type: ignore[call-overload]
+        if ended:
+            reason = str(events[0].detail["reason"])
+            assert all(f"{name}" in reason for name in ended)
+            assert "completed it with 4" in reason
+            assert "began 5" in reason
+        else:
+            assert announces(decisions)
+
+
+def test_the_others_go_on_as_soon_as_the_group_that_differed_has_left():
+    driver, quorum_id = running("r0", "r1", "r2")
+    ask_all(driver, quorum_id, {"r0": 4, "r1": 4, "r2": 5})
+    decisions = driver.leaves("r2")
+    assert members(announced(decisions)) == ["r0", "r1"]
+
+
+def test_a_group_that_reports_after_the_next_quorum_is_still_compared():
+    driver, quorum_id = running("r0", "r1", "r2")
+    for name in ("r0", "r1"):
+        driver.asks(name, 1, last_step=StepReport(quorum_id, 0, True, 4))
+    driver.passes(driver.record.policy.join_timeout + 1)
+    assert driver.record.members == ("r0", "r1")
+    driver.asks("r2", 0, failures=1, last_step=StepReport(quorum_id, 0, False, 5))
+    decisions = driver.asks("r0", 2, last_step=StepReport(quorum_id + 1, 1, True, 4))
+    decisions += driver.asks("r1", 2, last_step=StepReport(quorum_id + 1, 1, True, 4))
+    assert denials(decisions, driver) == {"r2": "collectives"}
+
+
+@pytest.mark.parametrize("began", [0, 3, 4])
+def test_a_step_that_failed_with_no_more_collectives_proves_nothing(began):
+    driver, quorum_id = running("r0", "r1")
+    driver.asks("r0", 1, last_step=StepReport(quorum_id, 0, True, 4))
+    decisions = driver.asks("r1", 0, failures=1, last_step=StepReport(quorum_id, 0, False, began))
+    assert denials(decisions, driver) == {}
+    assert announces(decisions)
+
+
+def nonfinite(driver: Driver) -> list[tuple[str, object]]:
+    return [(entry.replica_id, entry.detail["step"]) for entry in driver.log if entry.kind == "nonfinite"]
+
+
+def test_only_the_group_with_the_first_nan_is_named_and_every_contribution_is_counted():
+    driver, quorum_id = running("r0", "r1", "r2")
+    for step in range(1, 5):  # r1 contributes a NaN in step 2; all groups do from step 3 on
+        for name in ("r0", "r2", "r1"):
+            bad = step > 2 or (name, step) == ("r1", 2)
+            driver.asks(name, step, last_step=StepReport(quorum_id, step - 1, True, 4, bad))
+    assert nonfinite(driver) == [("r1", 2)]
+    assert driver.core.tally.nonfinite == 1 + 3 + 3
+
+
+def test_a_nan_after_finite_steps_is_named_again():
+    driver, quorum_id = running("r0", "r1")
+    for step, bad in ((1, True), (2, False), (3, True)):  # as the overflows of a GradScaler, which skips the step
+        driver.asks("r0", step, last_step=StepReport(quorum_id, step - 1, True, 4, bad))
+        driver.asks("r1", step, last_step=StepReport(quorum_id, step - 1, True, 4))
+    assert nonfinite(driver) == [("r0", 1), ("r0", 3)]
+
+
+def test_a_refused_nan_is_named_once_for_all_its_retries_and_once_for_each_request():
+    driver, quorum_id = running("r0", "r1")
+    for attempt in range(1, 4):
+        for name in ("r0", "r1"):
+            report = StepReport(quorum_id + attempt - 1, 0, False, 4, name == "r0")
+            driver.asks(name, 0, failures=attempt, last_step=report)
+    assert nonfinite(driver) == [("r0", 0)]
+    driver.asks("r0", 0, failures=4, last_step=StepReport(quorum_id + 3, 0, False, 4))
+    driver.asks("r1", 0, failures=4, last_step=StepReport(quorum_id + 3, 0, False, 4, True))
+    driver.asks("r1", 0, failures=4, last_step=StepReport(quorum_id + 3, 0, False, 4, True))
+    assert nonfinite(driver) == [("r0", 0), ("r1", 0)]
