@@ -10,7 +10,7 @@ from torch import nn
 from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from keepstep_mesh.errors import Drained
 
-STEPS, SAVE_EVERY, BATCH = int(os.environ.get("STEPS", "300")), 100, 32
+STEPS, SAVE_EVERY, KEEP, BATCH = int(os.environ.get("STEPS", "300")), 100, 3, 32
 folder = Path(os.environ.get("CHECKPOINTS", "checkpoints"))  # a folder that all groups share
 group = os.environ.get("REPLICA_GROUP_ID", "0")
 
@@ -36,6 +36,8 @@ def save() -> None:
         unfinished = folder / f"{path.name}.of-{group}"
         torch.save({name: part.state_dict() for name, part in parts.items()}, unfinished)
         unfinished.rename(path)  # a reader sees all of the file or nothing
+        for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
+            old.unlink(missing_ok=True)
 
 
 def next_batch() -> tuple[int, torch.Tensor]:

@@ -22,9 +22,6 @@ model = torch.nn.Linear(4, 1)
 adamw = torch.optim.AdamW(model.parameters())
 loss_fn = torch.nn.functional.mse_loss
 batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(50)]
-def load(state):
-    model.load_state_dict(state["model"])
-    adamw.load_state_dict(state["optim"])
 """
 AFTER = """
 print("after", manager.current_step(), "weights", model.weight.tolist())

@@ -67,14 +67,15 @@ async def test_after_a_kill_and_after_sigterm_every_batch_is_trained_on_once(tmp
         steps = [event["step"] for group in (a, b) for event in group.lines if event["event"] == "finished"]
         saved = sorted((tmp_path / "saved").iterdir())
         assert saved[-1].name == f"step-{max(steps):09}.pt", "saved at the SIGTERM"
-        assert saved[0].name == "step-000000100.pt", "and by one group in between"
+        assert saved[0].name.endswith("00.pt"), "and by one group in between"
+        assert len(saved) <= 3 + len(steps), "old files are removed"
         assert not [path for path in saved if path.suffix != ".pt"]
 
         # all groups resume at that step
         for group in (a, b):
             await job.start(group.name, **variables, STEPS=str(max(steps) + 20))
         assert [await group.exit_codes() for group in (a, b)] == [[0], [0]], job.report()
-        assert [int(m[1]) for group in (a, b) for m in printed(group, "resumed at step (\\d+)")] == [max(steps)] * 2
+        assert [int(printed(group, "resumed at step (\\d+)")[-1][1]) for group in (a, b)] == [max(steps)] * 2
         ends = [finished(group)["checkpoints"] for group in (a, b)]
         assert ends[0]["digest"] == ends[1]["digest"]
         batches = [int(m[1]) for group in (a, b) for m in printed(group, "step \\d+ batch (\\d+)")]
