@@ -134,7 +134,7 @@ class SqliteStore(MemoryStore):
     def _connect(self) -> list[Row]:
         connection: sqlite3.Connection | None = None
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(self._path.parent)
             connection = sqlite3.connect(self._path, timeout=STORE_LOCK_SECONDS, isolation_level=None)
             # Exclusive before WAL: SQLite then needs no shared memory file, and no other process can open the file.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -192,3 +192,10 @@ class SqliteStore(MemoryStore):
         if code == sqlite3.SQLITE_NOTADB:
             return "it is not a keepstep store; give another path"
         return str(error)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create ``folder`` in a folder that exists. A mistake in the path must not create a tree of folders."""
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"folder {folder.parent} not found; correct the path, or create the folder first")
+    folder.mkdir(exist_ok=True)

@@ -288,6 +288,12 @@ async def test_a_path_that_cannot_be_is_refused(tmp_path: Path):
         await open_store(f"sqlite://{tmp_path}/file/x.db")
 
 
+async def test_a_mistake_in_the_path_creates_no_folders(tmp_path: Path):
+    with pytest.raises(StoreError, match=r"folder .*tpyo not found; correct the path"):
+        await open_store(f"sqlite://{tmp_path}/tpyo/state/x.db")
+    assert list(tmp_path.iterdir()) == []
+
+
 WRITER = """
 import asyncio, sys
 from keepstep_lighthouse.store.opening import open_store
