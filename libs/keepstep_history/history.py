@@ -22,7 +22,7 @@ from typing import Any
 from keepstep_history.jobs import Facts, JobHistory
 from keepstep_history.logs import EventLogCheck
 from keepstep_history.records import EventRecord, Place, Record, StepRecord
-from keepstep_history.rules import RULES, Violation, Violations
+from keepstep_history.rules import RULES, Rule, Violation, Violations
 
 
 @dataclass(slots=True)
@@ -44,6 +44,12 @@ class Report:
     def fine(self) -> bool:
         return not self.violations
 
+    @property
+    def checked(self) -> list[Rule]:
+        """The rules for which the logs suffice."""
+        read = {"event log": self.event_logs, "step log": self.step_logs, "": 1}
+        return [rule for rule in RULES.values() if read[rule.needs]]
+
     def json(self) -> dict[str, Any]:
         return {
             "fine": self.fine,
@@ -55,7 +61,7 @@ class Report:
             "epochs": self.epochs,
             "jobs": {name: asdict(job) for name, job in self.jobs.items()},
             "not_covered": self.not_covered,
-            "checked": {rule.name: rule.holds for rule in RULES.values()},
+            "checked": {rule.name: rule.holds for rule in self.checked},
         }
 
 
@@ -144,11 +150,16 @@ class History:
         event_logs, step_logs = bool(self._event_logs), any(job.processes for job in self._jobs.values())
         missing = []
         if not event_logs:
-            missing.append("no event log of a lighthouse: start it with --event-log FILE")
+            missing.append(_missing("event log", "of a lighthouse: start it with --event-log FILE"))
         if not step_logs:
-            missing.append("no step log of a trainer: start it with KEEPSTEP_STEP_LOG=FILE")
+            missing.append(_missing("step log", "of a trainer: start it with KEEPSTEP_STEP_LOG=FILE"))
         missing += [f"{log.name} begins in the middle" for log in self._event_logs.values() if log.headless]
         missing += [f"{place} is cut off in the middle, as a kill leaves it" for place in self._cut_off]
         for job in self._jobs.values():
             missing += job.not_covered(event_logs=event_logs, step_logs=step_logs)
         return missing
+
+
+def _missing(kind: str, advice: str) -> str:
+    unchecked = ", ".join(rule.name for rule in RULES.values() if rule.needs == kind)
+    return f"no {kind} {advice}. Not checked without it: {unchecked}"

@@ -18,6 +18,8 @@ class Rule:
     holds: str
     meaning: str
     """Consequence of a violation."""
+    needs: str = ""
+    """Kind of log without which the rule cannot be checked: ``event log``, ``step log``; empty: either will do."""
 
 
 _LOST_STORE = "two lighthouses led at once, or the store lost data (as memory:// and a restored backup do)"
@@ -30,7 +32,7 @@ RULES = {
             "a quorum_id stands for one list of members, at every lighthouse and every group",
             "groups had different lists of members, so gradients were averaged over different groups: " + _LOST_STORE,
         ),
-        Rule("one_owner", "an epoch is the term of one lighthouse", _LOST_STORE),
+        Rule("one_owner", "an epoch is the term of one lighthouse", _LOST_STORE, "event log"),
         Rule(
             "epoch_order",
             "epochs never fall within the log of one lighthouse or one process",
@@ -45,36 +47,43 @@ RULES = {
             "old_epoch",
             "no lighthouse acts on a quorum under an epoch below the one that formed it or an earlier quorum",
             "a replaced lighthouse still decided, and groups may have followed it",
+            "event log",
         ),
         Rule(
             "one_quorum",
             "a step commits under one quorum; under a later one again if no member has it, or after a resume",
             "committed work of a live group was lost, or applied twice",
+            "step log",
         ),
         Rule(
             "one_answer",
             "all groups that commit a step of a quorum count the same participants, under one leader",
             "groups divided the average by different numbers: their weights differ",
+            "step log",
         ),
         Rule(
             "one_state",
             "all groups that commit a step of a quorum start from one state, which each had committed or healed to",
             "groups with different weights trained together: their weights stay different",
+            "step log",
         ),
         Rule(
             "step_order",
             "the committed steps of a process grow by one, unless it healed or loaded a checkpoint",
             "a step was skipped or counted twice: the weights are not those of the reported step",
+            "step log",
         ),
         Rule(
             "member",
             "a group acts only in quorums that contain it",
             "a group applied an average that it did not contribute to",
+            "step log",
         ),
         Rule(
             "evicted",
             "an evicted incarnation is in no later quorum and commits nothing under one",
             "an operator's order was lost or ignored",
+            "event log",
         ),
         Rule(
             "gap",

@@ -138,7 +138,17 @@ def test_other_files_of_a_folder_are_left_alone(logs: Path) -> None:
 def test_a_missing_log_is_named(logs: Path) -> None:
     said = check(logs / "steps")
     assert said.exit_code == 0
-    assert "no event log of a lighthouse: start it with --event-log FILE" in said.output
+    missing = "no event log of a lighthouse: start it with --event-log FILE. Not checked without it: one_owner"
+    assert missing in said.output
+
+
+def test_without_step_logs_the_rules_that_need_them_are_not_listed_as_checked(logs: Path) -> None:
+    (logs / "steps").rename(logs.parent / "elsewhere")
+    output = check(logs).output
+    assert "Not checked without it: one_quorum, one_answer, one_state, step_order, member" in output
+    checked = output.partition("checked:")[2].partition("not covered:")[0]
+    assert "one_owner" in checked
+    assert "one_state" not in checked
 
 
 @pytest.mark.parametrize("content", ['{"loss": 0.5}\n', "step 1\n", "\0\n"])
