@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from keepstep_cli.asking.units import ago_text, bytes_text, event_text, seconds_text
+
 STYLES = {
     "training": "green",
     "asking": "green",
@@ -55,12 +57,6 @@ def table_of(*columns: str, fold: Collection[str]) -> Table:
     return table
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
 def show_cluster(cluster: dict[str, Any]) -> None:
     for node in cluster["nodes"]:
         role = f"leads, epoch {node['epoch']}" if node["leads"] else node["trouble"] or "stands by"
@@ -97,8 +93,8 @@ def show_replicas(replicas: list[dict[str, Any]]) -> None:
             "yes" if one["member"] else "no",
             str(one["step"]),
             str(one["world_size"]),
-            "-" if one["heard_seconds_ago"] is None else f"{_seconds(one['heard_seconds_ago'])} ago",
-            _seconds(one["step_seconds"]),
+            ago_text(one["heard_seconds_ago"]),
+            seconds_text(one["step_seconds"]),
             f"{one['healed_bytes'] / one['heal_bytes']:.0%}" if one["heal_bytes"] else "-",
         )
     _print(table)
@@ -115,20 +111,16 @@ def show_facts(facts: dict[str, Any]) -> None:
     for name, value in facts.items():
         if name == "reason":
             text = value["sentence"] if value else "-"
-        elif name.endswith(("seconds", "seconds_ago")):
-            text = _seconds(value)
+        elif name.endswith("_ago"):
+            text = ago_text(value)
+        elif name.endswith("seconds"):
+            text = seconds_text(value)
+        elif name.endswith("bytes"):
+            text = bytes_text(value)
         else:
             text = str(value)
         table.add_row(name.replace("_", " "), escape(text))
     _print(table)
-
-
-def bytes_text(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
 
 
 def show_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
@@ -175,13 +167,13 @@ def show_ranks(ranks: list[dict[str, Any]]) -> None:
 def show_policy(policy: dict[str, Any]) -> None:
     table = table_of("limit", "value", fold={"value"})
     for name, value in policy.items():
-        number = _seconds(value) if name.endswith(("_timeout", "_grace", "_ttl")) else str(value)
+        number = seconds_text(value) if name.endswith(("_timeout", "_grace", "_ttl")) else str(value)
         table.add_row(name.replace("_", " "), "the heartbeat timeout" if value is None else number)
     _print(table)
 
 
 def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
-    age = "" if quorum["age_seconds"] is None else f", {_seconds(quorum['age_seconds'])} old"
+    age = "" if quorum["age_seconds"] is None else f", {seconds_text(quorum['age_seconds'])} old"
     _print(
         escape(
             f"job {quorum['job']}: quorum {quorum['quorum_id']} of epoch {quorum['epoch']}{age}, step {quorum['step']}"
@@ -196,9 +188,23 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
     _print(table)
     if explain:
         reason = quorum["reason"]
+        if (sentence := healthy_sentence(quorum)) is not None:
+            _print(sentence)
         _print(escape(f"{reason['code']}: {short(reason['sentence'])}"))
         for name, number in reason["numbers"].items():
             _print(escape(f"  {name.replace('_', ' ')}: {number:g}"))
+
+
+def healthy_sentence(quorum: dict[str, Any]) -> str | None:
+    """Return a sentence if no group of the job waits for longer than a step takes; None otherwise."""
+    code, members = quorum["reason"]["code"], len(quorum["members"])
+    trains = code in ("fast", "all_asking") or (code in ("stragglers", "majority") and quorum["asking"])
+    if not members or not trains or quorum["joiners"] or quorum["healthy"] != members:
+        return None
+    groups = "the only group trains" if members == 1 else f"all {members} groups train"
+    if code in ("fast", "all_asking"):
+        return f"healthy: {groups}, and no group waits"
+    return f"healthy, unless this stays: {groups}; the next quorum forms when all have finished the current step"
 
 
 def show_comparison(comparison: dict[str, Any]) -> None:
@@ -222,8 +228,15 @@ def show_comparison(comparison: dict[str, Any]) -> None:
 
 def show_event(event: dict[str, Any]) -> None:
     at = datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    detail = " ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in event["detail"].items()
-    )
-    line = f"{event['id']}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}"
+    detail = " ".join(f"{name}={_detail(name, value)}" for name, value in event["detail"].items())
+    line = f"{event_text(event['id'])}  {at}  {event['kind']:<18} {event['replica_id']}  {detail}"
     _print(escape(short(line).rstrip()))
+
+
+def _detail(name: str, value: Any) -> str:
+    """Return a value of an event, without a blank in numbers: ``4.1KiB``, ``20ms``."""
+    if name in ("bytes", "bytes_per_second") and isinstance(value, int | float):
+        return bytes_text(value).replace(" ", "") + ("/s" if name != "bytes" else "")
+    if name == "seconds" and isinstance(value, int | float):
+        return seconds_text(value).replace(" ", "")
+    return value if isinstance(value, str) else json.dumps(value)

@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 
 from keepstep_cli.asking.rest import FOLLOW_PATIENCE_SECONDS, Lighthouse
-from keepstep_cli.asking.tables import bytes_text, console, short, table_of
+from keepstep_cli.asking.tables import console, short, table_of
+from keepstep_cli.asking.units import bytes_text, seconds_text
 from keepstep_cli.errors import Refused
 
 REFRESH_SECONDS = 1.0
@@ -149,13 +150,6 @@ def _table(names: tuple[str, ...], rows: list[tuple[Any, ...]], *, bars: bool) -
         done, total = one["bytes_done"], one["bytes_total"]
         bar = [ProgressBar(total, done, width=BAR_WIDTH) if total else ""] if bars else []
         share = f"{done / total:.0%} of {bytes_text(total)}" if total else bytes_text(done)
-        rate, left = f"{bytes_text(one['bytes_per_second'])}/s", _time_text(one["seconds_left"])
+        rate, left = f"{bytes_text(one['bytes_per_second'])}/s", seconds_text(one["seconds_left"])
         table.add_row(*map(escape, cells), *bar, share, rate, left)
     return table
-
-
-def _time_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -17,13 +17,15 @@ from keepstep_cli.asking.known_names import job_names, refused_names, replica_na
 from keepstep_cli.asking.options import Named, Seconds
 from keepstep_cli.asking.policy_options import policy_change
 from keepstep_cli.asking.rest import run
+from keepstep_cli.asking.units import EventNumber
+from keepstep_cli.errors import Refused
 
 COMPARED = ("replicas_verified", "replicas_differ")
 """Kinds of events that report the result of a comparison."""
 
 
 def _replica_argument(complete: Any = replica_names) -> Callable[[Any], Any]:
-    return click.argument("replica", type=Named(), shell_complete=complete)
+    return click.argument("replicas", type=Named(), nargs=-1, required=True, shell_complete=complete)
 
 
 def _link_to(link: JobLink, name: str | None) -> JobLink:
@@ -66,18 +68,19 @@ def replicas(link: JobLink) -> None:
     tables.show_replicas(answer["replicas"])
 
 
-@click.command(short_help="Show everything about one replica group.")
+@click.command(short_help="Show everything about replica groups.")
 @with_lighthouse
 @_replica_argument()
-def inspect(link: JobLink, replica: str) -> None:
-    """Show everything about one replica group. REPLICA is a name or an incarnation (name:uuid)."""
-    answer = link.get("replicas", replica)
+def inspect(link: JobLink, replicas: tuple[str, ...]) -> None:
+    """Show everything about replica groups. REPLICAS are names or incarnations (name:uuid)."""
+    answers = [link.get("replicas", replica) for replica in replicas]
     if link.as_json:
-        show_json(answer)
+        show_json(answers if len(answers) > 1 else answers[0])
         return
     from keepstep_cli.asking import tables
 
-    tables.show_facts(answer)
+    for answer in answers:
+        tables.show_facts(answer)
 
 
 @click.command()
@@ -97,7 +100,12 @@ def quorum(link: JobLink, *, explain: bool) -> None:
 @click.command()
 @with_lighthouse
 @click.option("--follow", "-f", is_flag=True, help="Show new events as they happen.")
-@click.option("--after", type=click.IntRange(0), help="Show the oldest events above this number.  [default: newest]")
+@click.option(
+    "--after",
+    type=EventNumber(),
+    metavar="EVENT",
+    help="Show the oldest events above this one, such as 2.17.  [default: newest]",
+)
 @click.option(
     "--limit",
     type=click.IntRange(1),
@@ -108,7 +116,8 @@ def quorum(link: JobLink, *, explain: bool) -> None:
 def events(link: JobLink, *, follow: bool, after: int | None, limit: int) -> None:
     """Show the event log of a job. With --json --follow, one line of JSON for each event.
 
-    The number of an event is the epoch times 4294967296, plus a count, so it grows across restarts.
+    The number of an event, such as 2.17, is the epoch and a count. With --json it is the epoch times 4294967296, plus
+    the count.
     """
     from keepstep_cli.asking import tables
 
@@ -166,11 +175,35 @@ def _reason_option(verb: str) -> Callable[[Any], Any]:
 def _ordered(link: JobLink, answer: Any) -> None:
     if link.as_json:
         show_json(answer)
-        return
+    else:
+        _show_order(answer)
+
+
+def _show_order(answer: Any) -> None:
     from keepstep_cli.asking import tables
 
     print(tables.short(answer["sentence"]))
     tables.show_event(answer)
+
+
+def _order_each(link: JobLink, replicas: tuple[str, ...], order: str, **body: Any) -> None:
+    """Give an order for each group. Raises the last refusal, after all orders were given."""
+    answers, refusal = [], None
+    for replica in dict.fromkeys(replicas):
+        try:
+            answer = link.post("replicas", replica, order, **body)
+        except Refused as error:
+            if refusal is not None:
+                refusal.show()
+            refusal = error
+            continue
+        answers.append(answer)
+        if not link.as_json:
+            _show_order(answer)
+    if link.as_json and answers:
+        show_json(answers if len(replicas) > 1 else answers[0])
+    if refusal is not None:
+        raise refusal
 
 
 @click.command()
@@ -180,26 +213,26 @@ def _ordered(link: JobLink, answer: Any) -> None:
 @click.option(
     "--ban", type=Seconds(), default=0.0, metavar="TIME", help="Refuse its name for this time (10m, 2h).  [default: 0]"
 )
-def evict(link: JobLink, replica: str, *, reason: str, ban: float) -> None:
-    """End a replica group now. Its launcher may start it again, unless it is banned."""
-    _ordered(link, link.post("replicas", replica, "evict", reason=reason, ban_seconds=ban))
+def evict(link: JobLink, replicas: tuple[str, ...], *, reason: str, ban: float) -> None:
+    """End replica groups now. Their launcher may start them again, unless they are banned."""
+    _order_each(link, replicas, "evict", reason=reason, ban_seconds=ban)
 
 
-@click.command(short_help="Ask a group to finish its step, leave, and exit with 0.")
+@click.command(short_help="Ask groups to finish their step, leave, and exit with 0.")
 @with_lighthouse
 @_replica_argument()
 @_reason_option("drain")
-def drain(link: JobLink, replica: str, *, reason: str) -> None:
-    """Ask a replica group to finish its step, leave, and exit with 0. No step is lost."""
-    _ordered(link, link.post("replicas", replica, "drain", reason=reason))
+def drain(link: JobLink, replicas: tuple[str, ...], *, reason: str) -> None:
+    """Ask replica groups to finish their step, leave, and exit with 0. No step is lost."""
+    _order_each(link, replicas, "drain", reason=reason)
 
 
 @click.command()
 @with_lighthouse
 @_replica_argument(refused_names)
-def readmit(link: JobLink, replica: str) -> None:
-    """Lift the ban or eviction of a replica group."""
-    _ordered(link, link.post("replicas", replica, "readmit"))
+def readmit(link: JobLink, replicas: tuple[str, ...]) -> None:
+    """Lift the ban or eviction of replica groups."""
+    _order_each(link, replicas, "readmit")
 
 
 @click.command("verify-replicas", short_help="Compare the weights of all replica groups.")

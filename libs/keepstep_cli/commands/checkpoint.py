@@ -59,7 +59,9 @@ def verify(link: JobLink, checkpoint: str) -> None:
     else:
         for one in found["damaged"]:
             print(f"rank {one['rank']} chunk {one['chunk']}: {one['reason']}")
-        size = f"{found['chunks']} chunks, {found['bytes']} bytes"
+        from keepstep_cli.asking.units import bytes_text
+
+        size = f"{found['chunks']} chunks, {bytes_text(found['bytes'])}"
         print(
             f"{checkpoint}: {size}, {len(found['damaged'])} damaged"
             if found["damaged"]

@@ -170,7 +170,7 @@ def _metrics_beside(bind: str, lighthouse: list[Endpoint], flags: dict[str, Any]
     def service() -> Service:
         return Metrics(replace(settings, lighthouses=(lighthouse[0].near_url,))).service()
 
-    return replace(hosted_metrics(settings, partial(announce, "metrics")), service=service)
+    return replace(hosted_metrics(settings, _announce_metrics), service=service)
 
 
 def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> None:
@@ -181,6 +181,11 @@ def _bind_above(bind: str, above: int, variable: str, flags: dict[str, Any]) -> 
     host, port = bind_address(bind)
     if flags["bind"] is None and from_environment(variable) is None:
         flags["bind"] = f"{in_url(host)}:{port + above if port else 0}"
+
+
+def _announce_metrics(endpoint: Endpoint) -> None:
+    announce("metrics", endpoint)
+    print(f"dashboard {endpoint.near_url}/", flush=True)
 
 
 def _announce(endpoint: Endpoint) -> None:

@@ -47,6 +47,35 @@ def test_replicas_fit_80_columns_each_on_a_line_of_its_own(
     assert lines[-2:] == ["r1:9a7c6573 waits: another has the same name", "r2:9a7c6573: left: SIGTERM"]
 
 
+def quorum(code: str, **facts: object) -> dict[str, object]:
+    reason = {"code": code, "numbers": {}, "sentence": ""}
+    return {"members": ["r0", "r1"], "asking": ["r0"], "healthy": 2, "joiners": 0, "reason": reason, **facts}
+
+
+def test_a_healthy_job_is_said_to_be_healthy() -> None:
+    assert "healthy: all 2 groups train" in str(tables.healthy_sentence(quorum("fast")))
+    assert "unless this stays" in str(tables.healthy_sentence(quorum("stragglers")))
+    assert "the only group" in str(tables.healthy_sentence(quorum("fast", members=["r0"], healthy=1)))
+    for other in (
+        quorum("fast", joiners=1),
+        quorum("fast", healthy=1),
+        quorum("nobody", asking=[]),
+        quorum("stragglers", asking=[]),
+        quorum("min_replicas"),
+        quorum("healing"),
+        quorum("fast", members=[]),
+    ):
+        assert tables.healthy_sentence(other) is None
+
+
+def test_bytes_and_seconds_of_an_event_have_units(capsys: pytest.CaptureFixture[str]) -> None:
+    detail = {"step": 322, "bytes": 4198, "seconds": 0.02, "bytes_per_second": 2048}
+    tables.show_event({"id": 1 << 32, "time": 0, "kind": "healed", "replica_id": "r1", "detail": detail})
+    said = capsys.readouterr().out
+    assert said.startswith("1.0  ")
+    assert said.endswith("r1  step=322 bytes=4.1KiB seconds=20ms bytes_per_second=2.0KiB/s\n")
+
+
 def test_a_reason_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     tables.show_event({"id": 1, "time": 0, "kind": "drain", "replica_id": "r0:1", "detail": {"reason": "[b] :bug:"}})
     assert capsys.readouterr().out.endswith("  r0:1  reason=[b] :bug:\n")

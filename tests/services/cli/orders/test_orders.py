@@ -25,6 +25,15 @@ async def test_drain_asks_the_group_to_leave() -> None:
         assert "new cable" in push.reason
 
 
+async def test_one_order_names_several_groups_and_a_refusal_stops_none() -> None:
+    async with running("r0", "r1") as job:
+        said = await keepstep("drain", "r9", "r0", "r1", "--json", *job.at)
+        assert (said.code, "group 'r9' not found" in said.err) == (4, True), said.err
+        assert [one["replica_id"] for one in json.loads(said.out)] == ["r0:1", "r1:1"]
+        for group in job.groups:
+            assert isinstance(await group.push_of(Drain), Drain)
+
+
 async def test_evict_with_a_ban_keeps_a_name_out_until_it_is_readmitted() -> None:
     async with running("r0", "r1") as job:
         said = await keepstep("evict", "r1", "--ban", "10m", "--reason", "sick", "--json", *job.at)

@@ -51,7 +51,7 @@ async def test_checkpoints_are_listed_shown_verified_and_removed(tmp_path: Path)
         assert code == 0
         assert ONE.root[:16] in text
         code, text = await keepstep("checkpoint", "verify", "c1", *at)
-        assert (code, text) == (0, f"c1: 2 chunks, {9 << 20} bytes, good\n")
+        assert (code, text) == (0, "c1: 2 chunks, 9.0 MiB, good\n")
         assert await as_json("checkpoint", "rm", "c1", *at) == {"job": "job", "id": "c1", "removed": True}
         code, text = await keepstep("checkpoint", "show", "c1", *at)
         assert code == 4

@@ -1,0 +1,53 @@
+"""Numbers as people read them: bytes, times, and the numbers of events. Pure."""
+
+from __future__ import annotations
+
+import click
+
+EVENT_BITS = 32
+"""The number of an event is the epoch times ``2**EVENT_BITS``, plus a count."""
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def bytes_text(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def seconds_text(value: float | None) -> str:
+    """Return ``13 ms``, ``1.5 s``, ``3 min 20 s``, ``2 h 5 min`` or ``7 d``; ``-`` for None."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 120:
+        return f"{value:.1f}".removesuffix(".0") + " s"
+    unit, small = ("min", "s") if value < 7200 else ("h", "min") if value < 172_800 else ("d", "h")
+    whole, rest = divmod(round(value / SECONDS[small]), SECONDS[unit] // SECONDS[small])
+    return f"{whole} {unit} {rest} {small}" if rest else f"{whole} {unit}"
+
+
+def ago_text(value: float | None) -> str:
+    return "-" if value is None else f"{seconds_text(value)} ago"
+
+
+def event_text(number: int) -> str:
+    """Return ``2.17``: the epoch, and the count of the event in it."""
+    return f"{number >> EVENT_BITS}.{number & ((1 << EVENT_BITS) - 1)}"
+
+
+class EventNumber(click.ParamType[int]):
+    """``2.17`` or the whole number, as the number of an event."""
+
+    name = "event"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        epoch, dot, count = str(value).partition(".")
+        if not epoch.isdecimal() or len(epoch) > 20 or (dot and not (count.isdecimal() and len(count) <= 10)):
+            self.fail(f"{value!r}: expected the number of an event, such as 2.17", param, ctx)
+        return (int(epoch) << EVENT_BITS) + int(count) if dot else int(epoch)
