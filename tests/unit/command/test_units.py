@@ -46,5 +46,5 @@ def test_the_number_of_an_event_is_read_as_it_is_shown() -> None:
     convert = EventNumber().convert
     assert [convert(text, None, None) for text in ("2.17", str(number), "0")] == [number, number, 0]
     for text in ("2.", ".1", "-1", "1.2.3", "1.99999999999", "x", ""):
-        with pytest.raises(click.BadParameter, match="expected the number of an event, such as 2.17"):
+        with pytest.raises(click.BadParameter, match="expected the number of an event, such as"):
             convert(text, None, None)
