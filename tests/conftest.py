@@ -28,6 +28,8 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from tests.support.processes import forked
+
 if TYPE_CHECKING:
     from tests.support.services.etcd_server import EtcdCluster
 
@@ -60,6 +62,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+    if "COVERAGE_PROCESS_CONFIG" not in os.environ:  # coverage measures each process from its start
+        forked.install()
+
+
+def pytest_unconfigure() -> None:
+    """End the fork servers."""
+    forked.close()
 
 
 def _threads() -> set[threading.Thread]:
@@ -70,12 +79,13 @@ def _threads() -> set[threading.Thread]:
 def _children() -> dict[tuple[int, float], psutil.Process]:
     """Live children. An adopted orphan that has ended is reaped here, as nothing else waits for it."""
     found = {}
+    helpers = forked.server_pids()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() == psutil.STATUS_ZOMBIE:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child.pid, os.WNOHANG)
-            elif not any(name in " ".join(child.cmdline()) for name in HELPERS):
+            elif child.pid not in helpers and not any(name in " ".join(child.cmdline()) for name in HELPERS):
                 found[child.pid, child.create_time()] = child
     return found
 

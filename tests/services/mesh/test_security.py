@@ -115,7 +115,7 @@ class Output:
 async def started(made: Made, *arguments: str, **variables: str) -> AsyncIterator[Output]:
     """A `keepstep` command; ended at the end, and then all of its output is there."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "keepstep_cli", *arguments),
+        *(sys.executable, "-u", "-m", "keepstep_cli", *arguments),  # no fork server: the test reads its command line
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=made.variables(**variables),

@@ -50,7 +50,8 @@ def run_under_conftest(folder: Path, repository: Path, source: str, grace: float
     assert "GRACE_SECONDS = 5.0" in conftest
     (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 5.0", f"GRACE_SECONDS = {grace}"))
     (folder / "test_leak.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "asyncio_mode=auto", "-o", f"pythonpath={repository}", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
 
 

@@ -1,0 +1,176 @@
+"""Let `keepstep` commands and scripts of the tests start from fork servers, which have done the slow imports.
+
+``install`` changes ``subprocess.Popen``, on which asyncio builds too, so that a test starts processes as anybody does
+and signals, pipes, exit codes and orphans are those of real processes. A command that a fork server cannot start the
+same way (other flags of Python, other ``PYTHON`` variables, inherited descriptors, a ``preexec_fn``) starts as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes.fork_server import PID_BYTES, Request
+
+SERVER = Path(__file__).with_name("fork_server.py")
+TESTS = SERVER.parents[2]
+
+COMMANDS = (
+    "keepstep_cli.main",
+    "keepstep_cli.asking.tables",
+    "keepstep_cli.asking.transfers",
+    "keepstep_cli.running.launcher",
+    "keepstep_history.reading",
+    "keepstep_lighthouse.app",
+    "keepstep_metrics.app",
+    "keepstep_relay.app",
+)
+"""What `keepstep` commands import."""
+SCRIPTS = (
+    "keepstep.checkpointing",
+    "keepstep.coordination",
+    "keepstep.ddp",
+    "keepstep.manager",
+    "keepstep_lighthouse.app",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+)
+"""What trainers and peers import. The first optimizer of a process imports torch._dynamo."""
+
+
+class ForkServer:
+    """Starts at the first use."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._starting = threading.Lock()
+        self._address = b""
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        with self._starting:
+            if self.process is not None:
+                return
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind("")  # an abstract address of the kernel's choice
+                listener.listen()
+                self._address = listener.getsockname()
+                self.process = subprocess.Popen(
+                    [sys.executable, SERVER, str(listener.fileno()), *self._modules],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[listener.fileno()],
+                )
+
+    def spawn(self, request: Request, standard: Sequence[int]) -> int:
+        """Return the pid of a new process, a child of this one. ``standard``: its stdin, stdout and stderr."""
+        self._start()
+        body = json.dumps(request).encode()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            socket.send_fds(connection, [len(body).to_bytes(PID_BYTES)], standard)
+            connection.sendall(body)
+            connection.shutdown(socket.SHUT_WR)
+            pid = int.from_bytes(connection.recv(PID_BYTES))
+        if not pid:
+            raise RuntimeError(f"the fork server of {', '.join(self._modules)} ended")
+        return pid
+
+    def close(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process.wait(10)
+            self.process = None
+
+
+SERVERS = {"commands": ForkServer(*COMMANDS), "scripts": ForkServer(*SCRIPTS)}
+
+
+def server_of(arguments: Sequence[str]) -> ForkServer | None:
+    """The server that has what a command imports."""
+    match arguments:
+        case [sys.executable, "-m", "keepstep_cli", *_]:
+            return SERVERS["commands"]
+        case [sys.executable, path, *_] if path.endswith(".py") and TESTS in Path(path).parents and path != str(SERVER):
+            return SERVERS["scripts"]
+    return None
+
+
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+USUAL = {
+    "executable": None, "preexec_fn": None, "close_fds": True, "pass_fds": (), "shell": False,
+    "restore_signals": True, "gid": None, "gids": None, "uid": None, "umask": -1,
+}  # fmt: skip
+"""Options of ``subprocess.Popen`` that a fork server has no other choice of."""
+
+
+def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
+    """The request for a process that ``subprocess.Popen`` is to start, or None if it starts as ever."""
+    given = os.environ if how["env"] is None else how["env"]
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
+    folder = os.fsdecode(how["cwd"] or Path.cwd())
+    if any(how[one] != usual for one, usual in USUAL.items()) or isinstance(how["args"], (str, bytes, os.PathLike)):
+        return None
+    arguments = [os.fsdecode(one) for one in how["args"]]
+    server = server_of(arguments)
+    if server is None or not same_python(environment) or not Path(folder).is_dir():
+        return None
+    session, group = how["start_new_session"], how["process_group"]
+    return server, Request(
+        arguments=arguments[1:], environment=environment, folder=folder, new_session=session, group=group
+    )
+
+
+def same_python(environment: Mapping[str, str]) -> bool:
+    """Whether Python would start the same way in this environment. The servers have that of the tests."""
+    names = {one for one in (*environment, *os.environ) if one.startswith("PYTHON")} - {"PYTHONUNBUFFERED"}
+    return all(environment.get(one) == os.environ.get(one) for one in names)
+
+
+UsualPopen = subprocess.Popen
+
+
+class ForkedPopen(UsualPopen[Any]):
+    """``subprocess.Popen``, but through a fork server where one has what the command imports."""
+
+    def _execute_child(self, *given: Any) -> None:
+        how = _EXECUTE.bind(self, *given).arguments
+        request = _request(how)
+        if request is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        server, asked = request
+        pipes = [how[one] for one in ("p2cread", "c2pwrite", "errwrite")]
+        try:
+            self.pid = server.spawn(asked, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*(how[one] for one in PIPES))  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Start processes through fork servers from here on."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def close() -> None:
+    """End the fork servers."""
+    for server in SERVERS.values():
+        server.close()
+
+
+def server_pids() -> set[int]:
+    """Processes that tests share and do not end."""
+    return {server.process.pid for server in SERVERS.values() if server.process is not None}

@@ -1,0 +1,65 @@
+"""A process from a fork server is like one that Python starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import forked
+
+PROGRAM = Path(__file__).with_name("told_by_a_process.py")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[forked.ForkServer]:
+    """A fork server for scripts, which has imported nothing."""
+    one = forked.ForkServer()
+    monkeypatch.setitem(forked.SERVERS, "scripts", one)
+    yield one
+    one.close()
+
+
+def ended(popen: type[subprocess.Popen[str]], folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``PROGRAM``."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")} | {"A": "é"}
+    pipe = subprocess.PIPE
+    with popen(
+        [sys.executable, str(PROGRAM), *arguments], cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        stdout, stderr = process.communicate("a line\n", 60)
+        return process.returncode, stdout, stderr
+
+
+def test_a_forked_script_sees_what_a_started_one_sees_and_ends_as_it_does(server, tmp_path: Path) -> None:
+    forked_one, started = (ended(one, tmp_path, "x", "y z") for one in (forked.ForkedPopen, forked.UsualPopen))
+    assert server.process is not None
+    told, expected = (json.loads(one[1].splitlines()[0]) for one in (forked_one, started))
+    assert told == expected
+    assert forked_one == started
+    assert (started[0], told["arguments"], told["stdin"]) == (7, ["x", "y z"], "a line\n")
+    assert (told["parent"], told["environment"]["A"]) == (os.getpid(), "é")
+    assert started[1].endswith("at exit\n")
+
+
+def test_an_error_and_a_signal_end_a_forked_script(server, tmp_path: Path) -> None:
+    code, _, stderr = ended(forked.ForkedPopen, tmp_path, "fail")
+    assert code == 1
+    assert stderr.endswith("RuntimeError: fail\n")
+    assert ended(forked.ForkedPopen, tmp_path, "interrupt")[0] == -signal.SIGINT
+    assert server.process is not None
+
+
+def test_other_flags_and_variables_of_python_start_a_python_of_their_own() -> None:
+    command = [sys.executable, "-m", "keepstep_cli", "--version"]
+    assert forked.server_of(command) is forked.SERVERS["commands"]
+    assert forked.server_of([sys.executable, "-X", "dev", *command[1:]]) is None
+    assert forked.same_python(os.environ)
+    assert not forked.same_python(os.environ | {"PYTHONHASHSEED": "1"})
