@@ -120,10 +120,13 @@ class Groups:
         group.closed_at = now
         self.suspects[group.replica_id] = group
 
-    def heard(self, group: Group, now: float) -> None:
-        group.heard_at = now
-        if group.session is not None:
-            self.by_session.move_to_end(group.session)
+    def heard(self, session: int, now: float) -> Group | None:
+        """A frame of the session arrived; return its group, if it is still connected."""
+        group = self.by_session.get(session)
+        if group is not None:
+            group.heard_at = now
+            self.by_session.move_to_end(session)
+        return group
 
     def remove(self, group: Group) -> None:
         """Remove the group; an incarnation that was excluded because of it counts from now on."""
@@ -174,24 +177,22 @@ class Groups:
     # ---- requests
 
     def open(self, group: Group, request: QuorumRequest, now: float) -> None:
-        """The group asks. A request that was open before is withdrawn; a heal is over."""
-        self.withdraw(group)
-        heal = group.heal
-        if heal is not None and not group.heal_given_up and request.commit_failures == 0:
-            self.failed_heals.pop(group.name, None)
-        healed = heal is not None and heal.progress.ended and not heal.progress.error
-        self._drop_heal(group)
+        """The group asks, with its highest request so far. Withdraw an open request; end its heal."""
+        if group.request is not None:
+            self.withdraw(group)
+        if group.diverged and (group.step, group.lineage) != (request.step, request.lineage):
+            group.diverged = False
+        if group.heal is not None:
+            self._end_heal(group, group.heal, request)
         group.apply(ASK)
         group.request = request
         group.asked_at = now
         group.heal_given_up = False
         if group.working_since is not None:
             self._count_step(group, request, now - group.working_since)
-        stands_still = (group.step, group.lineage) == (request.step, request.lineage)
-        group.diverged = group.diverged and stands_still and not healed
         group.step = request.step
         group.lineage = request.lineage
-        group.highest_request = max(group.highest_request, request.request)
+        group.highest_request = request.request
         heapq.heappush(self._deadlines, (now + request.timeout_ms / 1000, group.replica_id, request.request))
         if len(self._deadlines) > 64 + 2 * len(self.by_id):
             self._drop_stale_deadlines()
@@ -330,6 +331,14 @@ class Groups:
         while len(self.failed_heals) > MAX_REMEMBERED_HEALS:
             self.failed_heals.popitem(last=False)
         return given_up
+
+    def _end_heal(self, group: Group, heal: Heal, request: QuorumRequest) -> None:
+        """``request`` ends the heal, which it proves to have completed unless the step of it failed."""
+        if not group.heal_given_up and request.commit_failures == 0:
+            self.failed_heals.pop(group.name, None)
+        if heal.progress.ended and not heal.progress.error:
+            group.diverged = False
+        self._drop_heal(group)
 
     def _drop_heal(self, group: Group) -> None:
         """Forget the heal and its count; the state follows with the action that ended it."""

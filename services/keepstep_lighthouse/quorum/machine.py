@@ -70,7 +70,7 @@ from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rounds import Round
 from keepstep_lighthouse.quorum.rules import job_status, reasons
 from keepstep_lighthouse.quorum.rules.job_status import JobStatus
-from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, Code, Verdict, choose, judge
+from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
@@ -98,7 +98,7 @@ class JobCore:
         if restarted and record.members and record.ended is None:
             self._takeover.wait(record.members, now, state.takeover_grace, fenced_until)
         self._verification = Verification()
-        self._verdict = Verdict("nobody")
+        self._verdict = NOBODY
         self._formed: Reason | None = None
 
     @property
@@ -113,12 +113,12 @@ class JobCore:
         state = self._state
         decisions = state.decisions = []
         match event:
+            case Asked(session, request):
+                if (group := self.heard(session, now)) is not None:
+                    requests.ask(state, group, request, now)
             case Heard(session):
                 self.heard(session, now)
                 return decisions
-            case Asked(session, request):
-                if (group := self._by_session(session, now)) is not None:
-                    requests.ask(state, group, request, now)
             case Opened():
                 arrivals.open_session(state, event, now, now_unix)
             case Closed(session):
@@ -126,19 +126,19 @@ class JobCore:
                     self._groups.disconnect(group, now)
                     state.log("suspect", group.replica_id, member=group.member)
             case HealProgress(session, told):
-                if (group := self._by_session(session, now)) is not None:
+                if (group := self.heard(session, now)) is not None:
                     heals.progressed(state, group, told, now)
             case Cancelled(session, number):
-                if (group := self._by_session(session, now)) is not None:
+                if (group := self.heard(session, now)) is not None:
                     requests.cancel(state, group, number)
             case LeftOnPurpose(session):
-                if (group := self._by_session(session, now)) is not None:
+                if (group := self.heard(session, now)) is not None:
                     departures.leave(state, group, event, now)
             case MovedAway(session):
-                if (group := self._by_session(session, now)) is not None:
+                if (group := self.heard(session, now)) is not None:
                     departures.move(state, group, now)
             case GroupFailed(session, reason):
-                if (group := self._by_session(session, now)) is not None:
+                if (group := self.heard(session, now)) is not None:
                     state.end(session)
                     departures.lose(state, group, f"it failed: {reason}", now)
             case EvictOrdered():
@@ -158,23 +158,14 @@ class JobCore:
         self._settle(now, now_unix)
         return decisions
 
-    def heard(self, session: int, now: float) -> None:
-        """A frame of the session arrived."""
-        group = self._groups.by_session.get(session)
-        if group is not None:
-            self._heard(group, now)
-
-    def _by_session(self, session: int, now: float) -> Group | None:
-        group = self._groups.by_session.get(session)
-        if group is not None:
-            self._heard(group, now)
-        return group
-
-    def _heard(self, group: Group, now: float) -> None:
-        self._groups.heard(group, now)
-        if group.member and self._takeover.fenced:  # it answers our welcome, so it has the new epoch
-            self._takeover.accepted(now)
+    def heard(self, session: int, now: float) -> Group | None:
+        """Note that a frame of the session arrived, and return its group; None: the session has ended."""
+        group = self._groups.heard(session, now)
+        takeover = self._takeover
+        if takeover.until is not None and takeover.fenced and group is not None and group.member:
+            takeover.accepted(now)  # the frame answers our welcome, so the member has the new epoch
             self._state.end_grace_of_all(now)
+        return group
 
     # ---- time
 

@@ -189,22 +189,22 @@ MUTATIONS = (
     Mutation(
         "a diverged group that missed its answer counts as healthy",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "        group.diverged = group.diverged and stands_still and not healed\n",
-        "        group.diverged = False\n",
+        "        if group.diverged and (group.step, group.lineage) != (request.step, request.lineage):\n",
+        "        if group.diverged:\n",
         Test(VERIFICATION),
     ),
     Mutation(
         "a diverged group heals again and again",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "        group.diverged = group.diverged and stands_still and not healed\n",
-        "        group.diverged = group.diverged and stands_still\n",
+        "progress.error:\n            group.diverged = False\n",
+        "progress.error:\n            pass\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(
         "a failed heal makes a diverged group sound",
         f"{LIGHTHOUSE}/quorum/groups.py",
-        "        healed = heal is not None and heal.progress.ended and not heal.progress.error\n",
-        "        healed = heal is not None and heal.progress.ended\n",
+        "        if heal.progress.ended and not heal.progress.error:\n",
+        "        if heal.progress.ended:\n",
         Test(f"{HEAL_ROUNDS}::test_a_diverged_group_that_healed_may_ask_for_the_same_state_again"),
     ),
     Mutation(

@@ -10,7 +10,6 @@ A tick that is late means that frames may be unread, so every group gets ``LATE_
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.changes import departures
-from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import NEVER
 from keepstep_lighthouse.quorum.job_state import JobState
 
@@ -24,7 +23,7 @@ def deadline(state: JobState) -> float:
         return max(state.takeover.until, state.awake_since)
     policy, groups, due = state.record.policy, state.groups, NEVER
     for silent in groups.by_session.values():
-        due = _heard_at(state, silent) + policy.heartbeat_timeout
+        due = max(silent.heard_at, state.beats_counted_from) + policy.heartbeat_timeout
         break
     for away in groups.suspects.values():
         due = min(due, away.closed_at + policy.reconnect_grace)
@@ -57,7 +56,7 @@ def _lose_overdue(state: JobState, now: float) -> None:
         reason = f"its connection ended and it did not reconnect within {policy.reconnect_grace:g} s"
         departures.lose(state, group, reason, now)
     for group in list(groups.by_session.values()):
-        if now < _heard_at(state, group) + policy.heartbeat_timeout:
+        if now < max(group.heard_at, state.beats_counted_from) + policy.heartbeat_timeout:
             break
         if group.session is not None:
             state.end(group.session)
@@ -67,7 +66,3 @@ def _lose_overdue(state: JobState, now: float) -> None:
         state.round.left = None
         reason = f"{group.replica_id} left, so its part of the step may be missing"
         departures.break_round(state, reason, group)
-
-
-def _heard_at(state: JobState, group: Group) -> float:
-    return max(group.heard_at, state.beats_counted_from)

@@ -28,7 +28,8 @@ def ask(state: JobState, group: Group, request: QuorumRequest, now: float) -> No
         state.decisions.append(replace(answer.announce, to=((session, request.request),)))
         group.answer = answer._replace(session=session)
         return
-    heals.end(state, group, "its step was not committed" if request.commit_failures else "")
+    if group.heal is not None:
+        heals.end(state, group, "its step was not committed" if request.commit_failures else "")
     if not agreements.fits(state, group, request):
         return
     where_it_was = group.step, group.lineage

@@ -45,6 +45,11 @@ class Verdict(NamedTuple):
     """When time alone may change the verdict."""
 
 
+NOBODY = Verdict("nobody")
+TOO_FEW = Verdict("min_replicas")
+NO_MAJORITY = Verdict("majority")
+
+
 def judge(
     groups: Groups, quorum_size: int, policy: Policy, grace_until: float | None, now: float, *, first: bool = False
 ) -> Verdict:
@@ -57,14 +62,14 @@ def judge(
     """
     asking = groups.asking_count
     if asking == 0:
-        return Verdict("nobody")
+        return NOBODY
     if grace_until is not None:
         return Verdict("takeover_grace", grace_until)
     enough = candidate_count(groups, quorum_size, policy) >= max(1, policy.min_replicas)
     if enough and quorum_size and groups.members_asking == quorum_size:
         return Verdict("fast")
     if not enough:
-        return Verdict("min_replicas")
+        return TOO_FEW
     first_asked = groups.first_asked()
     if first and asking < initial_count(policy) and first_asked is not None:
         # Before the first of the open requests times out.
@@ -73,7 +78,7 @@ def judge(
             return Verdict("initial_replicas", latest)
     healing = len(groups.healing)
     if asking <= (groups.counted - healing) // 2:
-        return Verdict("majority")
+        return NO_MAJORITY
     if groups.counted > asking + healing:
         until = None if first_asked is None else first_asked + policy.join_timeout
         if until is None or now < until:
