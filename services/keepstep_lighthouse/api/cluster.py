@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 
 from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
@@ -29,6 +30,8 @@ class StoreView:
     """``memory``, ``sqlite`` or ``etcd``."""
     trouble: str | None
     """Why the last read failed; None: it works."""
+    read_seconds: float | None = None
+    """Duration of that read; None: it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,16 @@ async def lighthouses(lighthouse: LighthouseNode, here: str) -> tuple[NodeView, 
 async def view(lighthouse: LighthouseNode, here: str) -> ClusterView:
     nodes = await lighthouses(lighthouse, here)
     leader = next((node for node in nodes if node.leads), None)
+    began = time.monotonic()
+    problem = await _store_problem(lighthouse.store)
+    seconds = None if problem else time.monotonic() - began
     kind = lighthouse.settings.store.partition("://")[0]
     return ClusterView(
         leader=leader.address if leader else None,
         epoch=leader.epoch if leader else 0,
         nodes=nodes,
         services=lighthouse.registry.records,
-        store=StoreView(kind, await _store_problem(lighthouse.store)),
+        store=StoreView(kind, problem, seconds),
     )
 
 

@@ -34,6 +34,8 @@ class WhoAmI:
 
     role: str
     """``worker``, ``service`` or ``admin``. The dashboard offers orders to an admin only."""
+    token: bool
+    """Whether the client sent a token. Without one, only a service without tokens answers."""
 
 
 SHAPES = {
@@ -62,7 +64,7 @@ async def static(request: web.Request) -> web.StreamResponse:
 
 
 async def whoami(request: web.Request) -> web.Response:
-    return json_answer(WhoAmI(request[ROLE].value))
+    return json_answer(WhoAmI(request[ROLE].value, hdrs.AUTHORIZATION in request.headers))
 
 
 def _file(name: str) -> web.FileResponse:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep_metrics.history import goodput
+from keepstep_metrics.history.alerts import Alert, alerts
+from keepstep_metrics.history.blame import Blame, blame
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.pace import sparks, steps_per_second
 from keepstep_metrics.history.timeline import State
-from keepstep_metrics.lighthouse.live_status import Live
+from keepstep_metrics.lighthouse.live_status import Live, StateOfJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,10 @@ class JobSummary:
     step: int
     goodput: float | None
     """Over the last hour; None: the job had no groups."""
+    steps_per_second: float | None
+    pace: tuple[float, ...]
+    """Steps per second in each of the last 60 minutes, the oldest first."""
+    alerts: tuple[Alert, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,21 @@ class GroupNow:
     step_seconds_p50: float | None
     """Median of its last steps without a wait or a heal."""
     straggler: bool
+    own_seconds: float | None
+    """Median of its own time per step, without waits for others; None: unknown."""
     heal: HealNow | None
     loss: float | None
     values: dict[str, float]
     """Last recorded values, ``loss`` included."""
+    host: str
+    """Empty: unknown."""
+    restarts: int
+    failed_heals: int
+    """In a row."""
+    error: str
+    """Why it was lost or failed to heal the last time; empty: neither happened."""
+    error_at: float
+    """Unix time of ``error``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +87,34 @@ class NowView:
     """Why the next quorum waits, as a sentence; None: it does not wait, or the lighthouse did not answer."""
     groups: tuple[GroupNow, ...]
     """Sorted by name, without groups that left gracefully."""
+    steps_per_second: float | None
+    loss: float | None
+    """Mean of the last loss of each running group."""
+    committed_at: float | None
+    """When the last commit of any group was reported, by this service's clock."""
+    needs: int | None
+    """Groups that a quorum needs (``min_replicas``); None: the lighthouse did not answer."""
+    blame: Blame | None
+    """The group that the others wait for; None: no group is slow."""
+    alerts: tuple[Alert, ...]
+    state: StateOfJob | None
+    """As the lighthouse sees the job; None: it did not answer."""
+    kept_out: tuple[str, ...]
+    """Names of banned and evicted groups, as ordered."""
 
 
 def summary(job: Job, now: float) -> JobSummary:
     alive = sum(one.is_there for one in job.groups.values())
     ratio = goodput.ratio(goodput.group_seconds(job, now - 3600, now))
-    return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, ratio)
+    pace = steps_per_second(job, now)
+    found = (pace, sparks(job, now), alerts(job, now))
+    return JobSummary(job.name, job.first_seen, job.last_seen, alive, job.step, ratio, *found)
 
 
 def now_view(job: Job, live: Live, now: float) -> NowView:
     joining = {*job.joining, *live.joining}.difference(job.participants)
+    losses = [one.values["loss"] for one in job.groups.values() if one.is_there and "loss" in one.values]
+    committed_at = max((one.committed_at for one in job.groups.values()), default=0.0)
     return NowView(
         job=job.name,
         t=now,
@@ -91,6 +127,14 @@ def now_view(job: Job, live: Live, now: float) -> NowView:
         groups=tuple(
             _group_now(one, job, live) for _, one in sorted(job.groups.items()) if one.timeline.state is not State.GONE
         ),
+        steps_per_second=steps_per_second(job, now),
+        loss=sum(losses) / len(losses) if losses else None,
+        committed_at=committed_at or None,
+        needs=live.needs,
+        blame=blame(job),
+        alerts=alerts(job, now),
+        state=live.state,
+        kept_out=live.kept_out,
     )
 
 
@@ -104,6 +148,7 @@ def _group_now(one: Group, job: Job, live: Live) -> GroupNow:
         step=one.step,
         step_seconds_p50=one.seconds_p50,
         straggler=standing is not None and standing.straggler,
+        own_seconds=one.busy_p50,
         heal=None
         if heal is None
         else HealNow(
@@ -111,4 +156,9 @@ def _group_now(one: Group, job: Job, live: Live) -> GroupNow:
         ),
         loss=one.values.get("loss"),
         values=dict(one.values),
+        host=live.hosts.get(one.name, ""),
+        restarts=one.restarts,
+        failed_heals=one.failed_heals,
+        error=one.error,
+        error_at=one.error_at,
     )

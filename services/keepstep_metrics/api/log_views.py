@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.incidents import fold
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.transfers import Transfer
 from keepstep_metrics.lighthouse.live_status import Live, LiveUpload
@@ -68,6 +70,57 @@ class EventsView:
     job: str
     events: tuple[EventView, ...]
     """Oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentPart:
+    id: int
+    t: float
+    event: str
+    name: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentView:
+    """Events that belong together, such as a death and the return after it."""
+
+    id: int
+    t: float
+    until: float
+    kind: str
+    """Kind of the event that says most."""
+    name: str
+    sentence: str
+    away: bool
+    """The group was lost and has not come back."""
+    events: tuple[IncidentPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentsView:
+    job: str
+    incidents: tuple[IncidentView, ...]
+    """Newest first."""
+
+
+def incidents(job: str, events: Iterable[Event]) -> IncidentsView:
+    return IncidentsView(
+        job,
+        tuple(
+            IncidentView(
+                one.id,
+                one.t,
+                one.until,
+                one.kind,
+                one.name,
+                one.sentence,
+                one.away,
+                tuple(IncidentPart(part.id, part.t, part.event, part.name, part.sentence) for part in one.events),
+            )
+            for one in reversed(fold(events))
+        ),
+    )
 
 
 def transfers(job: Job, live: Live) -> TransfersView:

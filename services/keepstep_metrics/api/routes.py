@@ -18,9 +18,11 @@ from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, known_names, number
 from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views
 from keepstep_metrics.api.stream import stream
-from keepstep_metrics.history import straggler_view
+from keepstep_metrics.history import marks, straggler_view
 from keepstep_metrics.history.events import MAX_INTEGER
 from keepstep_metrics.history.job import Job
+from keepstep_metrics.lighthouse.live_status import StateOfJob
+from keepstep_metrics.lighthouse.service_vitals import Vitals
 from keepstep_metrics.node import MetricsNode
 from keepstep_metrics.storage.event_store import StoreError
 
@@ -46,6 +48,8 @@ class LighthouseView:
     leader: bool
     epoch: int
     trouble: str | None
+    vitals: Vitals | None
+    """None: it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class ServiceView:
     address: str
     since: float
     details: dict[str, Any]
+    vitals: Vitals | None
+    """None: it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,10 @@ class ClusterView:
     services: tuple[ServiceView, ...]
     store: str
     store_trouble: str | None
+    store_seconds: float | None
+    """Time of the lighthouse's last read of its store; None: it failed."""
+    states: dict[str, StateOfJob]
+    """By job, as the lighthouse sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,14 @@ SHAPES = {
             "limit": f"maximum number of events, up to {MAX_LIMIT}; default: {LIMIT}",
         },
     ),
+    f"GET {JOB}/incidents": Shape(
+        log_views.IncidentsView,
+        query=SPAN | {"limit": f"maximum number of events in them, up to {MAX_LIMIT}; default: {LIMIT}"},
+    ),
+    f"GET {JOB}": Shape(None),
+    f"PATCH {JOB}": Shape(None, status=202),
+    f"POST {JOB}/verify": Shape(None, status=202),
+    f"POST {ONE}/readmit": Shape(None, status=202),
     "GET /v1/cluster": Shape(ClusterView),
     f"POST {ONE}/evict": Shape(None, status=202, body=OrderBody),
     f"POST {ONE}/drain": Shape(None, status=202, body=OrderBody),
@@ -117,6 +135,11 @@ def routes(metrics: MetricsNode, all_routes: Callable[[], list[Route]]) -> list[
         Route("GET", f"{JOB}/transfers", here.transfers, Access.READ, "heals and uploads, newest first"),
         Route("GET", f"{JOB}/failures", here.failures, Access.READ, "failures, their causes and recoveries"),
         Route("GET", f"{JOB}/events", here.events, Access.READ, "the event log, with sentences"),
+        Route("GET", f"{JOB}/incidents", here.incidents, Access.READ, "events, those of one failure together"),
+        Route("GET", JOB, here.pass_on, Access.READ, "policy and bans (forwarded to the lighthouse)"),
+        Route("PATCH", JOB, here.pass_on, Access.ADMIN, "change the policy (forwarded to the lighthouse)"),
+        Route("POST", f"{JOB}/verify", here.pass_on, Access.ADMIN, "compare weights (forwarded)"),
+        Route("POST", f"{ONE}/readmit", here.pass_on, Access.ADMIN, "lift bans and evictions (forwarded)"),
         Route("POST", f"{ONE}/evict", here.pass_on, Access.ADMIN, "evict a group (forwarded to the lighthouse)"),
         Route("POST", f"{ONE}/drain", here.pass_on, Access.ADMIN, "drain a group (forwarded to the lighthouse)"),
         Route("GET", "/v1/cluster", here.cluster, Access.READ, "lighthouses, services and store"),
@@ -168,7 +191,9 @@ class _Api:
         return json_answer(span_views.timeline(self._job(request), *_span(request), _points(request)))
 
     async def steps(self, request: web.Request) -> web.Response:
-        return json_answer(span_views.steps(self._job(request), *_span(request), _points(request), time.time()))
+        job, (since, until) = self._job(request), _span(request)
+        marked = await self._metrics.store.events_between(job.name, since, until, MAX_LIMIT, marks.KINDS)
+        return json_answer(span_views.steps(job, since, until, _points(request), time.time(), marked))
 
     async def goodput(self, request: web.Request) -> web.Response:
         return json_answer(span_views.goodput(self._job(request), *_span(request)))
@@ -193,19 +218,33 @@ class _Api:
             self._job(request)  # events outlive the rest of a job
         return json_answer(log_views.EventsView(job, tuple(map(log_views.event_view, found))))
 
+    async def incidents(self, request: web.Request) -> web.Response:
+        job, (since, until) = self._job(request), _span(request)
+        limit = min(number(request, "limit", LIMIT), MAX_LIMIT)
+        found = await self._metrics.store.events_between(job.name, since, until, limit)
+        return json_answer(log_views.incidents(job.name, found))
+
     async def cluster(self, _request: web.Request) -> web.Response:
-        found = await self._metrics.asker.cluster()
+        found, jobs, vitals = await self._metrics.asker.cluster()
         return json_answer(
             ClusterView(
                 tuple(
-                    LighthouseView(one["address"], one["leads"], one["epoch"], one["trouble"]) for one in found["nodes"]
+                    LighthouseView(
+                        one["address"], one["leads"], one["epoch"], one["trouble"], vitals.get(one["address"])
+                    )
+                    for one in found["nodes"]
                 ),
                 tuple(
-                    ServiceView(one["kind"], one["name"], one["address"], one["since"], one["details"])
+                    ServiceView(
+                        *(one["kind"], one["name"], one["address"], one["since"], one["details"]),
+                        vitals.get(one["address"]),
+                    )
                     for one in found["services"]
                 ),
                 found["store"]["kind"],
                 found["store"]["trouble"],
+                found["store"].get("read_seconds"),
+                {one["job"]: state for one in jobs if (state := StateOfJob.of(one)) is not None},
             )
         )
 

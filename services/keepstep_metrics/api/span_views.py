@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep_metrics.history.events import Event
 from keepstep_metrics.history.goodput import group_seconds, ratio, shares
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.job import Job
+from keepstep_metrics.history.marks import Mark, marks
 from keepstep_metrics.history.timeline import merged
 
+MARK_PIXELS = 3
+"""Marks that are closer together than this in a chart become one."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -21,6 +26,8 @@ class GroupTimeline:
     """``[from, to, state]``, in order."""
     shares: dict[str, float]
     """Share of its time by state; the shares sum to one."""
+    slow: tuple[tuple[float, float], ...]
+    """``[from, to]``: when it was a straggler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,13 @@ class StepsView:
     seconds: dict[str, tuple[float | None, ...]]
     """Mean seconds of committed steps, by group."""
     quantiles: dict[str, tuple[float | None, ...]]
-    """Seconds of all groups' steps, within 10 %, by quantile."""
+    """Seconds of all groups' steps, within 5 %, by quantile."""
     values: dict[str, tuple[float | None, ...]]
     """Mean over groups, by recorded value."""
+    group_values: dict[str, dict[str, tuple[float | None, ...]]]
+    """The same for each group, by recorded value and group."""
+    marks: tuple[Mark, ...]
+    """Failures, heals and quorum changes, for the charts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +90,14 @@ def timeline(job: Job, since: float, until: float, points: int) -> TimelineView:
         pixels = tuple(
             (begin, end, state.value) for begin, end, state in merged(spans, (until - since) / max(points, 1))
         )
-        groups.append(GroupTimeline(name, pixels, shares(seconds)))
+        slow = [(max(since, begin), until if end is None else min(until, end)) for begin, end in one.slow]
+        visible = tuple((begin, end) for begin, end in slow if begin < end)
+        groups.append(GroupTimeline(name, pixels, shares(seconds), visible))
     return TimelineView(job.name, since, until, tuple(groups))
 
 
-def steps(job: Job, since: float, until: float, points: int, now: float) -> StepsView:
+def steps(job: Job, since: float, until: float, points: int, now: float, events: Iterable[Event] = ()) -> StepsView:
+    """Return the columns. ``events``: those to mark, in the order of their numbers."""
     width = max((until - since) / max(points, 1), job.highest.ring(since, 0, now).width)
     count = max(1, -int(-(until - since) // width))
     groups = {name: one.steps.points(since, until, width, now) for name, one in sorted(job.groups.items())}
@@ -112,6 +126,15 @@ def steps(job: Job, since: float, until: float, points: int, now: float) -> Step
             for name, share in QUANTILES.items()
         },
         values={name: _means(one.points(since, until, width, now), count) for name, one in job.values.items()},
+        group_values={
+            name: {
+                group: _means(one.points(since, until, width, now), count)
+                for (value, group), one in sorted(job.group_values.items())
+                if value == name
+            }
+            for name in job.values
+        },
+        marks=tuple(marks(events, since, until, (until - since) / max(points, 1) * MARK_PIXELS)),
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from keepstep_mesh.protocol.telemetry_records import MAX_TEXT
 
 MAX_INTEGER = 2**63 - 1
 """Largest integer that SQLite and msgpack take."""
@@ -24,6 +27,10 @@ class Event:
     """Stable name of a group; empty: the event is about the job."""
     sentence: str
     detail: dict[str, Any]
+
+
+def reason_of(detail: Mapping[str, Any]) -> str:
+    return str(detail.get("reason", ""))[:MAX_TEXT]
 
 
 def integer(value: Any) -> int:

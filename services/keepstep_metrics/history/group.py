@@ -13,11 +13,15 @@ from keepstep_metrics.history.timeline import State, Timeline
 
 RECENT_STEPS = 64
 MAX_ENDS = 4
+MAX_SLOW = 100
 SHORT_WAIT_SECONDS = 0.05
 """A shorter wait for the quorum counts as training."""
 REPORTED_STATES = {
     one.value for one in (State.TRAINING, State.WAITING_QUORUM, State.HEALING, State.RETRYING, State.DRAINING)
 }
+
+PLAIN = ("step", "committed_at", "values", "ends", "restarts", "failed_heals", "error", "error_at")
+"""Fields that a dump has as they are."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,17 @@ class Group:
     """Seconds of its last committed steps without a wait or a heal."""
     busy: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """``busy_seconds`` of the last committed steps of this incarnation."""
+    whole: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """``seconds`` of the same steps."""
+    slow: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=MAX_SLOW))
+    """When it was a straggler (from, to); None: still."""
+    restarts: int = 0
+    """Incarnations after its first one."""
+    failed_heals: int = 0
+    """Failed heals since the last one that succeeded."""
+    error: str = ""
+    """Why it was lost, or failed to heal, the last time."""
+    error_at: float = 0.0
     ends: dict[str, float] = field(default_factory=dict)
     """Incarnation -> when it was lost, left, or was asked to leave. Its later records do not change the state."""
 
@@ -58,6 +73,21 @@ class Group:
         """Median of ``busy``; None: too few steps."""
         return median(self.busy) if len(self.busy) >= RECENT_STEPS // 4 else None
 
+    @property
+    def whole_p50(self) -> float | None:
+        return median(self.whole) if self.whole else None
+
+    def set_slow(self, t: float, *, slow: bool) -> None:
+        """Note from ``t`` on whether the group is a straggler."""
+        since, until = self.slow[-1] if self.slow else (t, t)
+        if slow and until is not None:
+            self.slow.append((t, None))
+        elif not slow and until is None:
+            self.slow[-1] = since, t
+
+    def fail(self, t: float, error: str) -> None:
+        self.error, self.error_at = error, t
+
     def add_step(self, replica_id: str, step: StepRecord, now: float) -> None:
         self._fill_timeline(replica_id, step)
         if not step.committed:
@@ -70,6 +100,7 @@ class Group:
             self.recent.append(step.seconds)
         if step.busy_seconds is not None:
             self.busy.append(step.busy_seconds)
+            self.whole.append(step.seconds)
 
     def _fill_timeline(self, replica_id: str, step: StepRecord) -> None:
         begin, end = step.t - step.seconds, min(step.t, self.ends.get(replica_id, step.t))
@@ -101,19 +132,23 @@ class Group:
 
     def dump(self) -> dict[str, Any]:
         return {
-            **{key: getattr(self, key) for key in ("name", "replica_id", "step", "committed_at", "values", "ends")},
+            **{key: getattr(self, key) for key in ("name", "replica_id", *PLAIN)},
             "timeline": self.timeline.dump(),
             "steps": self.steps.dump(),
             "recent": [*self.recent],
             "busy": [*self.busy],
+            "whole": [*self.whole],
+            "slow": [*self.slow],
         }
 
     @classmethod
     def load(cls, dumped: dict[str, Any]) -> Group:
         group = cls(dumped["name"], dumped["replica_id"], Timeline.load(dumped["timeline"]))
         group.steps.load(dumped["steps"])
-        group.step, group.committed_at = dumped["step"], dumped["committed_at"]
-        group.values, group.ends = dumped["values"], dumped["ends"]
+        for key in PLAIN:
+            setattr(group, key, dumped[key])
         group.recent.extend(dumped["recent"])
         group.busy.extend(dumped["busy"])
+        group.whole.extend(dumped["whole"])
+        group.slow.extend((since, until) for since, until in dumped["slow"])
         return group

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.protocol.telemetry_records import MAX_TEXT, MAX_VALUES, EventRecord, StateRecord, StepRecord
+from keepstep_mesh.protocol.telemetry_records import MAX_VALUES, EventRecord, StateRecord, StepRecord
 from keepstep_metrics.history import stragglers
-from keepstep_metrics.history.events import ORDERS, Event, integer
+from keepstep_metrics.history.events import ORDERS, Event, integer, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.histogram import BINS, bin_of
@@ -21,6 +21,8 @@ from keepstep_metrics.history.transfers import TransferLog
 
 MAX_GROUPS = 5000
 """Stable names in one job."""
+MAX_GROUP_VALUES = 256
+"""Values with a series for a group, all groups together."""
 MAX_EVENTS = 500
 """Events in memory, for a reader whose stream broke for a moment."""
 JUDGE_SECONDS = 1.0
@@ -51,6 +53,8 @@ class Job:
         """Seconds of committed steps."""
         self.values: dict[str, Series] = {}
         """Sum and count of each value that training scripts record."""
+        self.group_values: dict[tuple[str, str], Series] = {}
+        """The same by (value, stable name)."""
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.failures = FailureLog()
         self.transfers = TransferLog()
@@ -78,6 +82,8 @@ class Job:
             group.timeline.forget_before(t)
             if group.timeline.state in CAN_BE_FORGOTTEN and max(group.timeline.since, group.committed_at) < t:
                 del self.groups[group.name]
+        for key in [key for key in self.group_values if key[1] not in self.groups]:
+            del self.group_values[key]
 
     # ---- records of workers
 
@@ -95,7 +101,9 @@ class Job:
         """A new incarnation is judged by its own steps only."""
         if replica_id != group.replica_id:
             group.replica_id = replica_id
+            group.restarts += 1
             group.busy.clear()
+            group.whole.clear()
             self.standings.pop(group.name, None)
 
     def _count_commit(self, group: Group, step: StepRecord) -> None:
@@ -104,12 +112,20 @@ class Job:
         self.step = max(self.step, step.step)
         self.highest.highest(step.t, step.step)
         self.histogram.count(step.t, bin_of(step.seconds))
+        if not step.heal_seconds:
+            self._add_values(group, step)
+        self.failures.on_commit(group.name, step.quorum_id, step.t)
+
+    def _add_values(self, group: Group, step: StepRecord) -> None:
+        """Add what the training script recorded, unless the group healed in this step: then its weights were old."""
         for name, value in step.values.items():
             if name not in self.values and len(self.values) >= MAX_VALUES:
                 continue
             self.values.setdefault(name, Series(2, "d")).add(step.t, (value, 1))
             group.values[name] = value
-        self.failures.on_commit(group.name, step.quorum_id, step.t)
+            key = name, group.name
+            if key in self.group_values or len(self.group_values) < MAX_GROUP_VALUES:
+                self.group_values.setdefault(key, Series(2)).add(step.t, (value, 1))
 
     def set_state(self, replica_id: str, record: StateRecord) -> None:
         if (group := self.group(replica_id)) is not None:
@@ -127,7 +143,10 @@ class Job:
             for name, group in self.groups.items()
             if now - group.committed_at < SILENT_SECONDS and (busy := group.busy_p50) is not None
         }
-        return stragglers.judge(self.standings, compared, now)
+        new = stragglers.judge(self.standings, compared, now)
+        for name, group in self.groups.items():
+            group.set_slow(now, slow=name in self.standings and self.standings[name].straggler)
+        return new
 
     def straggler(self, steps: int) -> Group | None:
         """Return the slowest running group that was a straggler for at least ``steps`` committed steps in a row."""
@@ -188,7 +207,8 @@ class Job:
                     self.joining.add(group.name)
             case "lost" | "failed":
                 self._end(group, replica_id, t, State.LOST)
-                reason = str(record.detail.get("reason", ""))[:MAX_TEXT]
+                reason = reason_of(record.detail)
+                group.fail(t, reason)
                 self.failures.add(Failure(t, group.name, reason, self.quorum_id))
             case "left" | "moved":
                 self._end(group, replica_id, t, State.GONE)
@@ -200,6 +220,9 @@ class Job:
             case "healed" | "heal_failed":
                 group.timeline.mark(t, State.TRAINING if record.event == "healed" else State.RETRYING)
                 self.transfers.end_heal(group.name, record)
+                group.failed_heals = 0 if record.event == "healed" else group.failed_heals + 1
+                if record.event == "heal_failed":
+                    group.fail(t, f"failed to heal: {reason_of(record.detail)}")
 
     def _end(self, group: Group, replica_id: str, t: float, state: State) -> None:
         group.end(replica_id, t, state)
@@ -216,6 +239,7 @@ class Job:
             "highest": self.highest.dump(),
             "histogram": self.histogram.dump(),
             "values": {name: one.dump() for name, one in self.values.items()},
+            "group_values": [(*key, one.dump()) for key, one in self.group_values.items()],
             "failures": self.failures.dump(),
             "transfers": self.transfers.dump(),
             "standings": {name: asdict(one) for name, one in self.standings.items()},
@@ -233,6 +257,9 @@ class Job:
         for name, series in dumped["values"].items():
             job.values[name] = Series(2, "d")
             job.values[name].load(series)
+        for value, name, series in dumped["group_values"]:
+            job.group_values[value, name] = Series(2)
+            job.group_values[value, name].load(series)
         job.failures.load(dumped["failures"])
         job.transfers.load(dumped["transfers"])
         job.standings = {name: Standing(**one) for name, one in dumped["standings"].items()}

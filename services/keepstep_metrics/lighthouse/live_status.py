@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import hdrs, web
@@ -29,10 +30,12 @@ from keepstep_mesh.net.http import (
 )
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.security.tls import TlsFiles, as_safe, explained
+from keepstep_metrics.lighthouse.service_vitals import Vitals, VitalsReader
 
 STATUS_POLL_SECONDS = 0.5
 """Between two polls."""
 ANSWER_SECONDS = 5.0
+HOSTS_SECONDS = 5.0
 LOOKED_AT_SECONDS = 10.0
 """Stop polling a job that no client has read for this time."""
 RELAY_STATUS_SECONDS = 1.0
@@ -72,6 +75,24 @@ class LiveUpload:
 
 
 @dataclass(frozen=True, slots=True)
+class StateOfJob:
+    """The lighthouse's state of a job."""
+
+    code: str
+    """``running``, ``standing``, ``finished``, ``failed``, ``stopped`` or ``abandoned``."""
+    step: int
+    since: float
+    """Unix time."""
+    why: str
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any]) -> StateOfJob | None:
+        """Read the job object of a lighthouse; None: an older release, which does not have the state."""
+        one = job.get("state")
+        return one and cls(one["code"], one["step"], one["since"], one["why"])
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
     """Live status of one job, from the last poll."""
 
@@ -80,6 +101,13 @@ class Live:
     heals: dict[str, LiveHeal] = field(default_factory=dict)
     """By stable name."""
     uploads: tuple[LiveUpload, ...] = ()
+    needs: int | None = None
+    """``min_replicas``; None: unknown."""
+    state: StateOfJob | None = None
+    kept_out: tuple[str, ...] = ()
+    """Banned and evicted names, as ordered."""
+    hosts: dict[str, str] = field(default_factory=dict)
+    """By stable name."""
 
 
 class LiveStatusPoller:
@@ -98,6 +126,9 @@ class LiveStatusPoller:
         self._on_change = on_change
         self._live: dict[str, Live] = {}
         self._looked: dict[str, float] = {}
+        self._hosts_of: dict[str, tuple[float, int, dict[str, str]]] = {}
+        """Job -> when the hosts were asked for (monotonic), the quorum then, and the hosts."""
+        self._vitals = VitalsReader(identity)
         self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
 
     def live(self, job: str) -> Live:
@@ -111,6 +142,7 @@ class LiveStatusPoller:
             await asyncio.sleep(STATUS_POLL_SECONDS)
             now = time.monotonic()
             self._looked = {job: t for job, t in self._looked.items() if now - t < LOOKED_AT_SECONDS}
+            self._hosts_of = {job: known for job, known in self._hosts_of.items() if job in self._looked}
             self._live = {job: live for job, live in self._live.items() if job in self._looked}
             address = self._address()
             if address is None or not self._looked:
@@ -136,6 +168,8 @@ class LiveStatusPoller:
         try:
             quorum = await _get(http, f"{address}/v1/jobs/{job}/quorum")
             heals = (await _get(http, f"{address}/v1/jobs/{job}/transfers"))["heals"]
+            about = await _get(http, f"{address}/v1/jobs/{job}")
+            hosts = await self._hosts(http, address, job, quorum["quorum_id"])
         except Problem as problem:
             if problem.status != 404:
                 raise
@@ -157,17 +191,39 @@ class LiveStatusPoller:
                     for one in heals
                 },
                 uploads,
+                about["policy"]["min_replicas"],
+                _steady(StateOfJob.of(about)),
+                tuple(sorted({*about["evicted"], *(one["target"] for one in about["bans"])})),
+                hosts,
             )
         if live != self._live.get(job, NOTHING):
             self._live[job] = live
             self._on_change(job)
 
-    async def cluster(self) -> dict[str, Any]:
-        """Return the lighthouse's answer to ``GET /v1/cluster``. ``Problem`` if the lighthouse is unreachable."""
+    async def _hosts(self, http: aiohttp.ClientSession, address: str, job: str, quorum_id: int) -> dict[str, str]:
+        """Return the host of each group; asked again after ``HOSTS_SECONDS`` or with a new quorum."""
+        now = time.monotonic()
+        asked_at, of_quorum, hosts = self._hosts_of.get(job, (-HOSTS_SECONDS, -1, {}))
+        if of_quorum != quorum_id or now - asked_at >= HOSTS_SECONDS:
+            replicas = (await _get(http, f"{address}/v1/jobs/{job}/replicas"))["replicas"]
+            urls = {one["name"]: urlsplit(one["address"]).hostname for one in reversed(replicas)}
+            hosts = {name: host for name, host in urls.items() if host}
+            self._hosts_of[job] = now, quorum_id, hosts
+        return hosts
+
+    async def cluster(self) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Vitals]]:
+        """Return the lighthouse's answers to ``GET /v1/cluster`` and ``GET /v1/jobs``, and vitals by address.
+
+        Raises:
+            Problem: The lighthouse is unreachable.
+        """
         address = self._known()
         try:
             async with self._identity.session(timeout=ANSWER_SECONDS) as http:
-                return await _get(http, f"{address}/v1/cluster")
+                found, jobs = await _get(http, f"{address}/v1/cluster"), await _get(http, f"{address}/v1/jobs")
+            places = [("lighthouse", as_safe(one["address"], address)) for one in found["nodes"]]
+            places += [(one["kind"], as_safe(one["address"], address)) for one in found["services"]]
+            return found, jobs["jobs"], await self._vitals.read(places)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Problem(502, f"lighthouse unreachable: {explained(error, address)}") from error
 
@@ -202,6 +258,13 @@ class LiveStatusPoller:
 
 
 NOTHING = Live()
+
+
+def _steady(state: StateOfJob | None) -> StateOfJob | None:
+    """Return the state without the step of a running job, and with whole seconds: both change at each poll."""
+    if state is None:
+        return None
+    return replace(state, step=0 if state.code == "running" else state.step, since=float(round(state.since)))
 
 
 async def _uploads(

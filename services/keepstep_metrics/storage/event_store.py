@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_of_job ON events (job, id);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (t);
 """
-FORM = 1
+FORM = 2
 """Format of a snapshot. A snapshot of another format is dropped; its events stay."""
 MAX_PENDING_BYTES = 64 << 20
 """Batches in memory that wait for the disk."""
@@ -199,6 +199,12 @@ class Store:
         """Return the newest events of ``job``, the oldest first."""
         return await self._in_thread(self._newest_events, job, limit)
 
+    async def events_between(
+        self, job: str, since: float, until: float, limit: int, kinds: Collection[str] = ()
+    ) -> list[Event]:
+        """Return the newest events of ``job`` between two times (Unix), the oldest first. No ``kinds``: all kinds."""
+        return await self._in_thread(self._events_between, job, since, until, limit, tuple(kinds))
+
     # ---- in the thread
 
     async def _in_thread(self, call: Callable[..., T], *arguments: object) -> T:
@@ -271,6 +277,11 @@ class Store:
 
     def _newest_events(self, job: str, limit: int) -> list[Event]:
         return [*self._read("job = ? ORDER BY id DESC LIMIT ?", job, limit)][::-1]
+
+    def _events_between(self, job: str, since: float, until: float, limit: int, kinds: tuple[str, ...]) -> list[Event]:
+        of_kinds = f"AND event IN ({', '.join('?' * len(kinds))})" if kinds else ""
+        where = f"job = ? AND t >= ? AND t < ? {of_kinds} ORDER BY id DESC LIMIT ?"
+        return [*self._read(where, job, since, until, *kinds, limit)][::-1]
 
     def _read(self, where: str, *values: object) -> Iterator[Event]:
         query = f"SELECT id, t, event, name, sentence, detail FROM events WHERE {where}"  # noqa: S608 - ours

@@ -45,7 +45,7 @@ from tests.support.services.relay_driver import relay, state
 
 JOB_PATH, ONE = "/v1/jobs/{job}", "/v1/jobs/{job}/replicas/{name}"
 ALL = "worker service admin"
-READS = ("now", "timeline", "steps", "goodput", "stragglers", "transfers", "failures", "events")
+READS = ("now", "timeline", "steps", "goodput", "stragglers", "transfers", "failures", "events", "incidents")
 ACCESS = {
     ("GET", "/healthz"): "anybody",
     ("GET", "/readyz"): "anybody",
@@ -58,6 +58,10 @@ ACCESS = {
     ("POST", "/v1/ingest"): ALL,
     ("GET", "/v1/jobs"): ALL,
     **{("GET", f"{JOB_PATH}/{read}"): ALL for read in READS},
+    ("GET", JOB_PATH): ALL,
+    ("PATCH", JOB_PATH): "admin",
+    ("POST", f"{JOB_PATH}/verify"): "admin",
+    ("POST", f"{ONE}/readmit"): "admin",
     ("POST", f"{ONE}/evict"): "admin",
     ("POST", f"{ONE}/drain"): "admin",
     ("GET", "/v1/cluster"): ALL,

@@ -1,0 +1,85 @@
+"""Conditions of a job that an operator should look at: the alerts of ``deploy/prometheus/rules.yml``. Pure.
+
+They have the names and limits of the rules, and need no Prometheus. They are computed from the history of the job, so a
+condition shows at once where a rule waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from keepstep_metrics.history import goodput
+from keepstep_metrics.history.blame import blame
+from keepstep_metrics.history.job import Job
+
+STANDING_SECONDS = 120.0
+WINDOW_SECONDS = 600.0
+GOODPUT_LIMIT = 0.8
+DISCARDED_LIMIT = 0.05
+LOST_LIMIT = 5
+HEALS_LIMIT = 2
+LEAST_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    severity: str
+    """``critical`` or ``warning``."""
+    sentence: str
+
+
+def alerts(job: Job, now: float) -> tuple[Alert, ...]:
+    """Return the alerts that fire now, critical ones first."""
+    return tuple(sorted(_found(job, now), key=lambda one: (one.severity != "critical", one.name)))
+
+
+def _found(job: Job, now: float) -> list[Alert]:
+    since = now - WINDOW_SECONDS
+    recent = [event for event in job.events if event.t >= since]
+    kinds = Counter(event.event for event in recent)
+    found: list[Alert] = []
+
+    def add(name: str, sentence: str, severity: str = "warning") -> None:
+        found.append(Alert(name, severity, sentence))
+
+    last_commit = max((one.committed_at for one in job.groups.values()), default=0.0)
+    if job.has_groups and last_commit and now - last_commit > STANDING_SECONDS:
+        add("TrainingStands", f"no step has been committed for {_minutes(now - last_commit)}", "critical")
+    if kinds["lost"] + kinds["failed"] > LOST_LIMIT:
+        add("GroupsAreLostOften", f"{kinds['lost'] + kinds['failed']} groups were lost in ten minutes")
+    committed, discarded = _steps(job, since, now)
+    if committed + discarded >= LEAST_STEPS and discarded / (committed + discarded) > DISCARDED_LIMIT:
+        add("StepsAreDiscarded", f"{100 * discarded / (committed + discarded):.0f} % of the steps do not commit")
+    ratio = goodput.ratio(goodput.group_seconds(job, since, now))
+    if job.has_groups and now - job.first_seen > WINDOW_SECONDS and ratio is not None and ratio < GOODPUT_LIMIT:
+        add("GoodputIsLow", f"goodput of the last ten minutes is {100 * ratio:.0f} %")
+    if (slow := blame(job)) is not None:
+        add("GroupIsAStraggler", slow.sentence)
+    if kinds["heal_failed"] + kinds["heal_given_up"] > HEALS_LIMIT:
+        last = next(event for event in reversed(recent) if event.event in ("heal_failed", "heal_given_up"))
+        add(
+            "HealsFail", f"{kinds['heal_failed'] + kinds['heal_given_up']} heals failed in ten minutes; {last.sentence}"
+        )
+    for kind, name in (("replicas_differ", "ReplicasDiffer"), ("went_back", "JobWentBack")):
+        if kinds[kind]:
+            last = next(event for event in reversed(recent) if event.event == kind)
+            add(name, last.sentence, "critical")
+    if kinds["nonfinite"]:
+        last = next(event for event in reversed(recent) if event.event == "nonfinite")
+        add("ContributionNotFinite", last.sentence)
+    return found
+
+
+def _steps(job: Job, since: float, until: float) -> tuple[int, int]:
+    """Return the committed and the discarded steps of all groups."""
+    committed = discarded = 0
+    for one in job.groups.values():
+        for _, cells in one.steps.ring(since, 60, until).rows(since, until):
+            committed, discarded = committed + int(cells[0]), discarded + int(cells[1])
+    return committed, discarded
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
