@@ -31,7 +31,9 @@ class JobState:
         self.announcer = Announcer()
         self.reports = StepReports()
         self.settings = self.layout = ""
-        """The job's, as last compared."""
+        """Those of the last quorum whose members know theirs."""
+        self.compared = True
+        """False: a request differs from them, and no member of the quorum can judge it."""
         self.active_since = now_unix
         """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
         self.reached = record.step
@@ -116,7 +118,4 @@ class JobState:
         assert all(g.session is not None for g in (*groups.asking.values(), *groups.passed_over.values())), (
             "a group asks without a session"
         )
-        asking = groups.all_asking()
-        assert len({g.settings for g in asking} - {""}) <= 1, "groups with different settings ask"
-        assert len({g.info.layout for g in asking} - {""}) <= 1, "groups with different layouts ask"
         assert not any(g.diverged and is_torn(g.lineage) for g in groups), "a torn group counts as a whole one"

@@ -202,6 +202,8 @@ class JobCore:
         record = state.record
         until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code in ANNOUNCING and agreements.settle(state):
+            self._verdict = judge(self._groups, len(record.members), record.policy, until, now)
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
@@ -297,4 +299,5 @@ class JobCore:
         last = self._state.announcer.last
         if last is not None:
             assert last.listed, "an empty quorum was announced"
+            assert len({one.info.layout for one in last.listed} - {""}) <= 1, "groups with different layouts train"
             assert last.quorum_id <= self.record.quorum_id, "a quorum was announced that is not in the record"

@@ -166,6 +166,13 @@ MUTATIONS = (
         Test(f"{SETTINGS}::test_a_setting_that_only_one_of_two_versions_knows_is_a_difference"),
     ),
     Mutation(
+        "half of the groups count as the majority of the first quorum",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        "if 2 * len(groups) > sum(",
+        "if 2 * len(groups) >= sum(",
+        Test(f"{SETTINGS}::test_two_groups_with_different_settings_are_both_refused_at_first"),
+    ),
+    Mutation(
         "a round heals although a member allows no heal",
         f"{LIGHTHOUSE}/quorum/announcing.py",
         "allow_heal = all(request.allow_heal for",

@@ -76,6 +76,10 @@ class Driver:
                 case Announce():
                     assert decision.quorum_id == self.record.quorum_id, "announced what is not written"
                     assert {m.replica_id for m in decision.members} == set(self.record.members)
+                    if len(decision.to) == len(decision.listed):  # else an answer that is given again
+                        groups = self.core._groups.by_id
+                        settings = {groups[m.replica_id].settings for m in decision.listed} - {""}
+                        assert len(settings) <= 1, "groups with different settings train"
                 case _:
                     pass
         return decisions

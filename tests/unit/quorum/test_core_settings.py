@@ -17,15 +17,21 @@ def denial(driver: Driver, decisions: list) -> Denied:
     return message
 
 
-def test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it() -> None:
+def with_member_a(settings: str = ASYNC, info: MemberInfo | None = None) -> Driver:
+    """``a`` is a member with these settings, and ``b`` is connected."""
     driver = Driver(min_replicas=1)
-    driver.open_all("a", "b")
-    driver.asks("a", settings=ASYNC)
+    driver.opens("a")
+    assert announces(driver.asks("a", settings=settings, info=info))
+    driver.opens("b")
+    return driver
+
+
+def test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it() -> None:
+    driver = with_member_a()
     decisions = driver.asks("b", settings=SYNC)
     denied = denial(driver, decisions)
     assert denied.code == "layout"
     assert "setting use_async_quorum: False in b, True in a" in denied.reason
-    assert members(announced(decisions)) == ["a"]
     assert members(announced(driver.asks("a", 1))) == ["a"]
     view = next(view for view in driver.core.replicas(driver.now) if view.replica_id == "b")
     assert view.reason is not None
@@ -33,10 +39,7 @@ def test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nob
 
 
 def test_settings_are_compared_although_no_parameters_are_known_yet() -> None:
-    driver = Driver(min_replicas=1)
-    driver.start("a")
-    driver.opens("b")
-    driver.asks("a", 1, settings=ASYNC)
+    driver = with_member_a()
     decisions = driver.asks("b", settings=SYNC, info=MemberInfo("http://b", layout="x"))
     assert denial(driver, decisions).reason.startswith("setting use_async_quorum")
 
@@ -50,9 +53,7 @@ def test_unknown_settings_fit_all_and_so_do_equal_ones() -> None:
 
 
 def test_equal_settings_do_not_make_other_parameters_fit() -> None:
-    driver = Driver(min_replicas=1)
-    driver.open_all("a", "b")
-    driver.asks("a", settings=ASYNC, info=MemberInfo("http://a", layout="x"))
+    driver = with_member_a(info=MemberInfo("http://a", layout="x"))
     decisions = driver.asks("b", settings=ASYNC, info=MemberInfo("http://b", layout="y"))
     denied = denial(driver, decisions)
     assert denied.peer_address == "http://a"
@@ -60,9 +61,7 @@ def test_equal_settings_do_not_make_other_parameters_fit() -> None:
 
 
 def test_a_setting_that_only_one_of_two_versions_knows_is_a_difference() -> None:
-    driver = Driver(min_replicas=1)
-    driver.open_all("a", "b")
-    driver.asks("a", settings=ASYNC)
+    driver = with_member_a()
     denied = denial(driver, driver.asks("b", settings=f"{ASYNC}\nshould_quantize True"))
     assert "setting should_quantize: True in b, unknown in a" in denied.reason
 
@@ -91,8 +90,30 @@ def test_the_settings_of_a_member_beat_those_of_who_asked_first_after_a_restart(
     driver.opens("z")
     driver.asks("z", settings=SYNC)
     driver.open_all("a", "b")
-    assert "z" in told(driver, driver.asks("a", 1, settings=ASYNC))
-    assert members(announced(driver.asks("b", 1, settings=ASYNC))) == ["a", "b"]
+    driver.asks("a", 1, settings=ASYNC)
+    decisions = driver.asks("b", 1, settings=ASYNC)
+    assert members(announced(decisions)) == ["a", "b"]
+    assert "z" in told(driver, decisions)
+
+
+def test_in_the_first_quorum_the_settings_of_the_majority_count() -> None:
+    driver = Driver(min_replicas=3)
+    driver.open_all("a", "b", "c")
+    driver.asks("a", settings=SYNC)
+    driver.asks("b", settings=ASYNC)
+    reason = denial(driver, driver.asks("c", settings=ASYNC)).reason
+    assert "setting use_async_quorum: False in a, True in b; the job follows b, c; give all groups the same" in reason
+
+
+def test_two_groups_with_different_settings_are_both_refused_at_first() -> None:
+    driver = Driver(min_replicas=2)
+    driver.open_all("a", "b")
+    driver.asks("a", settings=SYNC)
+    decisions = driver.asks("b", settings=ASYNC)
+    assert not announces(decisions)
+    reasons = {who: message.reason for who, (message,) in told(driver, decisions).items()}  # type: ignore[union-attr]
+    assert "False in a, True in b; no side has a majority (a against b), so all are refused" in reasons["a"]
+    assert "True in b, False in a; no side has a majority (a against b), so all are refused" in reasons["b"]
 
 
 def test_a_round_is_without_healing_for_all_when_one_member_allows_none() -> None:

@@ -1,51 +1,99 @@
 """Require that all groups of a job train the same parameters with the same settings. Pure.
 
+* A request is compared with the members of the quorum when it arrives, and denied if it differs from them.
+* Requests that no member can judge, as those of the first quorum, are compared when a quorum is about to form. The
+  value of more than half of them is right. Without a majority all are denied, because the right value is unknown.
+
 Unknown values fit all: a Manager may ask before its model is wrapped, and a client without a Manager has neither
 settings nor parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from keepstep_lighthouse.quorum.group import Excluded, Exclusion, Group
-from keepstep_lighthouse.quorum.groups import Groups
 from keepstep_lighthouse.quorum.job_state import JobState
+from keepstep_lighthouse.quorum.rules.reasons import named
 from keepstep_mesh.protocol import job_settings
+from keepstep_mesh.protocol.job_settings import differ
 from keepstep_mesh.protocol.messages import Denied, QuorumRequest
 
 
 def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
-    """Return whether the group fits the job: its members, or else the first group. Deny the request if not."""
+    """Return whether the group fits the other members. Deny the request if not."""
     settings, layout = group.settings, group.info.layout
     if settings not in ("", state.settings) or layout not in ("", state.layout):
-        others = _differing(state.groups, group)
-        if others and others[0].member >= group.member:
-            _deny(state, group, request, others[0])
+        member = next((one for one in state.groups if one is not group and _is_agreed_member(state, one, group)), None)
+        if member is not None:
+            _deny(state, group, request, member, f"the job follows {member.replica_id}")
             return False
-        for other in others:
-            if other.request is not None:
-                _deny(state, other, other.request, group)
-        state.settings, state.layout = settings or state.settings, layout or state.layout
+        state.compared = False
     if group.is_excluded(Exclusion.LAYOUT):
         state.groups.readmit(group)
     return True
 
 
-def _differing(groups: Groups, group: Group) -> list[Group]:
-    """Return the healthy groups that ``group`` does not fit: members first, then in the order of their hellos."""
-    others = [other for other in groups if not other.is_excluded(Exclusion.LAYOUT) and _differ(group, other)]
-    return sorted(others, key=lambda other: (not other.member, other.arrived))
+def settle(state: JobState) -> bool:
+    """Compare the open requests before a quorum forms, and deny those that differ. Return whether any was denied."""
+    if state.compared and state.groups.asking_count == state.groups.members_asking:
+        return False
+    state.compared = True
+    state.settings, settings_denied = _settle(state, _settings, state.settings)
+    state.layout, layout_denied = _settle(state, _layout, state.layout)
+    return settings_denied or layout_denied
 
 
-def _differ(one: Group, other: Group) -> bool:
-    if job_settings.differ(one.settings, other.settings):
-        return True
-    return one.info.layout != other.info.layout and "" not in (one.info.layout, other.info.layout)
+def _settings(group: Group) -> str:
+    return group.settings
 
 
-def _deny(state: JobState, group: Group, request: QuorumRequest, reference: Group) -> None:
+def _layout(group: Group) -> str:
+    return group.info.layout
+
+
+def _is_agreed_member(state: JobState, member: Group, group: Group) -> bool:
+    """Return whether ``member`` has a value of the last quorum, and ``group`` another."""
+    if not member.member or member.is_excluded(Exclusion.LAYOUT):
+        return False
+    agreed = (_settings, state.settings), (_layout, state.layout)
+    return any(value(member) == its and differ(value(group), its) for value, its in agreed)
+
+
+def _settle(state: JobState, value: Callable[[Group], str], agreed: str) -> tuple[str, bool]:
+    """Compare one value of all open requests. Members decide if any knows its value.
+
+    Returns:
+        The value of all groups that still ask, or ``agreed`` if none knows its own; and whether a request was denied.
+    """
+    known = [group for group in state.groups.all_asking() if value(group)]
+    sides: dict[str, list[Group]] = {}
+    for group in [group for group in known if group.member] or known:
+        sides.setdefault(value(group), []).append(group)
+    right = next((side for side, groups in sides.items() if 2 * len(groups) > sum(map(len, sides.values()))), "")
+    wrong = [group for group in known if value(group) != right]
+    why = f"the job follows {_named(sides[right])}" if right else _no_majority(sides)
+    for group in wrong:
+        other = sides[right or next(side for side in sides if side != value(group))][0]
+        if group.request is not None:
+            _deny(state, group, group.request, other, why)
+    return right or agreed, bool(wrong)
+
+
+def _no_majority(sides: dict[str, list[Group]]) -> str:
+    return f"no side has a majority ({' against '.join(map(_named, sides.values()))}), so all are refused"
+
+
+def _named(groups: list[Group]) -> str:
+    return named(group.replica_id for group in groups)
+
+
+def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
+    """Deny the request, because the group differs from ``other``. ``why``: reason for which it is refused."""
     state.groups.withdraw(group)
     group.highest_request = max(group.highest_request, request.request)
-    sentence, address = _misfit(group, reference)
+    difference, remedy, address = _difference(group, other)
+    sentence = f"{difference}; {why}{remedy}"
     if group.excluded is None or group.is_excluded(Exclusion.LAYOUT):
         state.groups.exclude(group, Excluded(Exclusion.LAYOUT, sentence))
     if group.session is not None:
@@ -53,10 +101,10 @@ def _deny(state: JobState, group: Group, request: QuorumRequest, reference: Grou
         state.log("denied", group.replica_id, code="layout", reason=sentence)
 
 
-def _misfit(group: Group, reference: Group) -> tuple[str, str]:
-    """Return the difference as a sentence, and the group server to compare with if the sentence has no details."""
-    mine, its = group.settings, reference.settings
-    if job_settings.differ(mine, its):
-        what = job_settings.difference(mine, group.replica_id, its, reference.replica_id)
-        return f"{what}; give all groups the same value; to change it, stop and restart all groups of the job", ""
-    return f"the parameters of {group.replica_id} differ from those of {reference.replica_id}", reference.info.address
+def _difference(group: Group, other: Group) -> tuple[str, str, str]:
+    """Return the difference, the remedy, and the group server to compare with if the difference has no details."""
+    mine, its = _settings(group), _settings(other)
+    if differ(mine, its):
+        what = job_settings.difference(mine, group.replica_id, its, other.replica_id)
+        return what, "; give all groups the same value; to change it, stop and restart all groups of the job", ""
+    return f"the parameters of {group.replica_id} differ from those of {other.replica_id}", "", other.info.address
