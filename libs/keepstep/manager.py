@@ -43,7 +43,8 @@ class Manager:
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
-    also ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a LayoutMismatch.
+    also ``min_replica_size``, must be equal in all groups of a job. A group with other values ends
+    (MismatchExit).
 
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``. The Manager reconfigures it as
@@ -439,7 +440,7 @@ class Manager:
             timeout: of the vote; default: ``timeout`` of the Manager.
 
         Raises:
-            Drained, EvictedExit, LayoutMismatch: the process must end.
+            Drained, EvictedExit, MismatchExit: the process must end.
             GroupFailedExit: the outcome of the vote is unknown, and the process must end.
             RuntimeError: no step has begun, or more than ``max_retries`` steps in a row failed.
         """

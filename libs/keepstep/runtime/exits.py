@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import ClassVar
 
 from keepstep_mesh.errors import ExitWithReason
 
@@ -19,20 +20,36 @@ EXIT_EVICTED = 77
 """The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
 SIGTERM_REASON = "SIGTERM"
 """The reason of a leave after that signal."""
+EXIT_MISMATCH = 78
+"""The model or settings of the group differ from those of the job (EX_CONFIG). Do not restart it unchanged."""
 EXIT_OUTPUT_SECONDS = 0.5
 """Limit for the last output of a process that ends."""
 
 
-class EvictedExit(ExitWithReason):
+class PrintedExit(ExitWithReason):
+    """An exit that prints its reason to standard error, because Python prints nothing for a ``SystemExit``."""
+
+    happened: ClassVar[str]
+    """Beginning of the printed sentence: the event that ends the group."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
+            _print(f"{self.happened}: {reason}; its ranks end (exit {self.exit_code})")
+
+
+class EvictedExit(PrintedExit):
     """The lighthouse evicted this group, or refuses it. Exit code ``EXIT_EVICTED``."""
 
     exit_code = EXIT_EVICTED
+    happened = "this group was evicted"
 
-    def __init__(self, reason: str) -> None:
-        """Print the reason to standard error, because Python prints nothing for a ``SystemExit``."""
-        super().__init__(reason)
-        with contextlib.suppress(OSError, ValueError):  # standard error is closed
-            _print(f"this group was evicted: {reason}; its ranks end (exit {EXIT_EVICTED})")
+
+class MismatchExit(PrintedExit):
+    """The model or settings of this group differ from those of the job. Exit code ``EXIT_MISMATCH``."""
+
+    exit_code = EXIT_MISMATCH
+    happened = "this group does not fit its job"
 
 
 class GroupFailedExit(ExitWithReason):

@@ -29,7 +29,7 @@ from keepstep.step.healing import StateExchange
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorum_request import QuorumRequest
 from keepstep.step.step_telemetry import StepTimes
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged
 from keepstep_mesh.protocol.membership import Lineage, StateRoot, StepReport
@@ -273,7 +273,7 @@ class Attempt:
         plan: QuorumPlan | None = None
         try:
             plan = self.wait_plan()
-        except (LayoutMismatch, SessionClosed):
+        except SessionClosed:
             raise
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
             self._context.raise_fatal()

@@ -11,12 +11,14 @@ from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.rank_link import Leaving
-from keepstep.runtime.exits import EvictedExit, GroupFailedExit
+from keepstep.runtime.exits import EvictedExit, GroupFailedExit, MismatchExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
 from keepstep.step.step_telemetry import StepTimes
 from keepstep_mesh.errors import Banned, Drained, LayoutMismatch, SessionClosed
 
+MISMATCH_LINGER_SECONDS = 0.5
+"""Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
 REPORT_WAIT_SECONDS = 0.5
 """After this time the metrics service learns that the group waits for a quorum."""
 
@@ -54,7 +56,7 @@ class QuorumRequest:
         """Wait for the plan.
 
         Raises:
-            SystemExit, LayoutMismatch: training ends in this process.
+            SystemExit: training ends in this process.
             TimeoutError, KeepstepError: the reason why no quorum formed.
         """
         context = self._context
@@ -92,11 +94,12 @@ class QuorumRequest:
             context.fail_group(str(error))
             context.end_with(GroupFailedExit(str(error)))
         if not error.peer_address:
-            context.end_with(error)
+            context.end_with(MismatchExit(str(error)))
         difference = context.mesh.call(
             first_layout_difference(
                 error.peer_address, context.settings.token, context.layout, settings=context.job_settings
             ),
             CALL_MARGIN_SECONDS,
         )
-        context.end_with(LayoutMismatch(f"{error}. {difference}", error.peer_address))
+        time.sleep(MISMATCH_LINGER_SECONDS)
+        context.end_with(MismatchExit(f"{error}; {difference}"))

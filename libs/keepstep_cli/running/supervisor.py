@@ -7,8 +7,8 @@ A *group* is a set of ranks that live and die together. The rules:
     SIGKILL. When the last rank has ended, the whole group restarts.
 3.  Restarts wait for a delay of ``backoff``, drawn from its upper half, so that groups that died together do not
     restart together. A group that ran for ``ran_well`` seconds restarts with the first delay.
-4.  After ``max_restarts`` restarts the supervisor gives a group up, or at once if one of its ranks can never start.
-    The other groups go on, and may finish without it.
+4.  After ``max_restarts`` restarts the supervisor gives a group up; at once if one of its ranks can never start, or
+    ended with ``EXIT_MISMATCH``. The other groups go on, and may finish without it.
 5.  A *service* (the embedded lighthouse) restarts after every exit code, without a limit. The supervisor does not wait
     for it, and ends it when every group is finished or given up.
 6.  A group with a rank that ended with ``EXIT_EVICTED`` does not restart while its name is banned. The core asks when
@@ -33,7 +33,8 @@ from keepstep_mesh.net.backoff import Backoff
 MAX_RESTARTS = 100
 RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
 EXIT_EVICTED = 77
-"""The value of ``keepstep.runtime.exits``, whose import would slow down ``keepstep --help``."""
+"""The value of ``keepstep.runtime.exits``, whose import would slow down ``keepstep --help``. So is the next one."""
+EXIT_MISMATCH = 78
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ class Supervisor:
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
         group.evicted |= event.code == EXIT_EVICTED
-        group.hopeless |= event.hopeless
+        group.hopeless |= event.hopeless or event.code == EXIT_MISMATCH
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from keepstep.runtime import exits
 from keepstep_cli.running.supervisor import (
     EXIT_EVICTED,
+    EXIT_MISMATCH,
     Action,
     AskBan,
     BanLearned,
@@ -119,6 +120,16 @@ def test_a_ban_is_told_by_the_name_that_the_group_has_at_the_lighthouse() -> Non
     run(RankExited("r1", 0, EXIT_EVICTED), 5.0)
     run(BanLearned("r1", 7.0, "train_ddp_1"), 5.0)
     assert run.notes[-1].endswith("`keepstep readmit train_ddp_1` ends that")
+
+
+def test_a_group_that_does_not_fit_its_job_is_given_up_at_once() -> None:
+    assert exits.EXIT_MISMATCH == EXIT_MISMATCH
+    run = job(GroupSpec("r0", 2), GroupSpec("r1"))
+    run(RankExited("r0", 1, EXIT_MISMATCH), 5.0)
+    assert run(RankExited("r0", 0, 75), 6.0) == []
+    assert run.core.phase("r0") is Phase.GIVEN_UP
+    assert run.notes[-1] == "r0: given up: another try would end the same"
+    assert run.core.phase("r1") is Phase.RUNNING
 
 
 def test_a_group_that_can_never_start_is_given_up_at_once_and_a_service_is_not() -> None:

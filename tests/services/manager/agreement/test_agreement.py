@@ -13,8 +13,7 @@ import torch
 
 import keepstep.group.agreement
 from keepstep import Manager, WorldSizeMode
-from keepstep.runtime.exits import GroupFailedExit
-from keepstep_mesh.errors import LayoutMismatch
+from keepstep.runtime.exits import GroupFailedExit, MismatchExit
 from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 
 SPARES = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
@@ -72,7 +71,7 @@ def test_of_three_groups_the_one_with_another_setting_is_refused_and_the_others_
         state = {"w": torch.ones(3)}
         try:
             with manager(lighthouse, "odd", state, **options) as m:
-                with pytest.raises(LayoutMismatch) as error:
+                with pytest.raises(MismatchExit) as error:
                     step(m, state, 100.0)
                 return m.replica_id(), str(error.value), m.current_step()
         finally:
@@ -94,7 +93,7 @@ manager.start_quorum()
 """
 
 
-def test_a_refused_process_ends_with_the_sentence_and_exit_code_1(lighthouse):
+def test_a_refused_process_ends_with_one_sentence_and_an_exit_code_that_no_launcher_restarts(lighthouse):
     with manager(lighthouse, "a") as m:
         m.start_quorum()
         assert m.should_commit()
@@ -103,8 +102,12 @@ def test_a_refused_process_ends_with_the_sentence_and_exit_code_1(lighthouse):
         )
         m.start_quorum()
         assert m.should_commit(), "the group that was there goes on"
-    assert refused.returncode == 1
-    assert "LayoutMismatch: setting use_async_quorum: False in b:" in refused.stderr
+    assert refused.returncode == 78
+    said = [line for line in refused.stderr.splitlines() if line.startswith("keepstep: ")]
+    assert len(said) == 1
+    assert said[0].startswith("keepstep: this group does not fit its job: setting use_async_quorum: False in b:")
+    assert said[0].endswith("its ranks end (exit 78)")
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_rank_with_another_setting_than_rank_0_ends_its_group_with_the_setting_named(lighthouse, ended):

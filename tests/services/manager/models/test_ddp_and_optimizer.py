@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, Optimizer, PureDistributedDataParallel
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch
+from keepstep.runtime.exits import MismatchExit
+from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import events, manager, together
 
 
@@ -36,7 +37,7 @@ def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(
             for inputs in (5, *others):
                 DistributedDataParallel(m, nn.Linear(inputs, 2))
             try:
-                with pytest.raises(LayoutMismatch) as refused:
+                with pytest.raises(MismatchExit) as refused:
                     m.start_quorum()
                 return str(refused.value)
             finally:

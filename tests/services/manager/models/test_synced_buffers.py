@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, PureDistributedDataParallel
-from keepstep_mesh.errors import LayoutMismatch
+from keepstep.runtime.exits import MismatchExit
 from tests.services.manager.groups import manager, together
 
 WRAPPERS = [DistributedDataParallel, PureDistributedDataParallel]
@@ -225,7 +225,7 @@ def test_a_group_that_treats_a_buffer_in_another_way_is_refused(lighthouse, odd,
         try:
             with manager(lighthouse, "b") as m:
                 DistributedDataParallel(m, WithBuffers(rope=torch.zeros(2)), **odd)
-                with pytest.raises(LayoutMismatch, match=f"here '{named}', in a:.* copied"):
+                with pytest.raises(MismatchExit, match=f"here '{named}', in a:.* copied"):
                     m.start_quorum()
         finally:
             done.set()
