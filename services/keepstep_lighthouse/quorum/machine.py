@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum.changes import (
+    agreements,
     arrivals,
     departures,
     divergence,

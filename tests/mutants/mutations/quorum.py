@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "groups with other settings train together",
         f"{LIGHTHOUSE}/quorum/changes/agreements.py",
-        "    if job_settings.differ(one.settings, other.settings):\n        return True\n",
-        "",
+        "agreed = (_settings, state.settings), (_layout, state.layout)",
+        "agreed = ((_layout, state.layout),)",
         Test(
             f"{SETTINGS}::test_a_group_with_other_settings_is_denied_with_the_first_difference_and_nobody_waits_for_it"
         ),
