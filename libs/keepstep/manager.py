@@ -43,8 +43,7 @@ class Manager:
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
-    also ``min_replica_size``, must be equal in all groups of a job. A group with other values ends
-    (MismatchExit).
+    also ``min_replica_size``, must be equal in all groups of a job. A group with other values gets a MismatchExit.
 
     Args:
         pg: process group over the replica groups, one of ``keepstep.ProcessGroup*``. The Manager reconfigures it as
