@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Collection
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,10 @@ from rich.table import Table
 from keepstep_cli.asking.units import ago_text, bytes_text, event_text, seconds_text
 
 STYLES = {
+    "running": "green",
+    "standing": "yellow",
+    "failed": "red",
+    "abandoned": "dim",
     "training": "green",
     "asking": "green",
     "healing": "yellow",
@@ -74,12 +79,22 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
         flag = f"--lighthouse {lighthouse} " if lighthouse else ""
         _print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
         return
-    table = table_of("job", "quorum", "members", "asking", "healthy", "joiners", "needs", "banned", fold={"banned"})
+    table = table_of("job", "state", "for", "step", "quorum", "groups", "needs", "banned", fold={"banned"})
     for job in jobs:
-        counts = (job[name] for name in ("quorum_id", "members", "asking", "healthy", "joiners"))
+        state = job["state"]
         banned = ", ".join(f"{short(ban['target'])} until {_clock(ban['until'])}" for ban in job["bans"])
-        table.add_row(escape(job["job"]), *map(str, counts), str(job["policy"]["min_replicas"]), escape(banned))
+        style = STYLES.get(state["code"], "")
+        table.add_row(
+            escape(job["job"]),
+            f"[{style}]{state['code']}[/]" if style else state["code"],
+            seconds_text(max(1.0, round(time.time() - state["since"]))),
+            *map(str, (state["step"], job["quorum_id"], job["healthy"], job["policy"]["min_replicas"])),
+            escape(banned),
+        )
     _print(table)
+    for job in jobs:
+        if why := job["state"]["why"]:
+            _print(escape(short(f"{job['job']}: {why}")))
 
 
 def show_replicas(replicas: list[dict[str, Any]]) -> None:

@@ -57,6 +57,19 @@ def status(link: JobLink) -> None:
 
 @click.command()
 @with_lighthouse
+def jobs(link: JobLink) -> None:
+    """Show all jobs and their states: running, standing (and why), finished, failed, stopped, abandoned."""
+    answer = run(link.service.get("jobs"))
+    if link.as_json:
+        show_json(answer)
+        return
+    from keepstep_cli.asking import tables
+
+    tables.show_jobs(answer["jobs"], None)
+
+
+@click.command()
+@with_lighthouse
 def replicas(link: JobLink) -> None:
     """Show the replica groups of a job."""
     answer = link.get("replicas")
@@ -306,7 +319,7 @@ def policy(link: JobLink, name: str | None, **limits: Any) -> None:
 
 @click.group()
 def job() -> None:
-    """Delete a job. `keepstep status` shows all jobs."""
+    """Delete a job. `keepstep jobs` shows all jobs."""
 
 
 @job.command(short_help="Delete a job that is no longer needed.")
@@ -322,4 +335,18 @@ def rm(link: JobLink, name: str, *, force: bool) -> None:
     _ordered(link, run(link.service.delete("jobs", _link_to(link, name).job, **query)))
 
 
-COMMANDS = (status, replicas, inspect, quorum, events, transfers, policy, verify_replicas, evict, drain, readmit, job)
+COMMANDS = (
+    status,
+    jobs,
+    replicas,
+    inspect,
+    quorum,
+    events,
+    transfers,
+    policy,
+    verify_replicas,
+    evict,
+    drain,
+    readmit,
+    job,
+)

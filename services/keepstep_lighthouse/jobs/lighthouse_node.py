@@ -381,7 +381,7 @@ class LighthouseNode:
 def _no_room(job: str, limit: int) -> str:
     return (
         f"job {job!r} cannot be created: the limit of {limit} jobs is reached; delete those that are no longer "
-        f"needed (keepstep status shows them, keepstep job rm JOB), or raise the limit (--max-jobs)"
+        f"needed (keepstep jobs shows them, keepstep job rm JOB deletes one), or raise the limit (--max-jobs)"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from keepstep_cli.asking import tables
@@ -79,3 +81,25 @@ def test_bytes_and_seconds_of_an_event_have_units(capsys: pytest.CaptureFixture[
 def test_a_reason_is_shown_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     tables.show_event({"id": 1, "time": 0, "kind": "drain", "replica_id": "r0:1", "detail": {"reason": "[b] :bug:"}})
     assert capsys.readouterr().out.endswith("  r0:1  reason=[b] :bug:\n")
+
+
+def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "WIDE", 80)
+    policy = {"min_replicas": 2}
+
+    def job(name: str, seconds: float, **state: object) -> dict[str, object]:
+        told = {"since": time.time() - seconds, "step": 123_456, "why": "", **state}
+        return {"job": name, "state": told, "quorum_id": 7, "healthy": 3, "policy": policy, "bans": []}
+
+    lost = f"r1:{UUID} was lost: it was silent for 5 s"
+    tables.show_jobs(
+        [job("a", 90, code="running"), job("b", 7300, code="finished"), job("c", 200000, code="failed", why=lost)],
+        None,
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    rows = [line.split() for line in lines if "123456" in line]
+    assert [" ".join(row[:-4]) for row in rows] == ["a running 90 s", "b finished 2 h 2 min", "c failed 2 d 8 h"]
+    assert lines[-1] == "c: r1:9a7c6573 was lost: it was silent for 5 s"

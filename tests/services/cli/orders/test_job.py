@@ -15,6 +15,11 @@ async def test_a_job_that_nobody_uses_is_deleted_and_one_in_use_only_by_force() 
             await round_of([group])
         await eventually(lambda: not job.lighthouse.jobs["old"].sessions)
         await eventually(lambda: job.lighthouse.jobs["old"].core.returning() is None)
+        listed = await keepstep("jobs", *job.at)
+        assert [line.split()[:2] for line in listed.out.splitlines()[3:5]] == [
+            ["default", "running"],
+            ["old", "failed"],
+        ]
         said = await keepstep("job", "rm", "old", *job.at)
         assert said.code == 0, said.err
         assert said.out.startswith("job old is deleted\n")

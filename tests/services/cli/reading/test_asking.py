@@ -19,7 +19,7 @@ async def test_status_shows_the_lighthouse_and_its_jobs() -> None:
         said = await keepstep("status", *job.at)
         assert said.code == 0, said.err
         assert f"lighthouse {job.lighthouse.address}: leads, epoch 1" in said.out
-        assert re.search(r"default +1 +2 +0 +2 +0 +2", said.out)
+        assert re.search(r"default +running +\d+ s +1 +1 +2 +2", said.out)
         answer = json.loads((await keepstep("status", *job.at, "--json")).out)
         assert answer["epoch"] == 1
         assert [one["job"] for one in answer["jobs"]] == ["default"]
