@@ -124,8 +124,8 @@ def filled(text: str, after: str = "") -> str:
     )
 
 
-def items(text: str) -> Iterator[str]:
-    """Yield a line for each argument or error of a docstring's section."""
+def items(label: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and the meaning of each argument or error in a docstring's section."""
     found: list[list[str]] = []
     for line in inspect.cleandoc(text).splitlines():
         item = None if line.startswith(" ") else ITEM.match(line)
@@ -134,20 +134,32 @@ def items(text: str) -> Iterator[str]:
         elif found:
             found[-1][1] += f" {line.strip()}"
         else:
-            raise ValueError(f"expected 'name: meaning' in a docstring, got {line!r}")
-    for name, meaning in found:
-        yield filled(f"* `{name}`: {plain(meaning)}", after="  ")
+            raise ValueError(f"docstring of {label}: expected 'name: meaning', got {line!r}")
+    yield from ((names, meaning) for names, meaning in found)
 
 
-def described(docstring: str) -> str:
-    """Markdown of a docstring in Google style."""
-    about, *parts = HEADING.split(inspect.cleandoc(docstring))
+def described(label: str, of: Any) -> str:
+    """Return the Markdown of a docstring in Google style.
+
+    Raises:
+        ValueError: the docstring names an argument that ``of`` does not have, or is not in Google style.
+    """
+    about, *parts = HEADING.split(inspect.cleandoc(of.__doc__ or ""))
     lines = [plain(about)] if about.strip() else []
     for heading, text in zip(parts[::2], parts[1::2], strict=True):
         body = textwrap.dedent(text.strip("\n"))
-        of_items = heading in ("Args", "Raises", "Attributes")
-        lines.append(f"**{heading}**\n\n" + "\n".join(items(body)) if of_items else plain(f"**{heading}** {body}"))
-    return "\n\n".join(lines)
+        if heading not in ("Args", "Raises", "Attributes"):
+            lines.append(plain(f"**{heading}** {body}"))
+            continue
+        found = list(items(label, body))
+        if heading == "Args":
+            known = set(inspect.signature(of).parameters)
+            named = {name.lstrip("*") for names, _ in found for name in names.split(", ")}
+            if unknown := named - known:
+                raise ValueError(f"{label} has no argument {', '.join(sorted(unknown))}, but its docstring names it")
+        rows = (filled(f"* `{names}`: {plain(meaning)}", after="  ") for names, meaning in found)
+        lines.append(f"**{heading}**\n\n" + "\n".join(rows))
+    return "\n\n".join(lines) + "\n"
 
 
 # ---- signatures
@@ -164,7 +176,7 @@ def default(value: object) -> str:
 
 
 def parameter(one: inspect.Parameter) -> str:
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
+    star = "*" * (one.kind is one.VAR_POSITIONAL) + "**" * (one.kind is one.VAR_KEYWORD)
     text = f"{star}{one.name}"
     if one.annotation is not one.empty:
         text += f": {one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)}"
@@ -194,26 +206,25 @@ def block(text: str) -> str:
 # ---- the page
 
 
-def members(of: type) -> Iterator[str]:
-    """Describe the public members that a class defines itself."""
+def members(shown: str, of: type) -> Iterator[str]:
+    """Describe the public members that a class defines itself; ``shown`` is the public name of the class."""
     own = [name for name in vars(of) if not name.startswith("_") and name not in INTERNAL]
-    first = FIRST.get(of.__name__, FIRST.get({"OptimizerWrapper": "Optimizer"}.get(of.__name__, ""), "")).split()
+    first = FIRST.get(shown, "").split()
     elsewhere = []
     for name in [*first, *(one for one in own if one not in first)]:
         member = inspect.getattr_static(of, name)
         if isinstance(member, classmethod | staticmethod):
             member = member.__func__
-        is_property = isinstance(member, property)
-        if not (is_property or inspect.isfunction(member)):
+        if not isinstance(member, property) and not inspect.isfunction(member):
             continue
         if ELSEWHERE.fullmatch(member.__doc__ or ""):
             elsewhere.append(f"`{name}`")
             if not member.__doc__ and of.__bases__ == (object,):
-                raise ValueError(f"{of.__name__}.{name} is public and has no docstring")
+                raise ValueError(f"{shown}.{name} is public and has no docstring")
             continue
-        shown = name if is_property else signature(name, member)
-        yield f"#### {of.__name__.replace('OptimizerWrapper', 'Optimizer')}.{name}\n{block(shown)}\n"
-        yield described(member.__doc__) + "\n"
+        yield f"#### {shown}.{name}"
+        yield block(name if isinstance(member, property) else signature(name, member)) + "\n"
+        yield described(f"{shown}.{name}", member)
     if elsewhere:
         yield filled(f"As in the classes named above, or in the base class: {', '.join(elsewhere)}.") + "\n"
 
@@ -222,24 +233,21 @@ def entry(where: str) -> Iterator[str]:
     """Describe one public class or function."""
     module, _, name = where.partition(":")
     of = getattr(importlib.import_module(module), name)
-    docstring = of.__doc__ or ""
     yield f"### {name}"
-    if isinstance(of, type) and issubclass(of, BaseException):
+    if not isinstance(of, type):
+        yield block(signature(f"{module}.{name}", of)) + "\n"
+    elif issubclass(of, BaseException):
         parents = [one.__name__ for one in of.__mro__[1:] if one not in (object, BaseException, Exception)]
         yield f"`{module}.{name}` ({', '.join(parents)})\n"
-    elif isinstance(of, type) and (
-        issubclass(of, enum.Enum) or ("Attributes:" in docstring and "Args:" not in docstring)
-    ):
-        yield (
-            f"`{module}.{name}`"
-            + (f": {', '.join(one.name for one in of)}" if issubclass(of, enum.Enum) else "")
-            + "\n"
-        )
+    elif issubclass(of, enum.Enum):
+        yield f"`{module}.{name}`: {', '.join(one.name for one in of)}\n"
+    elif "Attributes:" in (of.__doc__ or ""):  # a result, which callers do not create
+        yield f"`{module}.{name}`\n"
     else:
         yield block(signature(f"{module}.{name}", of)) + "\n"
-    yield described(docstring) + "\n"
+    yield described(name, of)
     if isinstance(of, type) and not issubclass(of, BaseException | enum.Enum):
-        yield from members(of)
+        yield from members(name, of)
 
 
 def python_names() -> str:

@@ -117,6 +117,9 @@ class HTTPTransport(CheckpointTransport[T]):
     def allow_checkpoint(self, step: int) -> None:
         """Serve the staged snapshot again, after ``disallow_checkpoint``.
 
+        Args:
+            step: of the snapshot.
+
         Raises:
             ValueError: the snapshot of ``step`` is not staged.
         """
@@ -159,7 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         progress: Progress | None,
         limit: timedelta | None,
     ) -> T:
-        """``recv_checkpoint`` with another source of chunks, which ``chunks`` makes for the transfer."""
+        """Receive as ``recv_checkpoint`` does, from the source of chunks that ``chunks`` returns for the transfer."""
         transfer = Transfer(
             *(metadata, step, timeout.total_seconds(), chunks),
             token=self.token,
@@ -197,7 +200,11 @@ class HTTPTransport(CheckpointTransport[T]):
             return list(self._transfers)
 
     def shutdown(self, wait: bool = True) -> None:
-        """End all transfers, in both directions. May be called more than once."""
+        """End all transfers, in both directions. May be called more than once.
+
+        Args:
+            wait: wait until readers have ended.
+        """
         self._shut_down = True
         self.abort_receive("the transport is shut down")
         self.server.stop(wait)

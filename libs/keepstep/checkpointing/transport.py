@@ -51,11 +51,15 @@ class CheckpointTransport(ABC, Generic[T]):
         return False
 
     def prepare(self, exchange: Exchange) -> None:
-        """Announce the transfer of a step. Called before ``send_checkpoint`` and ``recv_checkpoint``."""
+        """Announce the transfer of a step. Called before ``send_checkpoint`` and ``recv_checkpoint``.
+
+        Args:
+            exchange: step, sources, and joiners of the transfer.
+        """
 
     @abstractmethod
     def metadata(self) -> str:
-        """The value that another group passes to ``recv_checkpoint`` to receive from this one."""
+        """Return the value that another group passes to ``recv_checkpoint`` to receive from this one."""
 
     @abstractmethod
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
@@ -72,7 +76,13 @@ class CheckpointTransport(ABC, Generic[T]):
         """
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """Answer requests for ``step`` with ``reason`` at once: no snapshot of it will follow."""
+        """Refuse the readers of a step at once, because no snapshot of it will follow.
+
+        Args:
+            dst_ranks: ranks of the joining groups in the quorum.
+            step: of the snapshot that the readers ask for.
+            reason: sent to them.
+        """
 
     @abstractmethod
     def recv_checkpoint(
@@ -111,11 +121,19 @@ class CheckpointTransport(ABC, Generic[T]):
         """
 
     def source_lost(self, reason: str) -> None:
-        """React to the loss of the group that ``recv_checkpoint`` receives from. Called from any thread."""
+        """React to the loss of the group that ``recv_checkpoint`` receives from. Called from any thread.
+
+        Args:
+            reason: names the lost group.
+        """
         self.abort_receive(reason)
 
     def abort_receive(self, reason: str) -> None:
-        """End every ``recv_checkpoint`` in progress with ``TransferError``. Called from any thread."""
+        """End every ``recv_checkpoint`` in progress with ``TransferError``. Called from any thread.
+
+        Args:
+            reason: text of the error.
+        """
 
     def disallow_checkpoint(self) -> None:
         """Serve no new reader. Never waits: a reader that has begun continues from its own snapshot."""

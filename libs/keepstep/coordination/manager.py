@@ -223,7 +223,11 @@ class ManagerClient:
         return self._mesh.call(client.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
 
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """Return the ``checkpoint_metadata`` that rank ``rank`` passed to its last ``quorum``.
+        """Return the ``checkpoint_metadata`` that a rank passed to its last ``quorum``.
+
+        Args:
+            rank: rank within the group.
+            timeout: time limit.
 
         Raises:
             TimeoutError: no answer within ``timeout``.

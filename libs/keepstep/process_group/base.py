@@ -109,7 +109,11 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """Abort the group and free its resources. ``configure`` makes it usable again."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each operation that starts from now on."""
+        """Set the limit of each operation that starts from now on.
+
+        Args:
+            timeout: the limit.
+        """
 
     def rendezvous_bytes(self, world_size: int, version: int) -> int:  # noqa: ARG002
         """Return the most bytes that each member stores at the rendezvous; 0: negligible.

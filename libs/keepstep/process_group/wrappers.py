@@ -133,7 +133,11 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         super().configure(*args, **kwargs)
 
     def report_error(self, error: Exception) -> None:
-        """Store ``error``, if it is the first one, and skip operations until the next ``configure``."""
+        """Store the first error, and skip operations until the next ``configure``.
+
+        Args:
+            error: returned by ``error()``, unless an earlier one is stored.
+        """
         if self._error is None:
             log.warning("skipping operations until the next configure", reason=str(error))
             self._error = error
@@ -197,7 +201,11 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         super().configure(*args, **kwargs)
 
     def report_future_error(self, error: Exception) -> None:
-        """Let the next operation run, then raise ``error`` in its ``wait``."""
+        """Let the next operation run, then fail it.
+
+        Args:
+            error: raised by the operation's ``wait``.
+        """
         self._future_error = error
 
     def _run(self, operation: str, *args: Any) -> Work:

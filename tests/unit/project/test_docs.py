@@ -165,6 +165,14 @@ def test_every_import_in_an_example_is_one_that_there_is():
     assert not [(module, name) for module, name in ours if not hasattr(importlib.import_module(module), name)]
 
 
+def test_every_member_of_the_manager_in_an_example_is_one_that_it_has():
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    shown = {name for block in blocks for name in re.findall(r"\bmanager\.(\w+)", block)}
+    shown |= set(re.findall(r"`[Mm]anager\.(\w+)\(", DOCS))
+    assert {"start_quorum", "current_step", "shutdown"} <= shown
+    assert not [name for name in shown if not hasattr(importlib.import_module("keepstep.manager").Manager, name)]
+
+
 def test_the_test_that_the_documentation_shows_passes(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
     (tmp_path / "test_my_training.py").write_text(script)

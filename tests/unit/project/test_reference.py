@@ -49,6 +49,19 @@ def test_the_python_names_are_as_the_docstrings_are_now() -> None:
     assert public <= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
 
 
+def test_a_docstring_that_names_an_argument_that_is_not_there_is_found() -> None:
+    def wait(seconds: float) -> None:
+        """Wait.
+
+        Args:
+            second: time to wait.
+        """
+
+    made = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))
+    with pytest.raises(ValueError, match="wait has no argument second, but its docstring names it"):
+        made["described"]("wait", wait)
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_route_stands_there_with_the_roles_that_may_use_it(service: str) -> None:
     rows = re.findall(r"^\| `(\w+) (/\S*)` \| (\w+) \|", section(f"Routes of the {service}"), re.MULTILINE)
