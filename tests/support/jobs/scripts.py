@@ -1,4 +1,4 @@
-"""A replica group that runs scripts of ``examples/``, one after another, each as a job of its own.
+"""A replica group that runs scripts of ``examples/``, one after another; several scripts are a job each.
 
 After each script it prints {"event": "finished", "script", "pid", "step", "digest", ...}. The digest covers the state
 that the script registered with its Manager. Environment variables:
@@ -19,8 +19,10 @@ from tests.support.jobs.trainer import digest, say
 
 def main() -> None:
     torch.set_num_threads(1)
-    for script in map(Path, os.environ["SCRIPTS"].split(":")):
-        os.environ["KEEPSTEP_JOB"] = script.stem
+    scripts = [Path(path) for path in os.environ["SCRIPTS"].split(":")]
+    for script in scripts:
+        if len(scripts) > 1:
+            os.environ["KEEPSTEP_JOB"] = script.stem
         names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
         outcome = ""
         try:

@@ -21,7 +21,7 @@ import torch
 model = torch.nn.Linear(4, 1)
 adamw = torch.optim.AdamW(model.parameters())
 loss_fn = torch.nn.functional.mse_loss
-batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(50)]
+batches, steps = iter(lambda: (torch.randn(8, 4), torch.randn(8, 1)), None), 50
 """
 AFTER = """
 print("after", manager.current_step(), "weights", model.weight.tolist())
