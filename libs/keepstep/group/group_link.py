@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 import uuid
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch.distributed import Store
 
 from keepstep.group.group_server import GroupServer
@@ -97,7 +99,11 @@ class LinkSettings:
             )
         return cls(
             session=SessionSettings.from_environment(
-                lighthouses, "", connect_timeout=connect_timeout, heartbeat_interval=heartbeat_interval
+                lighthouses,
+                "",
+                connect_timeout=connect_timeout,
+                heartbeat_interval=heartbeat_interval,
+                runtime=f"python {platform.python_version()}, torch {torch.__version__}",
             ),
             name=name,
             rank=rank,

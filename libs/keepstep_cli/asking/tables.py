@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keepstep_cli.asking.units import ago_text, bytes_text, event_text, seconds_text
+from keepstep_cli.asking.units import ago_text, bytes_text, event_text, rate_text, seconds_text
 
 STYLES = {
     "running": "green",
@@ -73,13 +73,19 @@ def show_cluster(cluster: dict[str, Any]) -> None:
         _print(escape(f"{service['kind']} {service['name']} {service['address']} {details}".rstrip()))
 
 
+def show_status(cluster: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
+    show_cluster(cluster)
+    show_jobs(jobs, cluster["leader"])
+
+
 def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
     """``lighthouse``: where they are."""
     if not jobs:
         flag = f"--lighthouse {lighthouse} " if lighthouse else ""
         _print(escape(f"no jobs yet; start one with: keepstep run {flag}--replicas 2 -- train.py"))
         return
-    table = table_of("job", "state", "for", "step", "quorum", "groups", "needs", "banned", fold={"banned"})
+    names = ("job", "state", "for", "step", "steps/s", "last commit", "groups", "needs", "banned")
+    table = table_of(*names, fold={"banned"})
     for job in jobs:
         state = job["state"]
         banned = ", ".join(f"{short(ban['target'])} until {_clock(ban['until'])}" for ban in job["bans"])
@@ -88,7 +94,10 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
             escape(job["job"]),
             f"[{style}]{state['code']}[/]" if style else state["code"],
             seconds_text(max(1.0, round(time.time() - state["since"]))),
-            *map(str, (state["step"], job["quorum_id"], job["healthy"], job["policy"]["min_replicas"])),
+            str(state["step"]),
+            rate_text(job["steps_per_second"]),
+            ago_text(job["last_commit_seconds_ago"]),
+            *map(str, (job["healthy"], job["policy"]["min_replicas"])),
             escape(banned),
         )
     _print(table)
@@ -97,28 +106,59 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
             _print(escape(short(f"{job['job']}: {why}")))
 
 
-def show_replicas(replicas: list[dict[str, Any]]) -> None:
-    table = table_of("replica", "state", "in", "step", "ranks", "heard", "a step", "healed", fold={"state"})
+def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None:
+    names = ["replica", "state", "step", "a step", "heard", "restarts", "host"]
+    more = ["member", "ranks", "versions", "address"] if wide else []
+    table = table_of(*names, *more, fold={"state", "host", "versions"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
         state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
+        if one["heal_bytes"]:
+            state += f" {one['healed_bytes'] / one['heal_bytes']:.0%}"
         table.add_row(
             escape(short(one["replica_id"])),
             f"[{style}]{state}[/]" if style else state,
-            "yes" if one["member"] else "no",
             str(one["step"]),
-            str(one["world_size"]),
-            ago_text(one["heard_seconds_ago"]),
             seconds_text(one["step_seconds"]),
-            f"{one['healed_bytes'] / one['heal_bytes']:.0%}" if one["heal_bytes"] else "-",
+            ago_text(one["heard_seconds_ago"]),
+            str(one["restarts"]),
+            escape(one["host"] or "-"),
+            *(_wide_cells(one) if wide else ()),
         )
     _print(table)
     # Why one waits or is gone has no place beside all that: a terminal may have 80 columns.
     for one in replicas:
-        if one["reason"]:
-            sentence = str(one["reason"]["sentence"])
+        for sentence in _remarks(one):
             whose = "" if sentence.startswith(one["replica_id"]) else f"{one['replica_id']}: "
             _print(escape(short(whose + sentence)))
+    if difference := runtime_difference(replicas):
+        _print(escape(f"warning: {difference}"))
+
+
+def _wide_cells(replica: dict[str, Any]) -> tuple[str, ...]:
+    member = "yes" if replica["member"] else "no"
+    return member, str(replica["world_size"]), escape(replica["runtime"] or "-"), escape(replica["address"] or "-")
+
+
+def _remarks(replica: dict[str, Any]) -> Iterator[str]:
+    """Yield why a group waits or is gone, and its last error if that says more."""
+    why = replica["reason"]["sentence"] if replica["reason"] else ""
+    if why:
+        yield why
+    if replica["last_error"] and not replica["last_error"].endswith(why or "\0"):
+        yield f"{replica['last_error']} ({ago_text(replica['last_error_seconds_ago'])})"
+
+
+def runtime_difference(replicas: list[dict[str, Any]]) -> str | None:
+    """Return a sentence if connected groups have different versions of Python or torch; None otherwise."""
+    groups: dict[str, list[str]] = {}
+    for one in replicas:
+        if one["runtime"] and one["state"] != "gone":
+            groups.setdefault(one["runtime"], []).append(one["name"])
+    if len(groups) < 2:
+        return None
+    said = "; ".join(f"{', '.join(sorted(names))}: {runtime}" for runtime, names in sorted(groups.items()))
+    return f"groups with different versions may compute different results: {said}"
 
 
 def show_facts(facts: dict[str, Any]) -> None:

@@ -34,6 +34,13 @@ def ago_text(value: float | None) -> str:
     return "-" if value is None else f"{seconds_text(value)} ago"
 
 
+def rate_text(per_second: float | None) -> str:
+    """Return a rate with two or three digits; ``-`` for None."""
+    if per_second is None:
+        return "-"
+    return f"{per_second:.0f}" if per_second >= 10 else f"{per_second:.2g}"
+
+
 def event_text(number: int) -> str:
     """Return ``2.17``: the epoch, and the count of the event in it."""
     return f"{number >> EVENT_BITS}.{number & ((1 << EVENT_BITS) - 1)}"

@@ -18,6 +18,7 @@ from keepstep_cli.asking.options import Named, Seconds
 from keepstep_cli.asking.policy_options import policy_change
 from keepstep_cli.asking.rest import run
 from keepstep_cli.asking.units import EventNumber
+from keepstep_cli.asking.watching import show, watch_option, wide_option
 from keepstep_cli.errors import Refused
 
 COMPARED = ("replicas_verified", "replicas_differ")
@@ -42,17 +43,19 @@ def _is_flag(name: str) -> bool:
 
 @click.command()
 @with_lighthouse
-def status(link: JobLink) -> None:
+@watch_option
+def status(link: JobLink, *, watch: bool) -> None:
     """Show the lighthouse and its jobs, or with --job one job."""
-    cluster = run(link.service.get("cluster"))
-    jobs = [link.get()] if _is_flag("job") else run(link.service.get("jobs"))["jobs"]
-    if link.as_json:
-        show_json({**cluster, "jobs": jobs})
-        return
     from keepstep_cli.asking import tables
 
-    tables.show_cluster(cluster)
-    tables.show_jobs(jobs, cluster["leader"])
+    def fetch() -> Callable[[], None]:
+        cluster = run(link.service.get("cluster"))
+        jobs = [link.get()] if _is_flag("job") else run(link.service.get("jobs"))["jobs"]
+        if link.as_json:
+            return lambda: show_json({**cluster, "jobs": jobs})
+        return lambda: tables.show_status(cluster, jobs)
+
+    show(fetch, watch=watch)
 
 
 @click.command()
@@ -68,17 +71,21 @@ def jobs(link: JobLink) -> None:
     tables.show_jobs(answer["jobs"], None)
 
 
-@click.command()
+@click.command(short_help="Show the replica groups of a job.")
 @with_lighthouse
-def replicas(link: JobLink) -> None:
-    """Show the replica groups of a job."""
-    answer = link.get("replicas")
-    if link.as_json:
-        show_json(answer)
-        return
+@watch_option
+@wide_option
+def replicas(link: JobLink, *, watch: bool, output: str | None) -> None:
+    """Show the replica groups of a job. Lines below the table have errors and reasons."""
     from keepstep_cli.asking import tables
 
-    tables.show_replicas(answer["replicas"])
+    def fetch() -> Callable[[], None]:
+        answer = link.get("replicas")
+        if link.as_json:
+            return lambda: show_json(answer)
+        return lambda: tables.show_replicas(answer["replicas"], wide=output == "wide")
+
+    show(fetch, watch=watch)
 
 
 @click.command(short_help="Show everything about replica groups.")

@@ -29,7 +29,7 @@ OF_TRAINERS: Mapping[str, str] = {
 }
 OF_LAUNCHERS: Mapping[str, str] = {
     "REPLICA_GROUP_ID": "number of the group: 1 is called `r1`",
-    "NUM_REPLICA_GROUPS": "how many groups the job has; for scripts, keepstep does not read it",
+    "NUM_REPLICA_GROUPS": "how many groups the job has; its first quorum waits for them",
     "RANK": "rank in the group",
     "WORLD_SIZE": "ranks of the group",
     "MASTER_ADDR": "host of the group's store",

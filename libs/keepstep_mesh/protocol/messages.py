@@ -44,6 +44,12 @@ class Hello:
     """Interval that the worker asks for; 0: the lighthouse chooses."""
     library: str = ""
     """Name and version of the client, for logs."""
+    host: str = ""
+    """Name of its machine."""
+    runtime: str = ""
+    """Versions that decide its arithmetic, such as ``python 3.11.7, torch 2.9.1``; empty: unknown."""
+    groups: int = 0
+    """Number of groups of the job, which its first quorum waits for; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,10 @@ class LighthouseSession:
         self._settings = settings
         self._on_push = on_push
         self._core = SessionCore(
-            settings.replica_id, settings.library, heartbeat_interval_ms=round(settings.heartbeat_interval * 1000)
+            settings.replica_id,
+            settings.library,
+            heartbeat_interval_ms=round(settings.heartbeat_interval * 1000),
+            about=settings.about,
         )
         self._log = log.bind(replica_id=settings.replica_id)
         self.liveness = Liveness(settings.heartbeat_interval, timeout=5.0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.backoff import Backoff
@@ -109,10 +110,21 @@ class Addresses:
         self._followed.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """Facts about a group for its lighthouse, see ``Hello``."""
+
+    host: str = ""
+    runtime: str = ""
+    groups: int = 0
+
+
 class SessionCore:
     """State that outlives a connection (``epoch``, ``quorum_id``, ``held``, ``open``), and state that does not."""
 
-    def __init__(self, replica_id: str, library: str = "", heartbeat_interval_ms: int = 0) -> None:
+    def __init__(
+        self, replica_id: str, library: str = "", heartbeat_interval_ms: int = 0, about: About | None = None
+    ) -> None:
         self.epoch = 0
         self.quorum_id = 0
         """Highest quorum_id seen; ``epoch``: highest epoch seen."""
@@ -123,6 +135,7 @@ class SessionCore:
         """Number of the latest request."""
         self._replica_id = replica_id
         self._library = library
+        self._about = about or About()
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._checked_info: MemberInfo | None = None
         self._known_info: MemberInfo | None = None
@@ -143,6 +156,9 @@ class SessionCore:
             held=self.held,
             heartbeat_interval_ms=self._heartbeat_interval_ms,
             library=self._library,
+            host=self._about.host,
+            runtime=self._about.runtime,
+            groups=self._about.groups,
         )
 
     def welcomed(self, welcome: Welcome) -> None:

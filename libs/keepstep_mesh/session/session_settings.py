@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass, field
 
 from keepstep_mesh.config.settings import from_environment
 from keepstep_mesh.security.tls import TlsFiles, tls_of_client
 from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.session.session_machine import About
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class SessionSettings:
     """A request; the lighthouse decides."""
     library: str = ""
     """Name and version of the client, for logs."""
+    about: About = field(default_factory=About)
+    """Sent to the lighthouse for operators."""
     tls: TlsFiles = field(default_factory=TlsFiles)
 
     @classmethod
@@ -37,8 +42,9 @@ class SessionSettings:
         *,
         connect_timeout: float,
         heartbeat_interval: float = 0.1,
+        runtime: str = "",
     ) -> SessionSettings:
-        """Read job, token and certificates from the environment."""
+        """Read job, number of groups, token, and certificates from the environment. ``runtime``: see ``Hello``."""
         _, job = from_environment("JOB") or ("", "default")
         return cls(
             addresses=addresses,
@@ -48,4 +54,11 @@ class SessionSettings:
             connect_timeout=connect_timeout,
             heartbeat_interval=heartbeat_interval,
             tls=tls_of_client(),
+            about=About(socket.gethostname(), runtime, _groups()),
         )
+
+
+def _groups() -> int:
+    """Return NUM_REPLICA_GROUPS; 0 if it is not a number of groups, because scripts may use it in their own way."""
+    text = os.environ.get("NUM_REPLICA_GROUPS", "")
+    return int(text) if text.isdecimal() and len(text) <= 5 else 0

@@ -35,6 +35,10 @@ class JobView:
     bans: tuple[Ban, ...]
     """Those that have not expired."""
     evicted: tuple[str, ...]
+    steps_per_second: float | None
+    """Over the last 10 s, or the last 20 steps if they took longer; None: too few steps."""
+    last_commit_seconds_ago: float | None
+    """None: no commit since this lighthouse leads."""
     expires_in_seconds: float | None
     """Time until the unused job is deleted; None: it is in use, or its job_ttl is 0."""
 
@@ -99,7 +103,9 @@ class ReadHandlers:
 
     async def replicas(self, request: web.Request) -> web.Response:
         job = find_job(self._node, request)
-        return json_answer(ReplicasView(job.name, job.core.replicas(time.monotonic())))
+        now = time.monotonic()
+        views = tuple(job.history.with_facts(view, now) for view in job.core.replicas(now))
+        return json_answer(ReplicasView(job.name, views))
 
     async def replica(self, request: web.Request) -> web.Response:
         job, target = find_target(self._node, request)
@@ -108,7 +114,7 @@ class ReadHandlers:
             raise no_replica(job, target)
         # Of several incarnations, prefer one that is connected, then a member of the quorum, then the newest.
         best = min(found, key=lambda one: (one.state is ReplicaState.GONE, not one.member))
-        return json_answer(best)
+        return json_answer(job.history.with_facts(best, time.monotonic()))
 
     async def transfers(self, request: web.Request) -> web.Response:
         job = find_job(self._node, request)
@@ -130,5 +136,7 @@ def _job_view(job: Job) -> JobView:
         sessions=len(job.sessions),
         bans=tuple(ban for ban in record.bans if time.time() < ban.until),
         evicted=record.evicted,
+        steps_per_second=job.rate.per_second(now),
+        last_commit_seconds_ago=None if job.rate.committed_at is None else max(0.0, now - job.rate.committed_at),
         expires_in_seconds=None if expires == NEVER else max(0.0, expires - now),
     )

@@ -22,6 +22,7 @@ from functools import partial
 from keepstep_lighthouse.jobs import records
 from keepstep_lighthouse.jobs.event_log import EventLog, Happened
 from keepstep_lighthouse.jobs.expiry import JobUse
+from keepstep_lighthouse.jobs.replica_history import ReplicaHistory, StepRate
 from keepstep_lighthouse.jobs.sessions import Session
 from keepstep_lighthouse.leadership.term import Term, TermOverError
 from keepstep_lighthouse.quorum.events import (
@@ -39,7 +40,7 @@ from keepstep_lighthouse.quorum.events import (
 from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.messages import QuorumAnswer
+from keepstep_mesh.protocol.messages import Hello, QuorumAnswer
 from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 MIN_WAIT = 0.001
@@ -76,14 +77,14 @@ class Job:
         """Announced quorums, confirmed ones included."""
         self.steps = 0
         """Steps by which the job advanced under this lighthouse."""
+        self.rate = StepRate()
+        self.history = ReplicaHistory()
         self.healed_bytes = 0
         self.heals = DurationCounts()
         self.commit_gaps = DurationCounts()
         """Times between the advances of the job under this lighthouse."""
         self._step: int | None = None
-        """Step of the last announced quorum."""
-        self._advanced_at: float | None = None
-        """When the job advanced last; None: not yet."""
+        """Step of the last announced quorum; None: none yet."""
         self._stored = stored
         self._written = record
         """The record as last written."""
@@ -116,7 +117,7 @@ class Job:
     def heard(self, session: int) -> None:
         self.core.heard(session, time.monotonic())
 
-    def open(self, session: Session, event: Opened) -> None:
+    def open(self, session: Session, hello: Hello) -> None:
         """Handle an accepted hello: write if necessary, send Welcome, then carry out the rest."""
 
         def welcomed(steps: list[Step]) -> list[Step]:
@@ -130,7 +131,10 @@ class Job:
             session.refuse("not_ready", why)
             return
         self.sessions[session.number] = session
+        event = Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held, hello.groups)
         self._process(event, welcomed)
+        if session.number in self.sessions:
+            self._compare_runtime(session.replica_id, hello)
 
     async def order(self, event: Event) -> list[Happened]:
         """Handle an administrator's order; return its entries of the event log once everything is written."""
@@ -248,10 +252,17 @@ class Job:
         if self._step is not None and step > self._step:
             now = time.monotonic()
             self.steps += step - self._step
-            if self._advanced_at is not None:
-                self.commit_gaps.add(now - self._advanced_at)
-            self._advanced_at = now
+            if self.rate.committed_at is not None:
+                self.commit_gaps.add(now - self.rate.committed_at)
+            self.rate.add(step - self._step, now)
         self._step = step
+
+    def _compare_runtime(self, replica_id: str, hello: Hello) -> None:
+        """Warn about a group with other versions: its arithmetic may differ from that of the others."""
+        self.history.arrived(replica_id, hello.host, hello.runtime)
+        usual = self.history.unlike_others(replica_id, (one.replica_id for one in self.sessions.values()))
+        if usual:
+            self._log(LogEntry("runtime_differs", replica_id, {"runtime": hello.runtime, "others": usual}), [])
 
     def _welcome(self, session: Session) -> None:
         session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy)
@@ -262,7 +273,9 @@ class Job:
             case "healed", {"bytes": int(size), "seconds": int() | float() as seconds}:
                 self.healed_bytes += size
                 self.heals.add(seconds)
-        log.info(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
+        self.history.add(entry, time.monotonic())
+        tell = log.warning if entry.kind == "runtime_differs" else log.info
+        tell(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
 
     # ---- 3. time
 

@@ -27,7 +27,7 @@ from keepstep_lighthouse.leadership.election import Leader
 from keepstep_lighthouse.leadership.leader_link import FollowerLinks, LeaderLink
 from keepstep_lighthouse.leadership.nodes import Nodes
 from keepstep_lighthouse.leadership.term import STORE_TIMEOUT, Term, TermOverError
-from keepstep_lighthouse.quorum.events import JobRecord, Opened, Policy
+from keepstep_lighthouse.quorum.events import JobRecord, Policy
 from keepstep_lighthouse.quorum.policies import policy_changes
 from keepstep_lighthouse.registry.service_registry import Registry
 from keepstep_lighthouse.settings import LighthouseSettings
@@ -343,7 +343,7 @@ class LighthouseNode:
         if len(self._welcomed) >= MAX_WELCOMED:
             self._welcomed.clear()
         self._welcomed.add((session.job, session.replica_id))
-        job.open(session, Opened(session.number, session.replica_id, hello.quorum_id_seen, hello.held))
+        job.open(session, hello)
         session.begin(job)
 
     async def _open_after_expiry(self, session: Session, hello: Hello) -> None:

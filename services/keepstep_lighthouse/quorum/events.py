@@ -23,6 +23,8 @@ class Opened:
     replica_id: str
     quorum_id_seen: int = 0
     held: HeldAnswer | None = None
+    groups: int = 0
+    """Number of groups of the job, as this one knows it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Policy:
     """None: the heartbeat timeout."""
     initial_replicas: int = 0
     """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
-    limit of the open requests. Later quorums do not wait for it."""
+    limit of the open requests; 0: the number that the groups tell. Later quorums do not wait for it."""
     verify_every: int = 0
     """Compare root digests at each step that is a multiple of this; 0: only when ordered."""
     on_divergence: str = "heal"

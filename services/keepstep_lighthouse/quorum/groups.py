@@ -70,6 +70,8 @@ class Groups:
         not start the join timeout."""
         self.healing: dict[str, Group] = {}
         self.counted = 0
+        self.expected = 0
+        """Number of groups of the job, as the groups tell; 0: unknown."""
         self.members_asking = 0
         self.shrinking = 0
         """Asking with shrink_only."""

@@ -58,6 +58,15 @@ class ReplicaView:
     """0: unknown, or not healing."""
     reason: Reason | None = None
     """Why it waits or left, if the reason concerns this group only."""
+    restarts: int = 0
+    """Earlier incarnations of its name, since this lighthouse leads; so for all facts below."""
+    host: str = ""
+    """Name of its machine; empty: unknown."""
+    runtime: str = ""
+    """Versions of its Python and torch; empty: unknown."""
+    last_error: str = ""
+    """Last loss, failed heal, or refusal of this name; a heal that succeeds clears it. Empty: none."""
+    last_error_seconds_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

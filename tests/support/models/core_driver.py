@@ -94,11 +94,13 @@ class Driver:
 
     # ---- groups
 
-    def opens(self, replica_id: str, *, seen: int = 0, held: HeldAnswer | None = None) -> list[Decision]:
+    def opens(
+        self, replica_id: str, *, seen: int = 0, held: HeldAnswer | None = None, groups: int = 0
+    ) -> list[Decision]:
         session = len(self.replica_of) + 1
         self.replica_of[session] = replica_id
         self.session_of[replica_id] = session
-        return self.feed(Opened(session, replica_id, seen, held))
+        return self.feed(Opened(session, replica_id, seen, held, groups))
 
     def open_all(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:

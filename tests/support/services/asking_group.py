@@ -12,6 +12,7 @@ from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import ClientToken
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_events import Push
+from keepstep_mesh.session.session_machine import About
 from keepstep_mesh.session.session_settings import SessionSettings
 from keepstep_mesh.testing import DEADLINE
 
@@ -40,9 +41,13 @@ class Group:
         job: str = "job",
         token: str | ClientToken | None = None,
         tls: TlsFiles | None = None,
+        about: About | None = None,
+        incarnation: int = 1,
     ) -> None:
         self.pushes: asyncio.Queue[Push] = asyncio.Queue()
-        settings = SessionSettings(addresses, job, f"{name}:1", token, DEADLINE, tls=tls or TlsFiles())
+        settings = SessionSettings(
+            addresses, job, f"{name}:{incarnation}", token, DEADLINE, tls=tls or TlsFiles(), about=about or About()
+        )
         self.session = LighthouseSession(settings, self.pushes.put_nowait)
 
     async def __aenter__(self) -> Self:

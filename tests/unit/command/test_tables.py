@@ -24,6 +24,13 @@ def replica(name: str, **facts: object) -> dict[str, object]:
         "healed_bytes": 43,
         "heal_bytes": 100,
         "reason": None,
+        "name": name,
+        "restarts": 3,
+        "host": "node-17",
+        "runtime": "python 3.11.7, torch 2.9.1",
+        "address": "http://10.0.0.1:1",
+        "last_error": "",
+        "last_error_seconds_ago": None,
         **facts,
     }
 
@@ -36,7 +43,7 @@ def test_replicas_fit_80_columns_each_on_a_line_of_its_own(
     gone = {"code": "gone", "numbers": {}, "sentence": "left: SIGTERM"}
     tables.show_replicas(
         [
-            replica("train_ddp_0"),
+            replica("train_0"),
             replica("r1", state="kept_out", reason=why, member=False),
             replica("r2", state="gone", reason=gone, member=False),
         ]
@@ -44,9 +51,24 @@ def test_replicas_fit_80_columns_each_on_a_line_of_its_own(
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     rows = [line.split() for line in lines if "13 ms ago" in line]
-    assert [row[0] for row in rows] == ["train_ddp_0:9a7c6573", "r1:9a7c6573", "r2:9a7c6573"]
-    assert rows[0][1:] == ["training", "yes", "123456", "8", "13", "ms", "ago", "1.5", "s", "43%"]
+    assert [row[0] for row in rows] == ["train_0:9a7c6573", "r1:9a7c6573", "r2:9a7c6573"]
+    assert rows[0][1:] == ["training", "43%", "123456", "1.5", "s", "13", "ms", "ago", "3", "node-17"]
     assert lines[-2:] == ["r1:9a7c6573 waits: another has the same name", "r2:9a7c6573: left: SIGTERM"]
+
+
+def test_errors_and_different_versions_of_groups_are_lines_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = "heal failed 14 times: no progress for 5 s"
+    other = "python 3.12.1, torch 2.9.1"
+    gone = replica("r2", state="gone", runtime="python 3.9")
+    tables.show_replicas(
+        [replica("r0", last_error=failed, last_error_seconds_ago=180), replica("r1", runtime=other), gone], wide=True
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"r0:9a7c6573: {failed} (3 min ago)"
+    assert lines[-1].endswith(f"different results: r0: python 3.11.7, torch 2.9.1; r1: {other}")
+    assert any("http://10.0.0.1:1" in line and "torch 2.9.1" in line for line in lines)
+    tables.show_replicas([replica("r0"), gone])
+    assert "different" not in capsys.readouterr().out
 
 
 def quorum(code: str, **facts: object) -> dict[str, object]:
@@ -91,7 +113,8 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
 
     def job(name: str, seconds: float, **state: object) -> dict[str, object]:
         told = {"since": time.time() - seconds, "step": 123_456, "why": "", **state}
-        return {"job": name, "state": told, "quorum_id": 7, "healthy": 3, "policy": policy, "bans": []}
+        speed = {"steps_per_second": 12.3, "last_commit_seconds_ago": 0.08}
+        return {"job": name, "state": told, "quorum_id": 7, "healthy": 3, "policy": policy, "bans": [], **speed}
 
     lost = f"r1:{UUID} was lost: it was silent for 5 s"
     tables.show_jobs(
@@ -101,5 +124,6 @@ def test_jobs_fit_80_columns_and_say_why_they_do_not_train(
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     rows = [line.split() for line in lines if "123456" in line]
-    assert [" ".join(row[:-4]) for row in rows] == ["a running 90 s", "b finished 2 h 2 min", "c failed 2 d 8 h"]
+    assert rows[0][-7:] == ["123456", "12", "80", "ms", "ago", "3", "2"]
+    assert [" ".join(row[:-7]) for row in rows] == ["a running 90 s", "b finished 2 h 2 min", "c failed 2 d 8 h"]
     assert lines[-1] == "c: r1:9a7c6573 was lost: it was silent for 5 s"

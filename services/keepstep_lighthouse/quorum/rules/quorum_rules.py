@@ -71,7 +71,7 @@ def judge(
     if not enough:
         return TOO_FEW
     first_asked = groups.first_asked()
-    if first and asking < initial_count(policy) and first_asked is not None:
+    if first and asking < initial_count(groups, policy) and first_asked is not None:
         # Before the first of the open requests times out.
         latest = min(first_asked + policy.join_timeout, (first_asked + groups.next_request_deadline()) / 2)
         if now < latest:
@@ -90,9 +90,10 @@ def judge(
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
 
 
-def initial_count(policy: Policy) -> int:
+def initial_count(groups: Groups, policy: Policy) -> int:
     """Return the number of groups that the first quorum of a job waits for."""
-    return min(policy.initial_replicas, policy.max_replicas or policy.initial_replicas)
+    wanted = policy.initial_replicas or groups.expected
+    return min(wanted, policy.max_replicas or wanted)
 
 
 def heal_limit(policy: Policy, failed_tries: int) -> float:

@@ -46,7 +46,7 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
             if groups.shrinking and members:
                 sentence += ", not counting joiners because a group asked with shrink_only"
         case "initial_replicas":
-            wanted = initial_count(policy)
+            wanted = initial_count(groups, policy)
             numbers["initial_replicas"] = wanted
             sentence = f"{asking} of the {wanted} groups for the first quorum have asked, {left or 0:.1f} s left"
         case "majority":
