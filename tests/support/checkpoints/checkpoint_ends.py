@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -27,9 +26,7 @@ MIB = 1 << 20
 def peer(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Start ``checkpoint_peer.py`` with these arguments; kill it at the end."""
     command = [sys.executable, str(PEER), *map(str, arguments)]
-    path = [str(PEER.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
