@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ class Browser:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._pages: dict[str, Page] = {}
+        self._contexts: list[str] = []
 
     async def tell(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
@@ -161,7 +163,11 @@ class Browser:
         """``scale``: pixels of the picture to one of the page. ``token``: as if it had been typed in.
         ``first``: JavaScript that runs before that of the page. ``beside``: in the same window and session as this one.
         """
-        context = beside.context if beside else (await self.tell("Target.createBrowserContext"))["browserContextId"]
+        if beside:
+            context = beside.context
+        else:  # a session of its own: cookies, storage and cache
+            context = (await self.tell("Target.createBrowserContext"))["browserContextId"]
+            self._contexts.append(context)
         target = await self.tell("Target.createTarget", url="about:blank", browserContextId=context)
         session = (await self.tell("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
         page = self._pages[session] = Page(self, session, context)
@@ -182,40 +188,62 @@ class Browser:
         await page.tell("Page.navigate", url=url)
         return page
 
+    async def close(self) -> None:
+        """Close all pages that ``open`` opened."""
+        for context in self._contexts:
+            await self.tell("Target.disposeBrowserContext", browserContextId=context)
+
+
+class Chromium:
+    """A chromium process, with its profile in ``folder``. ``close`` ends it and all of its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "chromium.log"
+        home = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=home, start_new_session=True,
+            )  # fmt: skip
+
+        self.address = self._wait(folder / "DevToolsActivePort")
+        """Where it takes orders."""
+
+    def _wait(self, port_file: Path) -> str:
+        deadline = time.monotonic() + DEADLINE
+        while not port_file.exists() or port_file.read_text().count("\n") < 1:
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.05)
+        port, path = port_file.read_text().splitlines()[:2]
+        return f"ws://127.0.0.1:{port}{path}"
+
+    def close(self) -> None:
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(CLOSE_SECONDS)
+
+
+RUNNING: list[Chromium] = []
+"""The chromium of all tests of this pytest process."""
+
 
 @contextlib.asynccontextmanager
-async def chromium(folder: Path) -> AsyncIterator[Browser]:
-    """Runs one with its profile in ``folder``; all of its processes have ended afterwards."""
-    home = os.environ | {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
-    with (folder / "chromium.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            str(CHROMIUM), *FLAGS, f"--user-data-dir={folder}", "about:blank",
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=home, start_new_session=True,
-        )  # fmt: skip
-    try:
-        file = folder / "DevToolsActivePort"
-        async with asyncio.timeout(DEADLINE):
-            while not file.exists() or file.read_text().count("\n") < 1:
-                assert process.returncode is None, (folder / "chromium.log").read_text()
-                await asyncio.sleep(0.05)
-        port, path = file.read_text().splitlines()[:2]
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(f"ws://127.0.0.1:{port}{path}", max_msg_size=0) as socket,
-        ):
-            browser = Browser(socket)
-            listening = asyncio.create_task(browser.listen())
-            try:
-                yield browser
-            finally:
-                with contextlib.suppress(Exception):
-                    await browser.tell("Browser.close")
-                listening.cancel()
-                await asyncio.wait([listening])
-    finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+async def chromium(_folder: Path) -> AsyncIterator[Browser]:
+    """A connection to the running chromium; the windows that are opened through it are closed afterwards."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(RUNNING[0].address, max_msg_size=0) as socket,
+    ):
+        browser = Browser(socket)
+        listening = asyncio.create_task(browser.listen())
+        try:
+            yield browser
+        finally:
+            with contextlib.suppress(Exception):
+                await browser.close()
+            listening.cancel()
+            await asyncio.wait([listening])
