@@ -153,6 +153,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._keepstep_manager = manager
         self._synced = buffers
         self.register_comm_hook(self, _average_bucket)
+        manager.script_checker.add_module(module)
         manager.add_layout(_layout(module, str(kwargs.get("bucket_cap_mb") or "default"), buffers))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -232,6 +233,7 @@ class PureDistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
+        manager.script_checker.add_module(module)
         manager.add_layout(_layout(module, "one bucket a parameter", self._synced))
 
     def forward(self, *args: object, **kwargs: object) -> object:

@@ -27,6 +27,7 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
+from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 from keepstep_mesh.protocol.messages import ServiceAddress
@@ -110,6 +111,9 @@ class Manager:
         quorum_retries: int = 0,
         refuse_nonfinite: bool = False,
     ) -> None:
+        if (state_dict is None) != (load_state_dict is None):
+            missing = "state_dict" if state_dict is None else "load_state_dict"
+            raise ValueError(f"{missing} is missing: a heal needs both functions; pass both or none")
         self._settings = ManagerSettings.from_arguments(
             min_replica_size=min_replica_size,
             use_async_quorum=use_async_quorum,
@@ -135,6 +139,9 @@ class Manager:
         self._attempt: Attempt | None = None
         self._membership = GroupMembership(self._settings.link)
         self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership)
+        context, link = self._context, self._settings.link
+        self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
+        """Warns of mistakes of the script. Each DDP and each Optimizer adds itself."""
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._context.log_progress("started")
@@ -337,6 +344,7 @@ class Manager:
         """
         context = self._context
         context.raise_fatal()
+        self.script_checker.quorum_requested()
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)
         if self._attempt is not None and not self._attempt.done:
@@ -446,6 +454,9 @@ class Manager:
         attempt = self._current()
         self._context.raise_fatal()
         committed = attempt.conclude(timeout or self._settings.timeout)
+        if committed:
+            _, groups = self._latest_participation()
+            self.script_checker.committed(groups, attempt.collectives, synchronized=attempt.synchronized)
         failures, limit = self._context.progress.commit_failures, self._settings.max_retries
         if not committed and limit is not None and failures > limit:
             raise RuntimeError(f"{failures} steps in a row failed (max_retries={limit}); the last one: {attempt.error}")

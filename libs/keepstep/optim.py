@@ -39,6 +39,7 @@ class OptimizerWrapper(Optimizer):
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
         self.manager = manager
         self.optim = optim
+        manager.script_checker.add_optimizer(optim)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)

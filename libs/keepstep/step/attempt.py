@@ -203,6 +203,11 @@ class Attempt:
             return False
         return not (request.done and context.reconfigurer.broken)
 
+    @property
+    def collectives(self) -> int:
+        """Number of collectives that were started."""
+        return self._collectives.started
+
     def is_in_flight(self) -> bool:
         """Whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
         if not self.done and self.answered is None and self._request is not None:

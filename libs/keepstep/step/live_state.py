@@ -45,6 +45,15 @@ class LiveState:
             raise ValueError(f"a state is registered as {key!r} already; give each part a key of its own")
         self._parts[key] = _Part(load, save)
 
+    @property
+    def registered(self) -> bool:
+        """Whether the script has registered a part."""
+        return bool(self._parts)
+
+    def user_state(self) -> dict[str, Any]:
+        """Return the registered parts by their keys."""
+        return {key: part.save() for key, part in self._parts.items()}
+
     def stage(
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
     ) -> None:
@@ -64,7 +73,7 @@ class LiveState:
             )
 
     def _save(self) -> dict[str, Any]:
-        return {"user": {key: part.save() for key, part in self._parts.items()}, "manager": self._save_manager()}
+        return {"user": self.user_state(), "manager": self._save_manager()}
 
     def receive(
         self,

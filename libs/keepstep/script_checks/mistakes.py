@@ -1,0 +1,122 @@
+"""Mistakes of a training script after which groups train different models, each with its remedy. Pure.
+
+No rule here is certain: a script may average gradients or share the work of its ranks by means of its own. So each
+mistake is a warning, once, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keepstep_mesh.text import listed
+
+MAX_NAMED = 3
+"""Parameters that a warning names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    name: str
+    reason: str
+    """What was found, and its effect."""
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """Trained parameters, compared with the registered state. Names of parameters that have none are shapes."""
+
+    wrapped: int
+    """Number of trainable parameters in all ``DistributedDataParallel`` modules; 0: no module is wrapped."""
+    unregistered: Sequence[str]
+    """Those of them that are not in the registered state."""
+    optimized: int
+    """Number of parameters of all optimizers."""
+    unaveraged: Sequence[str]
+    """Those of them that are in no wrapped module."""
+    optimized_unregistered: Sequence[str]
+    """Those of them that are not in the registered state."""
+
+
+def in_state(*, registered: bool) -> Mistake | None:
+    """Judge the first request for a quorum. ``registered``: the script has registered a state."""
+    if registered:
+        return None
+    return Mistake(
+        "no state registered",
+        "a group that starts, joins, or restarts cannot receive the weights of the others and trains with its own",
+        "pass state_dict and load_state_dict to the Manager, or call register_state_dict_fn",
+    )
+
+
+def in_commit(*, groups: int, collectives: int, synchronized: bool) -> Mistake | None:
+    """Judge a committed step.
+
+    Args:
+        groups: number of groups that took part.
+        collectives: number of collectives that were started in it.
+        synchronized: the script called ``mark_synchronized``.
+    """
+    if groups < 2 or collectives or synchronized:
+        return None
+    return Mistake(
+        "no gradients averaged",
+        f"{groups} groups committed a step without an all-reduce, so each applied its own gradients",
+        "call the DistributedDataParallel module, ddp(x), not the module inside it; or call manager.allreduce",
+    )
+
+
+def in_ranks(*, ranks: int, sharded: bool) -> Mistake | None:
+    """Judge a wrapped module.
+
+    Args:
+        ranks: number of ranks of this group.
+        sharded: a parameter of the module is a DTensor.
+    """
+    if ranks < 2 or sharded:
+        return None
+    return Mistake(
+        "every rank trains a whole model",
+        f"the {ranks} ranks of this group each hold all parameters, and gradients are averaged between groups only: "
+        f"rank 0 with rank 0, rank 1 with rank 1",
+        "run one rank a group (keepstep run --replicas N --nproc-per-replica 1), unless the script shares the work of "
+        "a group's ranks itself",
+    )
+
+
+def in_parameters(facts: ParameterFacts) -> list[Mistake]:
+    """Judge the parameters that a script trains."""
+    found = []
+    if facts.unregistered:
+        found.append(
+            Mistake(
+                "model not in the registered state",
+                f"{_some(facts.unregistered, facts.wrapped)} of the DistributedDataParallel module do not heal",
+                "return the state_dict() of the wrapped module in the Manager's state_dict",
+            )
+        )
+    if facts.wrapped and facts.unaveraged:
+        found.append(
+            Mistake(
+                "optimizer of other parameters",
+                f"{_some(facts.unaveraged, facts.optimized)} of the optimizer are in no DistributedDataParallel "
+                f"module, so their gradients are not averaged",
+                "build the optimizer from the parameters of the wrapped module, after the module is on its device; or "
+                "average their gradients with manager.allreduce",
+            )
+        )
+    elif facts.optimized_unregistered and not facts.wrapped:
+        found.append(
+            Mistake(
+                "optimizer of other parameters",
+                f"{_some(facts.optimized_unregistered, facts.optimized)} of the optimizer are not in the registered "
+                f"state, so they do not heal",
+                "build the optimizer from the parameters of the model whose state_dict() is registered",
+            )
+        )
+    return found
+
+
+def _some(names: Sequence[str], total: int) -> str:
+    return f"{len(names)} of {total} parameters ({listed(names, MAX_NAMED)})"

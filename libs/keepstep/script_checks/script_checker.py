@@ -1,0 +1,99 @@
+"""Collect what a script does in its first steps, and warn of each mistake once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.script_checks import mistakes
+from keepstep.script_checks.mistakes import Mistake, ParameterFacts
+from keepstep.script_checks.state_coverage import StateCoverage, memory_of
+from keepstep.step.live_state import LiveState
+from keepstep_mesh.config.logging import Logger
+
+
+class ScriptChecker:
+    """The checks of one process. On the training thread.
+
+    Args:
+        state: the registered state.
+        log: of the Manager.
+        rank: of this process; rank 0 warns for the group.
+        ranks: number of ranks of the group.
+    """
+
+    def __init__(self, state: LiveState, log: Logger, rank: int, ranks: int) -> None:
+        self._state = state
+        self._log = log
+        self._rank, self._ranks = rank, ranks
+        self._modules: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._asked = False
+        """Whether a quorum was requested."""
+        self._parameters_checked = False
+        self._warned: set[str] = set()
+        """Names of mistakes."""
+
+    def add_module(self, module: nn.Module) -> None:
+        """Add a module whose gradients are averaged."""
+        sharded = any(is_dtensor(parameter) for parameter in module.parameters())
+        self._warn(mistakes.in_ranks(ranks=self._ranks, sharded=sharded))
+        if not self._parameters_checked:
+            self._modules.append(module)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that steps when a step commits."""
+        if not self._parameters_checked:
+            self._optimizers.append(optimizer)
+
+    def quorum_requested(self) -> None:
+        """Check the registered state before the first quorum."""
+        if not self._asked:
+            self._asked = True
+            self._warn(mistakes.in_state(registered=self._state.registered))
+
+    def committed(self, groups: int, collectives: int, *, synchronized: bool) -> None:
+        """Check a committed step, see ``mistakes.in_commit``; after the first one, the parameters too."""
+        if not collectives:
+            self._warn(mistakes.in_commit(groups=groups, collectives=collectives, synchronized=synchronized))
+        if not self._parameters_checked:
+            self._parameters_checked = True
+            self._check_parameters()
+            self._modules, self._optimizers = [], []
+
+    def _check_parameters(self) -> None:
+        if not self._state.registered or not (self._modules or self._optimizers):
+            return
+        try:  # by every rank: the state_dict of FSDP is collective
+            facts = _facts(self._modules, self._optimizers, StateCoverage(self._state.user_state()))
+        except Exception as error:  # noqa: BLE001  a heal reports it if it matters
+            self._log.debug("parameters not checked", reason=f"{type(error).__name__}: {error}")
+            return
+        for mistake in mistakes.in_parameters(facts):
+            self._warn(mistake)
+
+    def _warn(self, mistake: Mistake | None) -> None:
+        if mistake is not None and self._rank == 0 and mistake.name not in self._warned:
+            self._warned.add(mistake.name)
+            self._log.warning(mistake.name, reason=mistake.reason, remedy=mistake.remedy)
+
+
+def _facts(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], covered: StateCoverage) -> ParameterFacts:
+    wrapped = [(name, one) for module in modules for name, one in module.named_parameters() if one.requires_grad]
+    averaged = {memory_of(one) for _, one in wrapped}
+    optimized = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    return ParameterFacts(
+        wrapped=len(wrapped),
+        unregistered=[name for name, one in wrapped if not covered.has(one)],
+        optimized=len(optimized),
+        unaveraged=[_shape(one) for one in optimized if memory_of(one) not in averaged],
+        optimized_unregistered=[_shape(one) for one in optimized if not covered.has(one)],
+    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"

@@ -1,0 +1,60 @@
+"""Find out which parameters a registered state contains: by their memory, or in copies by their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from keepstep.checkpointing.state.sharding import is_dtensor
+
+SAMPLE_ELEMENTS = 256
+"""Elements that are compared to recognize a copy."""
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return the device and address of the memory of ``tensor``, for a DTensor of its shard here."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return str(local.device), local.untyped_storage().data_ptr()
+
+
+class StateCoverage:
+    """The tensors of a registered state.
+
+    Args:
+        state: containers of tensors and other values.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._tensors = [one for one in _tensors(state) if one.numel()]
+        self._memory = {memory_of(one) for one in self._tensors}
+        self._samples: set[tuple[Any, ...]] | None = None
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether the state contains ``parameter`` or a copy of it."""
+        if not parameter.numel() or memory_of(parameter) in self._memory:
+            return True
+        if self._samples is None:  # a state of copies, on the CPU for example
+            self._samples = {_sample(one) for one in self._tensors}
+        return _sample(parameter) in self._samples
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _sample(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the shape and the first values. A DTensor that was gathered has other first values than its shards."""
+    shape = tuple(tensor.shape)
+    if is_dtensor(tensor):
+        return shape, "sharded"
+    first = tensor.detach().reshape(-1)[:SAMPLE_ELEMENTS].to("cpu", torch.float64)
+    return shape, tuple(first.tolist())

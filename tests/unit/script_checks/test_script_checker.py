@@ -1,0 +1,118 @@
+"""A mistake that trains different models without an error is named once, with a remedy; a correct script is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.script_checks.mistakes import in_commit, in_ranks
+from keepstep.script_checks.script_checker import ScriptChecker
+from keepstep.step.live_state import LiveState
+
+
+class Script:
+    """A checker, with the state that ``save`` returns, and its warnings."""
+
+    def __init__(self, save: Callable[[], Any] | None = None, rank: int = 0, ranks: int = 1) -> None:
+        self.warnings: dict[str, str] = {}
+        state = LiveState(dict, lambda _: None)
+        if save is not None:
+            state.register("default", lambda _: None, save)
+        self.checker = ScriptChecker(state, self, rank, ranks)  # type: ignore[arg-type]
+
+    def warning(self, name: str, *, reason: str, remedy: str) -> None:
+        assert name not in self.warnings, "warned twice"
+        assert remedy
+        self.warnings[name] = reason
+
+    def debug(self, _: str, **facts: Any) -> None:
+        self.warnings["debug"] = str(facts)
+
+    def trains(self, model: nn.Module | None, *optimized: nn.Module) -> dict[str, str]:
+        """Wrap ``model``, build an optimizer for each of ``optimized``, commit two steps; return the warnings."""
+        if model is not None:
+            self.checker.add_module(model)
+        for one in optimized:
+            self.checker.add_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+        for _ in range(2):
+            self.checker.quorum_requested()
+            self.checker.committed(2, 1, synchronized=False)
+        return self.warnings
+
+
+def of(model: nn.Module) -> Callable[[], Any]:
+    return lambda: {"epoch": 3, "all": [model.state_dict()]}
+
+
+def test_a_correct_script_causes_no_warning() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Flatten())
+    assert Script(of(model)).trains(model, model) == {}
+    assert Script(of(model)).trains(None, model) == {}, "it averages its gradients itself"
+
+
+def test_a_state_of_copies_is_recognized_by_its_values() -> None:
+    model = nn.Linear(300, 4)
+    assert Script(lambda: {k: v.clone() for k, v in model.state_dict().items()}).trains(model, model) == {}
+
+
+def test_a_script_without_a_state_is_warned_at_its_first_quorum() -> None:
+    script = Script()
+    script.checker.quorum_requested()
+    assert "cannot receive the weights of the others" in script.warnings["no state registered"]
+
+
+def test_a_wrapped_module_that_is_not_in_the_state_is_named() -> None:
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    assert Script(of(other)).trains(model, model) == {
+        "model not in the registered state": "2 of 2 parameters (weight, bias) of the DistributedDataParallel module "
+        "do not heal"
+    }
+
+
+def test_an_optimizer_of_other_parameters_is_named() -> None:
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    both = nn.ModuleList([model, other])
+    of_other = "2 of 2 parameters (shape (4, 3), shape (4,)) of the optimizer are "
+    wrapped = Script(of(both)).trains(model, other)
+    assert wrapped["optimizer of other parameters"].startswith(of_other + "in no DistributedDataParallel module")
+    unwrapped = Script(of(model)).trains(None, other)
+    assert unwrapped["optimizer of other parameters"].startswith(of_other + "not in the registered state")
+
+
+def test_frozen_parameters_may_be_left_out_of_the_optimizer_and_of_the_state() -> None:
+    model, head = nn.Linear(3, 4), nn.Linear(4, 1)
+    model.requires_grad_(requires_grad=False)
+    assert Script(of(head)).trains(nn.Sequential(model, head), head) == {}
+
+
+def test_a_state_that_cannot_be_read_yet_does_not_end_the_script() -> None:
+    def broken() -> Any:
+        raise NameError("epoch")
+
+    model = nn.Linear(3, 4)
+    assert list(Script(broken).trains(model, model)) == ["debug"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "collectives", "synchronized", "warned"),
+    [(2, 0, False, True), (1, 0, False, False), (2, 1, False, False), (2, 0, True, False)],
+)
+def test_only_a_step_of_several_groups_without_an_all_reduce_is_a_mistake(
+    groups: int, collectives: int, synchronized: bool, warned: bool
+) -> None:
+    assert (in_commit(groups=groups, collectives=collectives, synchronized=synchronized) is not None) == warned
+
+
+def test_several_ranks_that_each_hold_the_whole_model_are_a_mistake() -> None:
+    script = Script(of(nn.Linear(1, 1)), ranks=8)
+    script.checker.add_module(nn.Linear(1, 1))
+    assert "the 8 ranks of this group each hold all parameters" in script.warnings["every rank trains a whole model"]
+    other = Script(of(nn.Linear(1, 1)), rank=3, ranks=8)
+    other.checker.add_module(nn.Linear(1, 1))
+    assert other.warnings == {}, "rank 0 warns for the group"
+    assert in_ranks(ranks=8, sharded=True) is None
+    assert in_ranks(ranks=1, sharded=False) is None
