@@ -22,6 +22,7 @@ from keepstep.runtime import environment
 from keepstep.runtime.exits import end_process
 from keepstep.runtime.failed_future import fail_future
 from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.exit_codes import EXIT_WATCHDOG
 from keepstep_mesh.net.fork_safety import tell_children
 
 T = TypeVar("T")
@@ -29,8 +30,6 @@ T = TypeVar("T")
 log = get_logger("keepstep.futures")
 
 WATCHDOG_TIMEOUT = environment.seconds("WATCHDOG_TIMEOUT_SEC", timedelta(seconds=30))
-EXIT_WATCHDOG = 70
-"""Exit code of a process that the watchdog ended (EX_SOFTWARE)."""
 
 
 class _Deadline:

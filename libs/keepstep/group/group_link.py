@@ -23,6 +23,7 @@ from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.config.settings import split_addresses
+from keepstep_mesh.errors import Banned
 from keepstep_mesh.net.addresses import address_towards_any
 from keepstep_mesh.protocol.names import group_name_problem
 from keepstep_mesh.security.tokens import ClientToken
@@ -133,6 +134,7 @@ def connect_group(
 
     Raises:
         TimeoutError: this took longer than ``connect_timeout``.
+        Banned: the lighthouse refuses the group; on every rank.
         KeepstepError: see ``LauncherStore`` and ``GroupServer``.
     """
     deadline = time.monotonic() + settings.session.connect_timeout
@@ -153,7 +155,12 @@ def connect_group(
             on_failed,
             on_push,
         )
-        mesh.call(server.start(), limit + CALL_MARGIN_SECONDS)
+        try:
+            mesh.call(server.start(), limit + CALL_MARGIN_SECONDS)
+        except Banned as error:
+            if store is not None:
+                store.announce_ban(str(error), settings.world_size - 1)
+            raise
         if store is None:
             return server, None
         try:

@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from keepstep.group.group_link import LinkSettings
 from keepstep.runtime.exits import (
-    EXIT_EVICTED,
-    EXIT_GROUP_FAILED,
     EvictedExit,
     TerminationFlag,
     end_process,
@@ -17,6 +15,7 @@ from keepstep.runtime.exits import (
 )
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
+from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_GROUP_FAILED
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
 from keepstep_mesh.session.session_events import Push
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import Banned, KeepstepError
 from keepstep_mesh.net.addresses import Lookup
 from keepstep_mesh.net.fork_safety import claim_opened, open_socket, sockets_at
 from keepstep_mesh.protocol.names import name_of
@@ -29,6 +29,10 @@ R = TypeVar("R")
 
 SERVED_BY = "keepstep/served_by"
 """Key that marks a store served by a rank 0; no other rank 0 may use that store."""
+BANNED = "banned"
+"""Stands for the address of rank 0 in the entry of a group that the lighthouse refuses."""
+BAN_NOTICE_SECONDS = 10.0
+"""Limit for the other ranks of a banned group to read that entry; they may start later than rank 0."""
 STORE_PROBE_SECONDS = 2.0
 """Limit of a connection attempt that checks whether a server listens."""
 STORE_CONNECT_RETRY_SECONDS = 0.05
@@ -86,6 +90,26 @@ class LauncherStore:
                 )
             known = found  # written by this group before a restart
 
+    def announce_ban(self, reason: str, others: int) -> None:
+        """Store that the lighthouse refuses this group, until the other ranks have read it.
+
+        Args:
+            reason: of the lighthouse.
+            others: number of other ranks. The wait for them has a limit: some may have failed.
+        """
+        seen = f"{self._key}/ban_seen"
+
+        def announce() -> None:
+            self.store.delete_key(seen)
+            self.store.set(self._key, f"{BANNED} {reason}")
+            deadline = time.monotonic() + min(BAN_NOTICE_SECONDS, self._left())
+            while self.store.add(seen, 0) < others and time.monotonic() < deadline:
+                time.sleep(STORE_CONNECT_RETRY_SECONDS)
+            self.store.delete_key(self._key)  # a later start of the group may be welcome
+
+        with contextlib.suppress(TimeoutError):  # the other ranks then end when they find no rank 0
+            self._call(announce)
+
     def address_of_rank_0(self, name: str) -> str:
         """Wait for the address of the group's server. An entry from before a restart is ignored.
 
@@ -93,6 +117,7 @@ class LauncherStore:
             name: stable name of the group; empty: accept any.
 
         Raises:
+            Banned: rank 0 announced that the lighthouse refuses the group.
             KeepstepError: rank 0 belongs to a group of another name.
             TimeoutError: rank 0 did not announce itself, or was not reachable, before the deadline.
         """
@@ -105,6 +130,9 @@ class LauncherStore:
                     f"rank {self._rank} found no address of rank 0 of its group in the store at {self._place}: look at "
                     f"the output of rank 0, it may not have started or not reached the lighthouse: {error}"
                 ) from error
+            if address == BANNED:
+                self._call(lambda: self.store.add(f"{self._key}/ban_seen", 1))
+                raise Banned(replica_id)
             if self._listens_at(address):
                 break
             stale = f"rank 0 of {replica_id} does not listen at {address}, its address in the store at {self._place}"

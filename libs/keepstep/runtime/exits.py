@@ -13,13 +13,8 @@ from types import FrameType
 from typing import ClassVar
 
 from keepstep_mesh.errors import ExitWithReason
+from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_GROUP_FAILED, EXIT_MISMATCH
 
-EXIT_GROUP_FAILED = 75
-"""A rank of the group died, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
-EXIT_EVICTED = 77
-"""The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
-EXIT_MISMATCH = 78
-"""The model or settings of the group differ from those of the job (EX_CONFIG). Do not restart it unchanged."""
 SIGTERM_REASON = "SIGTERM"
 """The reason of a leave after that signal."""
 EXIT_OUTPUT_SECONDS = 0.5

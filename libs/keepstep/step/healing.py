@@ -21,9 +21,8 @@ from keepstep.step.context import StepContext
 from keepstep.step.heal_meter import REPORT_SECONDS, HealMeter, log_fields
 from keepstep.step.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.protocol.heal_limit import heal_limit
 
-MAX_HEAL_DOUBLINGS = 10
-"""The time limit of a heal doubles at most this often. Equal to the constant of the lighthouse."""
 GIVE_UP_SECONDS = 1.0
 """A heal runs this much longer than the lighthouse waits for it, so that the lighthouse sees a late heal, not a broken
 one.
@@ -66,8 +65,7 @@ class StateExchange:
         """Seconds that a heal may take; None: no limit but the timeout without progress."""
         if not self._plan.heal_timeout_ms:
             return None
-        doublings = min(self._context.late_heals, MAX_HEAL_DOUBLINGS)
-        return self._plan.heal_timeout_ms / 1000 * 2.0**doublings + GIVE_UP_SECONDS
+        return heal_limit(self._plan.heal_timeout_ms / 1000, self._context.late_heals) + GIVE_UP_SECONDS
 
     def run(self) -> Exception | None:
         """Hand out live state to the groups that heal from this one; heal, if this group is behind.

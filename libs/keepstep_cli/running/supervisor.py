@@ -28,13 +28,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_MISMATCH
 from keepstep_mesh.net.backoff import Backoff
 
 MAX_RESTARTS = 100
 RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
-EXIT_EVICTED = 77
-"""The value of ``keepstep.runtime.exits``, whose import would slow down ``keepstep --help``. So is the next one."""
-EXIT_MISMATCH = 78
 
 
 @dataclass(frozen=True, slots=True)

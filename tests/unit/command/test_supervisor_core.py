@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.runtime import exits
 from keepstep_cli.running.supervisor import (
-    EXIT_EVICTED,
-    EXIT_MISMATCH,
     Action,
     AskBan,
     BanLearned,
@@ -27,6 +24,7 @@ from keepstep_cli.running.supervisor import (
     Tick,
     describe_exit,
 )
+from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_MISMATCH
 from keepstep_mesh.net.backoff import Backoff
 
 RESTARTS = Restarts(max_restarts=3, backoff=Backoff(1.0, 8.0), ran_well=100.0, grace=10.0)
@@ -83,7 +81,6 @@ def test_the_group_starts_again_when_its_last_rank_is_gone_and_the_backoff_over(
 
 
 def test_an_evicted_group_starts_again_when_its_ban_is_over() -> None:
-    assert exits.EXIT_EVICTED == EXIT_EVICTED
     run = job(GroupSpec("r0", 2))
     run(RankExited("r0", 1, EXIT_EVICTED), 5.0)
     assert run(RankExited("r0", 0, 75), 6.0) == [AskBan("r0")]
@@ -123,7 +120,6 @@ def test_a_ban_is_told_by_the_name_that_the_group_has_at_the_lighthouse() -> Non
 
 
 def test_a_group_that_does_not_fit_its_job_is_given_up_at_once() -> None:
-    assert exits.EXIT_MISMATCH == EXIT_MISMATCH
     run = job(GroupSpec("r0", 2), GroupSpec("r1"))
     run(RankExited("r0", 1, EXIT_MISMATCH), 5.0)
     assert run(RankExited("r0", 0, 75), 6.0) == []

@@ -29,7 +29,6 @@ from keepstep_lighthouse.leadership import leader_link, term
 from keepstep_lighthouse.quorum import policies
 from keepstep_lighthouse.quorum.changes import health
 from keepstep_lighthouse.quorum.events import Policy
-from keepstep_lighthouse.quorum.rules import quorum_rules
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store
 from keepstep_mesh.discovery import registration
@@ -87,10 +86,7 @@ RULES = {
     "a reason is logged before the request times out": (
         slow_quorum_log.SLOW_QUORUM_SECONDS + slow_quorum_log.ANSWER_SECONDS < of_manager("quorum_timeout")
     ),
-    "the lighthouse sees a late heal, not a broken one": (
-        0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout
-        and healing.MAX_HEAL_DOUBLINGS == quorum_rules.MAX_HEAL_DOUBLINGS
-    ),
+    "the lighthouse sees a late heal, not a broken one": (0 < healing.GIVE_UP_SECONDS < POLICY.heal_timeout),
     # the session
     "a session outlives the search for a lighthouse": (
         session_machine.SESSION_CONNECT_SECONDS + connector.WELCOME_SECONDS < of_manager("connect_timeout")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from keepstep_lighthouse.quorum.events import Decision, JobRecord, LogEntry, Persist, Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.quorum.rules.quorum_rules import heal_limit
 from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_mesh.protocol.heal_limit import heal_limit
 from tests.support.models.core_driver import Driver, announced, announces, logged, members
 
 TWO = Policy(min_replicas=2, join_timeout=10)
@@ -261,7 +261,7 @@ def test_heal_timeout_doubles_with_each_try_of_a_name_and_a_completed_heal_forge
 
 
 def test_the_time_for_a_heal_has_an_end() -> None:
-    assert heal_limit(Policy(heal_timeout=1), 10_000) == 1024
+    assert heal_limit(1, 10_000) == 1024
 
 
 def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from keepstep.rendezvous.launcher_store import LauncherStore, listens
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import Banned, KeepstepError
 
 HOST = "127.0.0.1"
 FIRST, SECOND = "g:1", "g:2"
@@ -50,6 +50,18 @@ def test_rank_0_serves_a_store_that_nobody_serves() -> None:
         assert join(port, 1).address_of_rank_0("g") == f"http://{HOST}:{server}"
     del rank_0
     assert not listens(HOST, port, 60)
+
+
+def test_all_ranks_of_a_banned_group_learn_that_it_is_banned() -> None:
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        rank_0 = join(port)
+        others = [pool.submit(join(port, rank).address_of_rank_0, "g") for rank in (1, 2)]
+        rank_0.announce_ban("g is banned for 60 s more", 2)
+        for one in others:
+            with pytest.raises(Banned, match="banned for 60 s more"):
+                one.result(60)
+    assert not rank_0.store.check(["keepstep/0/group_server"]), "a later start of the group would find it"
 
 
 def test_rank_0_joins_a_store_of_the_same_process() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from keepstep.runtime.exits import EXIT_GROUP_FAILED
+from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
 
 PROGRAM = """
 import os, threading

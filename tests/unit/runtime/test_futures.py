@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from keepstep import futures
 from keepstep.futures import context_timeout, future_timeout, future_wait, stream_timeout
+from keepstep_mesh.exit_codes import EXIT_WATCHDOG
 
 SOON = timedelta(milliseconds=30)
 LATE = timedelta(seconds=30)
@@ -122,5 +123,5 @@ def test_the_watchdog_that_says_it_ends_the_process_ends_it():
         timeout=60,
         check=False,
     )
-    assert done.returncode == futures.EXIT_WATCHDOG
+    assert done.returncode == EXIT_WATCHDOG
     assert "stuck for 0.2 s; ending this rank" in done.stderr

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.groups import Groups
+from keepstep_mesh.protocol.heal_limit import heal_limit
 
 Code = Literal[
     "fast",
@@ -36,7 +37,6 @@ Code = Literal[
     "healing",
 ]
 ANNOUNCING: frozenset[Code] = frozenset(("fast", "all_asking", "stragglers_dropped"))
-MAX_HEAL_DOUBLINGS = 10
 
 
 class Verdict(NamedTuple):
@@ -84,7 +84,8 @@ def judge(
         if until is None or now < until:
             return Verdict("stragglers", until)
     if groups.heals_waited_for:
-        until = None if first_asked is None else first_asked + heal_limit(policy, max(groups.heals_waited_for))
+        limit = heal_limit(policy.heal_timeout, max(groups.heals_waited_for))
+        until = None if first_asked is None else first_asked + limit
         if until is None or now < until:
             return Verdict("healing", until)
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
@@ -94,11 +95,6 @@ def initial_count(groups: Groups, policy: Policy) -> int:
     """Return the number of groups that the first quorum of a job waits for."""
     wanted = policy.initial_replicas or groups.expected
     return min(wanted, policy.max_replicas or wanted)
-
-
-def heal_limit(policy: Policy, failed_tries: int) -> float:
-    """Return how long the next quorum waits for a heal, in seconds, after so many failed ones of that name in a row."""
-    return policy.heal_timeout * float(2 ** min(failed_tries, MAX_HEAL_DOUBLINGS))
 
 
 def candidate_count(groups: Groups, quorum_size: int, policy: Policy) -> int:

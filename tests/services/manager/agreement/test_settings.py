@@ -9,7 +9,8 @@ import pytest
 
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
-from keepstep.runtime.exits import EXIT_EVICTED, EvictedExit
+from keepstep.runtime.exits import EvictedExit
+from keepstep_mesh.exit_codes import EXIT_EVICTED
 from tests.services.manager.groups import manager
 
 
