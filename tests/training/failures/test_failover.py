@@ -36,7 +36,7 @@ async def test_the_leader_is_killed_again_and_again(etcd: EtcdCluster):
             await mesh.advance(a, b)
             await mesh.restart_node(leader)
         mesh.assert_all_live()
-        assert not discarded(a, b)
+        assert not discarded(a, b), mesh.report()
         assert mesh.assert_identical() >= 20
 
 
@@ -47,7 +47,7 @@ async def test_a_leader_that_is_told_to_stop_hands_over(etcd: EtcdCluster):
         assert await mesh.leader() == 1
         await mesh.advance(a, b)
         mesh.assert_all_live()
-        assert not discarded(a, b)
+        assert not discarded(a, b), mesh.report()
 
 
 async def test_a_group_dies_together_with_the_leader(etcd: EtcdCluster):

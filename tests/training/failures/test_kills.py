@@ -104,7 +104,7 @@ async def test_groups_parted_at_an_equal_step_do_not_go_on_with_different_weight
     def is_at(group: Group, step: int) -> bool:
         return any((event["event"], event["step"]) == ("paused", step) for event in group.lines if "step" in event)
 
-    async with Job("--heartbeat-timeout", "1.5") as job:
+    async with Job("--heartbeat-timeout", "1.5", "--initial-replicas", "2") as job:
         a, b = [await job.start(name, **pause) for name in ("a", "b")]
         await job.until(lambda: is_at(a, 6) and is_at(b, 6), "both are at step 6")
         b.kill(number=signal.SIGSTOP)
