@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from keepstep.process_group import ProcessGroup, ProcessGroupGloo
 from tests.support.jobs.cohort import Cohort
 
 
@@ -15,8 +16,14 @@ def cohort() -> Iterator[Callable[..., Cohort]]:
     """Makes configured cohorts: ``cohort(3)``."""
     made = []
 
-    def make(size: int, *, configured: bool = True, timeout: timedelta = timedelta(seconds=30)) -> Cohort:
-        made.append(Cohort(size, timeout))
+    def make(
+        size: int,
+        *,
+        configured: bool = True,
+        timeout: timedelta = timedelta(seconds=30),
+        kind: Callable[[timedelta], ProcessGroup] = ProcessGroupGloo,
+    ) -> Cohort:
+        made.append(Cohort(size, timeout, kind))
         if configured:
             made[-1].configure()
         return made[-1]

@@ -1,5 +1,11 @@
 """Process groups that can be aborted and configured again."""
 
+from keepstep.process_group.baby.baby_group import (
+    ProcessGroupBaby,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+)
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.gloo import ProcessGroupGloo
 from keepstep.process_group.nccl import ProcessGroupNCCL, ProcessGroupXCCL
@@ -17,6 +23,10 @@ __all__ = [
     "ManagedProcessGroup",
     "ProcessGroup",
     "ProcessGroupAbortedError",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",

@@ -60,10 +60,9 @@ class BackendProcessGroup(ProcessGroup):
         store: Store | None = None,
         host: str | None = None,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"invalid rank {rank}: expected 0 <= rank < world_size ({world_size})")
+        check_rank(rank, world_size)
         self.shutdown()
-        store = store if store is not None else _tcp_store(store_addr, self._timeout)
+        store = store if store is not None else store_at(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
         communicator = self._communicator = self._create(store, host, rank, world_size, name, global_ranks)
         cause = None
@@ -148,7 +147,13 @@ def _is_connection_error(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
-def _tcp_store(address: str, timeout: timedelta) -> Store:
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ValueError unless ``rank`` is one of ``world_size`` ranks."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"invalid rank {rank}: expected 0 <= rank < world_size ({world_size})")
+
+
+def store_at(address: str, timeout: timedelta) -> Store:
     """Connect to the store at ``host:port/prefix``."""
     endpoint, _, prefix = address.partition("/")
     host, _, port = endpoint.rpartition(":")

@@ -19,7 +19,7 @@ from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import Communicator
 from keepstep.process_group.gloo_addresses import lengthened, shortened
 from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
-from keepstep.rendezvous.store_client import RendezvousStore
+from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import address_towards
 from keepstep_mesh.net.fork_safety import claim_opened
@@ -57,7 +57,7 @@ class ProcessGroupGloo(BackendProcessGroup):
     def _create(
         self, store: Store, host: str | None, rank: int, world_size: int, name: str, global_ranks: list[int] | None
     ) -> Communicator:
-        host = host or address_towards(_host(store))
+        host = host or address_towards(host_of(store))
         return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:
@@ -157,13 +157,13 @@ class _ObservedStore(Store):
 
     def abort(self) -> None:
         self._aborted.set()
-        if isinstance(self._inner, RendezvousStore):
+        if isinstance(self._inner, InterruptibleStore):
             self._inner.abort(str(self._communicator.error))
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the type that torch passes
         self._check()
         self.own = self._parse(value)
-        if isinstance(self._inner, RendezvousStore) and self._inner.version >= SHORT_ADDRESSES:
+        if isinstance(self._inner, InterruptibleStore) and self._inner.version >= SHORT_ADDRESSES:
             value = shortened(value, self._communicator.size)
         self._inner.set(key, value)  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ class _ObservedStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = timeout or self._timeout
-        if isinstance(self._inner, RendezvousStore):
+        if isinstance(self._inner, InterruptibleStore):
             self._inner.wait(keys, limit)
             return
         deadline = time.monotonic() + limit.total_seconds()
@@ -199,9 +199,9 @@ class _ObservedStore(Store):
             return None
 
 
-def _host(store: Store) -> str:
+def host_of(store: Store) -> str:
     """Return the host of the store; ``localhost`` if it has none."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    host = store.host if isinstance(store, RendezvousStore) else getattr(store, "host", "")
+    host = store.host if isinstance(store, InterruptibleStore) else getattr(store, "host", "")
     return str(host or "localhost")

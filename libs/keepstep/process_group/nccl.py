@@ -186,12 +186,7 @@ class ProcessGroupNCCL(BackendProcessGroup):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
-        self._torch_class: Any = getattr(dist, f"ProcessGroup{self._backend_name}", None)
-        if self._torch_class is None or not torch.accelerator.is_available():
-            raise ProcessGroupError(
-                f"{type(self).__name__} requires a torch build with {self._backend_name} and an accelerator; "
-                "use ProcessGroupGloo on this machine"
-            )
+        self._torch_class = require_accelerator(self._backend_name, type(self).__name__)
 
     def getBackendName(self) -> str:  # noqa: N802
         return f"keepstep-{self._backend_name.lower()}"
@@ -229,6 +224,20 @@ class ProcessGroupNCCL(BackendProcessGroup):
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> AcceleratorWork:
         return AcceleratorWork(communicator, raw, operation, tensors)
+
+
+def require_accelerator(backend: str, name: str) -> Any:
+    """Return torch's process group class of ``backend``.
+
+    Raises:
+        ProcessGroupError: torch was built without it, or this machine has no accelerator. It names class ``name``.
+    """
+    torch_class = getattr(dist, f"ProcessGroup{backend}", None)
+    if torch_class is None or not torch.accelerator.is_available():
+        raise ProcessGroupError(
+            f"{name} requires a torch build with {backend} and an accelerator; use ProcessGroupGloo on this machine"
+        )
+    return torch_class
 
 
 class ProcessGroupXCCL(ProcessGroupNCCL):

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, cast
 import msgpack
 from torch.distributed.distributed_c10d import Store
 
+from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep.rendezvous.key_value_server import PATH, VERSION, KeyValueServer, RendezvousError, Table
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.net.addresses import Lookup
@@ -44,7 +45,7 @@ class RendezvousAbortedError(RendezvousError):
     """``RendezvousStore.abort`` ended this wait."""
 
 
-class RendezvousStore(Store):
+class RendezvousStore(InterruptibleStore):
     """One table of a rendezvous host, as a ``torch.distributed.Store``.
 
     Write each key once: the store caches the values that it reads.

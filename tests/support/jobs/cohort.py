@@ -1,4 +1,4 @@
-"""The ranks of a Gloo process group, each in a thread of one process."""
+"""The ranks of a process group on Gloo, each in a thread of one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from keepstep.process_group import ProcessGroupGloo
+from keepstep.process_group import ProcessGroup, ProcessGroupGloo
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 T = TypeVar("T")
@@ -16,17 +16,22 @@ T = TypeVar("T")
 class Cohort:
     """The ranks of Gloo groups, each in a thread of this process, over real sockets."""
 
-    def __init__(self, size: int, timeout: timedelta = timedelta(seconds=30)) -> None:
+    def __init__(
+        self,
+        size: int,
+        timeout: timedelta = timedelta(seconds=30),
+        kind: Callable[[timedelta], ProcessGroup] = ProcessGroupGloo,
+    ) -> None:
         self.server = KeyValueServer()
-        self.groups = [ProcessGroupGloo(timeout) for _ in range(size)]
+        self.groups = [kind(timeout) for _ in range(size)]
         self.quorum = 0
         self._threads = concurrent.futures.ThreadPoolExecutor(size)
 
-    def each(self, do: Callable[[ProcessGroupGloo, int], T]) -> list[T]:
+    def each(self, do: Callable[[ProcessGroup, int], T]) -> list[T]:
         """Run ``do(group, rank)`` in all ranks at the same time; return the results."""
         return [future.result(60) for future in self.begin(do)]
 
-    def begin(self, do: Callable[[ProcessGroupGloo, int], T]) -> list[concurrent.futures.Future[T]]:
+    def begin(self, do: Callable[[ProcessGroup, int], T]) -> list[concurrent.futures.Future[T]]:
         return [self._threads.submit(do, group, rank) for rank, group in enumerate(self.groups)]
 
     def store(self) -> RendezvousStore:

@@ -14,24 +14,34 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import AllreduceCoalescedOptions
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceScatterOptions
 
+from keepstep.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from tests.support.jobs.cohort import Cohort
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use.*_single")
 
-SIZES = (1, 2, 3, 4)
+COHORTS = (
+    *((size, ProcessGroupGloo) for size in (1, 2, 3, 4)),
+    (3, ProcessGroupBabyGloo),
+)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
 REDUCE = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT)
 
 
-@pytest.fixture(params=SIZES, ids=lambda size: f"{size} ranks")
+def name(cohort: tuple[int, type[ProcessGroup]]) -> str:
+    return f"{cohort[0]} ranks of {cohort[1].__name__}"
+
+
+@pytest.fixture(params=COHORTS, ids=name)
 def ranks(request: pytest.FixtureRequest, cohort: Callable[..., Any]) -> Any:
-    return cohort(request.param)
+    size, kind = request.param
+    return cohort(size, kind=kind)
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
+@pytest.fixture(scope="module", params=COHORTS, ids=name)
 def lasting(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = Cohort(request.param)
+    size, kind = request.param
+    made = Cohort(size, kind=kind)
     made.configure()
     yield made
     made.close()

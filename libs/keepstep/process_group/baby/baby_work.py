@@ -1,0 +1,131 @@
+"""An operation in a child process, as a work of torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
+
+from keepstep.process_group.baby.operations import PackedCall
+from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
+from keepstep.runtime.failed_future import fail_future
+
+GRACE_SECONDS = 1.0
+"""Time that the child has to report the timeout of an operation itself."""
+
+
+class BabyWork(Work):
+    """An operation in a child process.
+
+    Args:
+        fail_group: fails the whole process group, and with it this operation.
+        operation: name for errors.
+        call: the tensors in shared memory; None: the operation has none.
+        tensors: result of the operation.
+        limit: timeout of the operation.
+    """
+
+    def __init__(
+        self,
+        fail_group: Callable[[Exception], None],
+        operation: str,
+        call: PackedCall | None,
+        tensors: Any,
+        limit: timedelta,
+    ) -> None:
+        super().__init__()
+        self._fail_group = fail_group
+        self._operation = operation
+        self._call = call
+        self._tensors = tensors
+        self._limit = limit
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[Any] = Future(devices=_devices(tensors))
+        self.segment = None if call is None else call.segment
+        self.deadline = time.monotonic() + limit.total_seconds() + GRACE_SECONDS
+        """On ``time.monotonic``. The child has reported the end of the operation by then."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the operation is over.
+
+        Args:
+            timeout: limit of the wait; 0: the timeout of the operation.
+
+        Returns:
+            True.
+
+        Raises:
+            TimeoutError: the operation took too long. The group must be configured again.
+            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
+        """
+        seconds = timeout.total_seconds() if timeout > timedelta(0) else self.deadline - time.monotonic()
+        if not self._over.wait(max(0.0, seconds)):
+            self._limit = timeout or self._limit
+            self._fail_group(self.timeout_error())
+            self._over.wait()  # `fail` ends every operation in flight
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the tensors, or the error, when the operation is over."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._tensors)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def timeout_error(self) -> TimeoutError:
+        return TimeoutError(
+            f"{self._operation} took longer than {self._limit}: a peer or the child process is stuck, slow or "
+            "disconnected"
+        )
+
+    def copy_results(self) -> None:
+        """Copy what the child has written into the caller's tensors."""
+        if self._call is not None:
+            self._call.copy_results()
+
+    def end(self, error: Exception | None) -> None:
+        """Complete the operation. Call it once."""
+        self._call = None
+        if error is None:
+            self._over.set()
+            self._future.set_result(self._tensors)
+            return
+        self._error = self._named(error)
+        self._over.set()
+        fail_future(self._future, self._error)
+
+    def _named(self, error: Exception) -> Exception:
+        """Return an error of this operation: ``error`` may be that of the whole connection."""
+        if not isinstance(error, ProcessGroupError | TimeoutError):
+            return error  # an invalid call
+        text = str(error)
+        if self._operation == "configure":
+            aborted = isinstance(error, ProcessGroupAbortedError)
+            return type(error)(f"configure was aborted: {text}" if aborted else text)
+        return type(error)(text if text.startswith(self._operation) else f"{self._operation} failed: {text}")
+
+
+def _devices(tensors: Any) -> list[int | str | torch.device]:
+    flat = tensors if isinstance(tensors, list) else [tensors]
+    return list({one.device for one in flat if isinstance(one, torch.Tensor) and one.device.type == "cuda"})
