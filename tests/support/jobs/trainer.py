@@ -39,6 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from keepstep.process_group import ProcessGroupBabyGloo
 
 
 def say(event: str, **detail: object) -> None:
@@ -125,9 +126,11 @@ def main() -> None:
     pause_file = Path(os.environ.get("TRAINER_PAUSE_FILE", os.devnull))
     seconds_a_chunk = os.environ.get("TRAINER_CHUNK_SECONDS")
     hold_at = float(os.environ.get("TRAINER_HOLD_HEAL_AT", "inf"))
+    kind = ProcessGroupBabyGloo if os.environ.get("TRAINER_BABY") else ProcessGroupGloo
+    process_group = kind(timeout=timedelta(seconds=30))
     manager = Manager(
         checkpoint_transport=SlowReader(float(seconds_a_chunk), hold_at, pause_file) if seconds_a_chunk else None,
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        pg=process_group,
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
         min_replica_size=int(os.environ.get("TRAINER_MIN_REPLICAS", "1")),
@@ -167,6 +170,7 @@ def main() -> None:
                     loss=loss.item(),
                     batches=manager.batches_committed(),
                     quorum_id=manager.state_dict().get("lineage"),
+                    child=getattr(process_group, "child_pid", None),
                 )
             else:
                 say("discarded", step=manager.current_step())
