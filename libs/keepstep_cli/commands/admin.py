@@ -58,7 +58,7 @@ def status(link: JobLink, *, watch: bool) -> None:
     show(fetch, watch=watch)
 
 
-@click.command()
+@click.command(short_help="Show all jobs and their states.")
 @with_lighthouse
 def jobs(link: JobLink) -> None:
     """Show all jobs and their states: running, standing (and why), finished, failed, stopped, abandoned."""

@@ -58,7 +58,9 @@ class ConsoleAudience:
             pass
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    short_help="Run replica groups of a script; restart dead ones.", context_settings={"allow_interspersed_args": False}
+)
 @click.option("--replicas", type=click.IntRange(1), required=True, help="Replica groups to run on this machine.")
 @click.option("--nproc-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Ranks of each group.")
 @click.option(

@@ -19,7 +19,7 @@ async def test_status_shows_the_lighthouse_and_its_jobs() -> None:
         said = await keepstep("status", *job.at)
         assert said.code == 0, said.err
         assert f"lighthouse {job.lighthouse.address}: leads, epoch 1" in said.out
-        assert re.search(r"default +running +\d+ s +1 +1 +2 +2", said.out)
+        assert re.search(r"default +running +\d+ s +1 +- +- +2 +2", said.out)
         answer = json.loads((await keepstep("status", *job.at, "--json")).out)
         assert answer["epoch"] == 1
         assert [one["job"] for one in answer["jobs"]] == ["default"]
@@ -69,8 +69,8 @@ async def test_replicas_shows_each_group_on_a_line_of_its_own() -> None:
     async with running("r0", "r1") as job:
         said = await keepstep("replicas", *job.at)
         assert said.code == 0, said.err
-        assert re.search(r"r0:1 +training +yes +1 ", said.out)
-        assert re.search(r"r1:1 +training +yes +1 ", said.out)
+        assert re.search(r"r0:1 +training +1 ", said.out)
+        assert re.search(r"r1:1 +training +1 ", said.out)
         answer = json.loads((await keepstep("replicas", *job.at, "--json")).out)
         assert [one["replica_id"] for one in answer["replicas"]] == ["r0:1", "r1:1"]
 
