@@ -50,7 +50,7 @@ class RendezvousError(KeepstepError):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Identifies one table of the server."""
+    """The name of one table."""
 
     job: str = "default"
     epoch: int = 0
@@ -73,7 +73,7 @@ class _Contents:
     size: int = 0
     """Bytes of all keys and values, with their overhead."""
     waiting: dict[str, list[tuple[Sequence[str], Arrival]]] = field(default_factory=dict)
-    """Waits, each under one key that it misses."""
+    """Waits, each under one of its missing keys."""
 
     def put(self, key: str, value: bytes) -> list[Arrival]:
         """Store a value and return the waits that it completes."""
@@ -104,7 +104,10 @@ def _size(key: str, value: bytes) -> int:
 
 
 class KeyValueServer:
-    """The tables of one host, in memory. Every method may be called from any thread; none blocks.
+    """The tables of one host, in memory. Call every method from any thread; none blocks.
+
+    All methods raise ``RendezvousError`` for a table of an older quorum, for a key or value over its limit, when the
+    host is full, and after ``close``.
 
     Args:
         token: token of the job. Callers over HTTP must send the token derived from it (``ClientToken``). None: accept
@@ -141,6 +144,7 @@ class KeyValueServer:
                     _fail([self._tables.pop(known)], _over(known, newest))
 
     def set(self, table: Table, key: str, value: bytes) -> None:
+        """Set a key to a value of at most ``MAX_VALUE_BYTES``."""
         self._update(table, key, lambda _: value)
 
     def add(self, table: Table, key: str, amount: int) -> int:
@@ -148,6 +152,7 @@ class KeyValueServer:
         return int(self._update(table, key, lambda old: b"%d" % (int(old or b"0") + amount)) or 0)
 
     def append(self, table: Table, key: str, value: bytes) -> None:
+        """Append to a value, which is empty while its key is not set."""
         self._update(table, key, lambda old: (old or b"") + value)
 
     def compare_set(self, table: Table, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -165,6 +170,7 @@ class KeyValueServer:
             return all(key in self._open(table).values for key in keys)
 
     def delete(self, table: Table, key: str) -> bool:
+        """Delete a key, and return whether it was set."""
         with self._lock:
             return self._open(table).delete(key)
 

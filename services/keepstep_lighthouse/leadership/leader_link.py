@@ -1,8 +1,8 @@
 """A follower's link to the leader: an open connection whose end means that the leader has died.
 
-A link that breaks without a close frame is retried once after a short pause, since a living leader accepts it. A leader
-from which no frame arrives for ``SILENCE`` seconds counts as dead too. Over the link the follower reports how many
-sessions workers offered to it, for a leader that no worker reaches.
+When a link breaks without a close frame, the follower connects once more, with a short limit: a leader that is alive
+accepts that. A leader that sends no frame for ``SILENCE`` seconds counts as dead too. The follower also reports how
+many workers asked it for a session, so that a leader learns that workers cannot reach it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,30 @@ from keepstep_mesh.security.tls import explained
 
 PATH = "/v1/lighthouses/session"
 LINK_CONNECT_SECONDS = 2.0
+"""Limit of the first connection to a leader."""
 SECOND_TRY_SECONDS = 0.2
+"""Limit of the connection after a link broke."""
 LINK_RETRY_SECONDS = 0.5
+"""Pause after an attempt that failed."""
 BEAT_SECONDS = 1.0
+"""Interval of pings."""
 SILENCE = 5.0
+"""Seconds without a frame after which the leader counts as dead."""
 MAX_FRAME_BYTES = 1024
 UNSENT_BYTES = 64 * 1024
 
 log = get_logger("keepstep.lighthouse")
 
-Told = Callable[[bytes], None]
+OnLink = Callable[[bytes], None]
+"""Called with the value of the leader's key."""
 
 
 class LeaderLink:
-    """``identity``: has the service token that the leader requires."""
+    """Hold a connection to the current leader, whichever lighthouse that is.
+
+    Args:
+        identity: the service token, which the leader requires, and certificates.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -45,26 +55,37 @@ class LeaderLink:
         self._moved = asyncio.Event()
         self._link: Link | None = None
         self._offered = 0
+        """Number of workers that asked this lighthouse for a session."""
         self._dismissed = False
-        """The leader closed the last link itself: it no longer leads."""
+        """Whether the leader itself closed the last link, because it no longer leads."""
 
     def follow(self, address: str | None, leader: bytes) -> None:
-        """Connect to this leader from now on; None: to no lighthouse."""
+        """Connect to this leader from now on.
+
+        Args:
+            address: base URL of the leader; None: connect to no lighthouse.
+            leader: value of the leader's key.
+        """
         target = None if address is None else (address, leader)
         if target != self._target:
             self._target = target
             self._moved.set()
             if self._link is not None:
-                self._link.close(reason="another leads")
+                self._link.close(reason="another lighthouse leads")
 
     def offered(self) -> None:
-        """A worker came here because it does not reach the leader, or does not know it."""
+        """Report to the leader that a worker asked this lighthouse for a session."""
         self._offered += 1
         if self._link is not None:
             self._link.send(b"offered %d" % self._offered)
 
-    async def run(self, linked: Told, broke: Told) -> None:
-        """For ever: holds the link and tells when it is there and when it broke."""
+    async def run(self, linked: OnLink, broke: OnLink) -> None:
+        """Hold the link until cancelled.
+
+        Args:
+            linked: called when a connection is open.
+            broke: called when it ended and the leader did not accept another one.
+        """
         while True:
             self._moved.clear()
             target = self._target
@@ -84,12 +105,12 @@ class LeaderLink:
             except TimeoutError:
                 pass
 
-    async def _connected(self, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
+    async def _connected(self, target: tuple[str, bytes], linked: OnLink, limit: float) -> bool:
         async with self._identity.session(timeout=None) as http:
             return await self._hold(http, target, linked, limit)
 
-    async def _hold(self, http: aiohttp.ClientSession, target: tuple[str, bytes], linked: Told, limit: float) -> bool:
-        """One connection from its beginning to its end; False when it never came to be."""
+    async def _hold(self, http: aiohttp.ClientSession, target: tuple[str, bytes], linked: OnLink, limit: float) -> bool:
+        """Open one connection and keep it until it ends. Return whether it was opened."""
         self._dismissed = False
         address, leader = target
         link = Link(lambda _: None, lambda _: None, limit_bytes=MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
@@ -114,7 +135,7 @@ class LeaderLink:
         return True
 
     def _report(self, address: str, error: Exception) -> None:
-        """Log at level warning what an operator must fix, once; that a leader died is expected."""
+        """Log a failed attempt: once as a warning if an operator must fix it, else for debugging."""
         reason = explained(error, address)
         misconfigured = isinstance(error, aiohttp.ClientSSLError) or getattr(error, "status", 0) in (401, 403)
         if misconfigured and reason != self._problem:
@@ -124,7 +145,7 @@ class LeaderLink:
             log.debug("no link to the leader", leader=address, reason=reason)
 
     async def _watch(self, link: Link) -> None:
-        """Returns when the link is gone. A beat that comes late means that we slept, and proves nothing."""
+        """Ping the leader until the link ends. After a late beat the silence counts from now: this process slept."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         while not link.closed.done():
@@ -140,7 +161,11 @@ class LeaderLink:
 
 
 class FollowerLinks:
-    """The leader's end: the links that followers hold. ``offered`` is called when one of them was offered sessions."""
+    """The leader's side of the links of its followers.
+
+    Args:
+        offered: called when a follower reports that a worker asked it for a session.
+    """
 
     def __init__(self, offered: Callable[[], None]) -> None:
         self._offered = offered
@@ -150,6 +175,7 @@ class FollowerLinks:
         return len(self._links)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Accept the link of one follower, and return when it ends."""
         link = Link(lambda _: self._offered(), lambda _: None, limit_bytes=MAX_FRAME_BYTES, unsent_bytes=UNSENT_BYTES)
         response = await link.accept(request)
         self._links.add(link)
@@ -161,6 +187,6 @@ class FollowerLinks:
         return response
 
     def close(self, reason: str) -> None:
-        """Ends them all: who leads no more is not to be followed."""
+        """Close all links, because this lighthouse no longer leads."""
         for link in tuple(self._links):
             link.close(reason=reason)

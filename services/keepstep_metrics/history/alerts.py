@@ -13,8 +13,8 @@ from keepstep_metrics.history import goodput
 from keepstep_metrics.history.blame import blame
 from keepstep_metrics.history.job import Job
 
-STANDING_SECONDS = 120.0
-WINDOW_SECONDS = 600.0
+NO_COMMIT_SECONDS = 120.0
+GOODPUT_SECONDS = 600.0
 GOODPUT_LIMIT = 0.8
 DISCARDED_LIMIT = 0.05
 LOST_LIMIT = 5
@@ -36,7 +36,7 @@ def alerts(job: Job, now: float) -> tuple[Alert, ...]:
 
 
 def _found(job: Job, now: float) -> list[Alert]:
-    since = now - WINDOW_SECONDS
+    since = now - GOODPUT_SECONDS
     recent = [event for event in job.events if event.t >= since]
     kinds = Counter(event.event for event in recent)
     found: list[Alert] = []
@@ -45,7 +45,7 @@ def _found(job: Job, now: float) -> list[Alert]:
         found.append(Alert(name, severity, sentence))
 
     last_commit = max((one.committed_at for one in job.groups.values()), default=0.0)
-    if job.has_groups and last_commit and now - last_commit > STANDING_SECONDS:
+    if job.has_groups and last_commit and now - last_commit > NO_COMMIT_SECONDS:
         add("TrainingStands", f"no step has been committed for {_minutes(now - last_commit)}", "critical")
     if kinds["lost"] + kinds["failed"] > LOST_LIMIT:
         add("GroupsAreLostOften", f"{kinds['lost'] + kinds['failed']} groups were lost in ten minutes")
@@ -53,7 +53,7 @@ def _found(job: Job, now: float) -> list[Alert]:
     if committed + discarded >= LEAST_STEPS and discarded / (committed + discarded) > DISCARDED_LIMIT:
         add("StepsAreDiscarded", f"{100 * discarded / (committed + discarded):.0f} % of the steps do not commit")
     ratio = goodput.ratio(goodput.group_seconds(job, since, now))
-    if job.has_groups and now - job.first_seen > WINDOW_SECONDS and ratio is not None and ratio < GOODPUT_LIMIT:
+    if job.has_groups and now - job.first_seen > GOODPUT_SECONDS and ratio is not None and ratio < GOODPUT_LIMIT:
         add("GoodputIsLow", f"goodput of the last ten minutes is {100 * ratio:.0f} %")
     if (slow := blame(job)) is not None:
         add("GroupIsAStraggler", slow.sentence)
