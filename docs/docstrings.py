@@ -91,6 +91,7 @@ SECTIONS = (
         "KeepstepError Drained LayoutMismatch ForkError AuthError VersionError ProtocolError ManifestError "
         "SessionClosed Banned ExitWithReason keepstep.process_group:ProcessGroupError "
         "keepstep.process_group:ProcessGroupAbortedError keepstep.checkpointing:TransferError "
+        "keepstep.checkpointing:StateMismatch "
         "keepstep.checkpointing:UnsupportedValue",
     ),
 )

@@ -448,6 +448,8 @@ class Manager:
 
         Raises:
             Drained, EvictedExit, MismatchExit: the process must end.
+            StateMismatchExit: the state of the other groups does not fit this one, and the process must end.
+            CollectivesExit: other groups began another number of collectives, and the process must end.
             GroupFailedExit: the outcome of the vote is unknown, and the process must end.
             RuntimeError: no step has begun, or more than ``max_retries`` steps in a row failed.
         """

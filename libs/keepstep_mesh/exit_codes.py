@@ -1,10 +1,16 @@
 """Exit codes of trainer processes, which launchers rely on."""
 
+EXIT_STATE_MISMATCH = 65
+"""The group cannot load the state of the job (EX_DATAERR). Do not restart it unchanged."""
 EXIT_WATCHDOG = 70
 """The process was stuck, and ended itself with the stacks of its threads (EX_SOFTWARE). Restart the group."""
 EXIT_GROUP_FAILED = 75
 """A rank of the group died, so all its ranks end. Restart the group (EX_TEMPFAIL)."""
+EXIT_COLLECTIVES_DIFFER = 76
+"""The group began another number of collectives than other groups (EX_PROTOCOL). Do not restart it unchanged."""
 EXIT_EVICTED = 77
 """The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
 EXIT_MISMATCH = 78
 """The model or settings of the group differ from those of the job (EX_CONFIG). Do not restart it unchanged."""
+ENDS_THE_SAME = frozenset({EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH})
+"""Codes after which a restart would end the same."""

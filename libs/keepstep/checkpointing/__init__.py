@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.checkpointing.errors import TransferError, UnsupportedValue
+from keepstep.checkpointing.errors import StateMismatch, TransferError, UnsupportedValue
 from keepstep.checkpointing.http_transport import HTTPTransport
 from keepstep.checkpointing.pg_transport import PGTransport
 from keepstep.checkpointing.relayed.relay_transport import RelayTransport
@@ -15,6 +15,7 @@ __all__ = [
     "ManifestError",
     "PGTransport",
     "RelayTransport",
+    "StateMismatch",
     "TransferError",
     "UnsupportedValue",
 ]

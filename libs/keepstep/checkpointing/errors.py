@@ -22,5 +22,9 @@ class TransferError(KeepstepError):
         self.torn = torn
 
 
+class StateMismatch(TransferError):
+    """The state of the source cannot be sent, or does not fit this group. Another transfer would fail as well."""
+
+
 class TransferTimeout(TransferError, TimeoutError):
     """A state was not received in time."""

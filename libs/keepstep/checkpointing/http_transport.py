@@ -109,10 +109,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self.staged = snapshot
         self.allow_checkpoint(step)
 
-    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """See ``CheckpointTransport``."""
         del dst_ranks
-        self.server.refuse(step, reason)
+        self.server.refuse(step, reason, lasting=lasting)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serve the staged snapshot again, after ``disallow_checkpoint``.

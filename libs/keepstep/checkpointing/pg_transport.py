@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.errors import StateMismatch, TransferError, TransferTimeout
 from keepstep.checkpointing.state.restoring import Destination
 from keepstep.checkpointing.state.staging import StagingArea
 from keepstep.checkpointing.state.state_manifest import Manifest, build_manifest, read_manifest
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 VERSION = 1
 HEAD_LENGTH = 3
-"""int64: version, step, bytes of the manifest (``NOT_SENT``: the source cannot send its state)."""
-NOT_SENT = -1
+"""int64: version, step, bytes of the manifest (``NOT_SENT``, ``NEVER_SENT``: the source cannot send its state)."""
+NOT_SENT, NEVER_SENT = -1, -2
 WINDOW = 2
 """Chunks in flight to each joiner: one is verified while the next arrives."""
 
@@ -88,11 +88,12 @@ class PGTransport(CheckpointTransport[T]):
         packed = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
         self._send(dst_ranks, [_head(step, len(manifest)), packed, *chunks], deadline)
 
-    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """See ``CheckpointTransport``. The error of a joiner refers to the log of the source."""
         del reason
         if self._pg.errored() is None:  # else no joiner receives
-            self._send(dst_ranks, [_head(step, NOT_SENT)], time.monotonic() + self._timeout)
+            head = _head(step, NEVER_SENT if lasting else NOT_SENT)
+            self._send(dst_ranks, [head], time.monotonic() + self._timeout)
 
     def _send(self, dst_ranks: list[int], messages: list[torch.Tensor], deadline: float) -> None:
         pending: deque[tuple[Work, torch.Tensor]] = deque()
@@ -146,8 +147,9 @@ class PGTransport(CheckpointTransport[T]):
         version, sent_step, length = head.tolist()
         if version != VERSION:
             raise TransferError(f"unsupported version {version} of the source (supported: {VERSION})")
-        if length == NOT_SENT:
-            raise TransferError("the source cannot send its state; the log of the source has the reason")
+        if length in (NOT_SENT, NEVER_SENT):
+            kind = StateMismatch if length == NEVER_SENT else TransferError
+            raise kind("the source cannot send its state; the log of the source has the reason")
         if sent_step != step:
             raise TransferError(f"the source sent step {sent_step}")
         if not 0 < length <= MAX_MANIFEST_BYTES:
@@ -195,7 +197,8 @@ class PGTransport(CheckpointTransport[T]):
     def _fail(self, what: str, error: Exception, *, torn: bool = False) -> NoReturn:
         """Abort the process group, so that no late message arrives and the other rank does not wait. Raises."""
         self._pg.abort(f"{what}: {error}")
-        kind = TransferTimeout if isinstance(error, TimeoutError) else TransferError
+        kind: type[TransferError] = StateMismatch if isinstance(error, StateMismatch) else TransferError
+        kind = TransferTimeout if isinstance(error, TimeoutError) else kind
         raise kind(f"{what}: {error}", torn=torn) from error
 
     def shutdown(self, wait: bool = True) -> None:  # noqa: ARG002  nothing runs in the background

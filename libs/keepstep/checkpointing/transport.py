@@ -75,13 +75,14 @@ class CheckpointTransport(ABC, Generic[T]):
             timeout: a reader without progress for this long is disconnected.
         """
 
-    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """Refuse the readers of a step at once, because no snapshot of it will follow.
 
         Args:
             dst_ranks: ranks of the joining groups in the quorum.
             step: of the snapshot that the readers ask for.
             reason: sent to them.
+            lasting: a later request would be refused as well, so their error is ``StateMismatch``.
         """
 
     @abstractmethod
@@ -116,6 +117,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
         Raises:
             TimeoutError: a time limit was exceeded.
+            StateMismatch: the state does not fit ``into``, or the source can never send it.
             TransferError: the state was not received. If its ``torn`` is true, tensors of ``into`` may be half
                 written, and are invalid until a later call succeeds, which overwrites all of them.
         """

@@ -10,7 +10,7 @@ from typing import Protocol
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.rendezvous.key_value_server import KeyValueServer
-from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import CollectivesMismatch, KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
@@ -58,6 +58,7 @@ class RankLink(Protocol):
         Raises:
             TimeoutError: no quorum formed in time.
             Leaving: the group has left the job.
+            CollectivesMismatch: the group began another number of collectives than others.
             LayoutMismatch: parameters or settings differ from the job's.
             SessionClosed: the group or its session has ended.
             KeepstepError: anything else.
@@ -117,6 +118,7 @@ _DENIALS: dict[str, type[Exception]] = {
     "leaving": Leaving,
     "disagree": DisagreeError,
     "layout": LayoutMismatch,
+    "collectives": CollectivesMismatch,
     "closed": SessionClosed,
 }
 """Code of a denied request: the error that it stands for. Any other code stands for KeepstepError."""

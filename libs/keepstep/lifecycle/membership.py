@@ -8,6 +8,7 @@ from typing import NoReturn
 from keepstep.group.group_link import LinkSettings
 from keepstep.runtime.exits import (
     EvictedExit,
+    PrintedExit,
     TerminationFlag,
     end_process,
     leave_cause,
@@ -15,7 +16,7 @@ from keepstep.runtime.exits import (
 )
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
-from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_GROUP_FAILED
+from keepstep_mesh.exit_codes import EXIT_GROUP_FAILED
 from keepstep_mesh.protocol.messages import Drain, Evicted, MemberLost, RoundBroken
 from keepstep_mesh.session.session_events import Push
 
@@ -58,8 +59,8 @@ class GroupMembership:
     def on_group_failed(self, reason: str) -> None:
         """End this process, because the group has lost one of its ranks. On the mesh thread."""
         if not self.ended and self._settings.world_size > 1:
-            evicted = self._context is not None and isinstance(self._context.fatal, EvictedExit)
-            end_process(reason, EXIT_EVICTED if evicted else EXIT_GROUP_FAILED)
+            fatal = self._context.fatal if self._context is not None else None
+            end_process(reason, fatal.exit_code if isinstance(fatal, PrintedExit) else EXIT_GROUP_FAILED)
 
     def on_push(self, push: Push) -> None:
         """Act on a message that the lighthouse sent without a request. On the mesh thread."""

@@ -13,7 +13,13 @@ from types import FrameType
 from typing import ClassVar
 
 from keepstep_mesh.errors import ExitWithReason
-from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_GROUP_FAILED, EXIT_MISMATCH
+from keepstep_mesh.exit_codes import (
+    EXIT_COLLECTIVES_DIFFER,
+    EXIT_EVICTED,
+    EXIT_GROUP_FAILED,
+    EXIT_MISMATCH,
+    EXIT_STATE_MISMATCH,
+)
 
 SIGTERM_REASON = "SIGTERM"
 """The reason of a leave after that signal."""
@@ -45,6 +51,20 @@ class MismatchExit(PrintedExit):
 
     exit_code = EXIT_MISMATCH
     happened = "this group does not fit its job"
+
+
+class StateMismatchExit(PrintedExit):
+    """This group cannot load the state of the job. Exit code ``EXIT_STATE_MISMATCH``."""
+
+    exit_code = EXIT_STATE_MISMATCH
+    happened = "this group cannot load the state of the job"
+
+
+class CollectivesExit(PrintedExit):
+    """This group began another number of collectives than others. Exit code ``EXIT_COLLECTIVES_DIFFER``."""
+
+    exit_code = EXIT_COLLECTIVES_DIFFER
+    happened = "this group cannot train with the others"
 
 
 class GroupFailedExit(ExitWithReason):

@@ -142,6 +142,7 @@ class Attempt:
                 return
             if (error := self._exchange_state()) is not None:
                 self._context.log.warning("heal failed", step=plan.max_step, tried=tried + 1, reason=str(error))
+                self._context.check_heal(error)
                 failed.append(error)
             if tried + 1 < MAX_HEAL_ROUNDS:
                 self._ask_again(ask, len(failed))
@@ -276,6 +277,7 @@ class Attempt:
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
         plan: QuorumPlan | None = None
+        unhealed: Exception | None = None
         try:
             plan = self.wait_plan()
         except SessionClosed:
@@ -292,6 +294,8 @@ class Attempt:
             self._compute_root(plan)
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)
+        if unhealed is not None:
+            self._context.check_heal(unhealed)
         return committed
 
     def abandon(self) -> None:

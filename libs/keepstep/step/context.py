@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store
 
+from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.group.rank_link import RankLink
+from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
@@ -21,9 +23,12 @@ from keepstep.step.reconfigurer import Reconfigurer
 from keepstep.step.step_log import StepLog
 from keepstep.step.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import Logger
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import ExitWithReason, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk
 from keepstep_mesh.protocol.membership import StateRoot, StepReport
+
+MAX_UNFIT_HEALS = 3
+"""Number of heals in a row, from different groups where possible, that may fail because the state does not fit."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,8 @@ class StepContext:
     """replica_id of the group that this one heals from in the current quorum, or empty."""
     late_heals: int = 0
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
+    unfit_heals: int = 0
+    """Number of heals in a row that failed because the state does not fit this group."""
     requests: int = 0
     """Number of requests for a quorum so far."""
     store: Store | None = None
@@ -114,6 +121,19 @@ class StepContext:
         """Tell the other ranks of the group that it has failed, if they can be reached within a second."""
         with contextlib.suppress(TimeoutError, KeepstepError, OSError):
             self.mesh.call(self.link.fail(reason), 1.0)
+
+    def end_group(self, error: ExitWithReason) -> NoReturn:
+        """Raise ``error`` now and in every later step, and report its reason as the end of the whole group."""
+        self.fatal = error  # before the report, which ends the process of a group of several ranks
+        self.fail_group(error.reason)
+        raise error
+
+    def check_heal(self, error: Exception) -> None:
+        """End the group after ``MAX_UNFIT_HEALS`` heals in a row whose errors no further heal can repair."""
+        if isinstance(error, StateMismatch):
+            self.unfit_heals += 1
+            if self.unfit_heals >= MAX_UNFIT_HEALS:
+                self.end_group(StateMismatchExit(f"{error} (tried {self.unfit_heals} times)"))
 
     def tear(self) -> None:
         """Mark the state as torn: this group heals from another, and no group heals from it."""

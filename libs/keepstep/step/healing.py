@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.errors import TransferError, TransferTimeout, UnsupportedValue
 from keepstep.checkpointing.transport import Exchange
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
@@ -118,7 +118,7 @@ class StateExchange:
         except Exception as error:  # noqa: BLE001  only the joiners miss the state
             reason = f"{type(error).__name__}: {error}"
             context.log.error("live state not handed out; its joiners are refused", step=plan.max_step, reason=reason)
-            self._refuse(reason)
+            self._refuse(reason, lasting=isinstance(error, UnsupportedValue))
 
     def refuse(self, reason: str) -> None:
         """Tell the joiners that this group does not hand out its state in this step, unless it already has."""
@@ -126,11 +126,12 @@ class StateExchange:
             self._answered_joiners = True
             self._refuse(reason)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, *, lasting: bool = False) -> None:
         context, plan = self._context, self._plan
+        options = {"lasting": True} if lasting and context.transport.accepts_into else {}  # others may not know it
         try:
             context.transport.refuse_checkpoint(
-                list(plan.destinations), plan.max_step, f"{context.link.replica_id}: {reason}"
+                list(plan.destinations), plan.max_step, f"{context.link.replica_id}: {reason}", **options
             )
         except Exception as error:  # noqa: BLE001  the joiners then wait for their own timeout
             context.log.warning("joiners not refused", reason=f"{type(error).__name__}: {error}")
@@ -211,4 +212,4 @@ class StateExchange:
         except TransferTimeout:
             context.late_heals += 1
             raise
-        context.late_heals = 0
+        context.late_heals = context.unfit_heals = 0

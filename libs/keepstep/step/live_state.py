@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+
+from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.serialization import state_root
 from keepstep.checkpointing.transport import CheckpointTransport, Progress
 from keepstep_mesh.errors import KeepstepError
@@ -97,8 +100,8 @@ class LiveState:
             limit: of the whole receive; None: none.
 
         Raises:
+            StateMismatch: the state does not fit this group, or one of its functions that load it raised an error.
             TransferError, TimeoutError: the state was not received.
-            KeepstepError: this group has registered other parts than the source.
         """
         if getattr(transport, "accepts_into", False):
             state = transport.recv_checkpoint(
@@ -107,10 +110,17 @@ class LiveState:
         else:  # written for torchft, perhaps without our base class
             state = transport.recv_checkpoint(source, metadata, step, timeout)
         if state["user"].keys() != self._parts.keys():
-            raise KeepstepError(
+            raise StateMismatch(
                 f"the source has the states {sorted(state['user'])}, this group {sorted(self._parts)}; register the "
-                f"same keys in every group"
+                f"same keys in every group",
+                torn=True,
             )
         for key, value in state["user"].items():
-            self._parts[key].load(value)
+            try:
+                self._parts[key].load(value)
+            except (MemoryError, torch.OutOfMemoryError):  # memory may be free again later
+                raise
+            except Exception as error:
+                what = f"load_state_dict of {key!r} failed: {type(error).__name__}: {error}"
+                raise StateMismatch(what, torn=True) from error
         self._load_manager(state["manager"])

@@ -11,11 +11,11 @@ from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.rank_link import Leaving
-from keepstep.runtime.exits import EvictedExit, GroupFailedExit, MismatchExit
+from keepstep.runtime.exits import CollectivesExit, EvictedExit, GroupFailedExit, MismatchExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
 from keepstep.step.step_telemetry import StepTimes
-from keepstep_mesh.errors import Banned, Drained, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import Banned, CollectivesMismatch, Drained, LayoutMismatch, SessionClosed
 
 MISMATCH_LINGER_SECONDS = 0.5
 """Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
@@ -65,6 +65,9 @@ class QuorumRequest:
         )  # first for the group's other ranks, then for other groups
         try:
             return self._result(asking + context.timeout.total_seconds() + CALL_MARGIN_SECONDS, times)
+        except CollectivesMismatch as error:
+            context.raise_fatal()
+            context.end_group(CollectivesExit(str(error)))
         except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:  # Banned is a SessionClosed
             self._end_training(error)
         except SessionClosed:

@@ -8,7 +8,7 @@ A *group* is a set of ranks that live and die together. The rules:
 3.  Restarts wait for a delay of ``backoff``, drawn from its upper half, so that groups that died together do not
     restart together. A group that ran for ``ran_well`` seconds restarts with the first delay.
 4.  After ``max_restarts`` restarts the supervisor gives a group up; at once if one of its ranks can never start, or
-    ended with ``EXIT_MISMATCH``. The other groups go on, and may finish without it.
+    ended with a code of ``ENDS_THE_SAME``. The other groups go on, and may finish without it.
 5.  A *service* (the embedded lighthouse) restarts after every exit code, without a limit. The supervisor does not wait
     for it, and ends it when every group is finished or given up.
 6.  A group with a rank that ended with ``EXIT_EVICTED`` does not restart while its name is banned. The core asks when
@@ -28,7 +28,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_MISMATCH
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED
 from keepstep_mesh.net.backoff import Backoff
 
 MAX_RESTARTS = 100
@@ -256,7 +256,7 @@ class Supervisor:
     def _exited(self, group: _Group, event: RankExited, now: float, chance: float, actions: list[Action]) -> None:
         group.alive.discard(event.rank)
         group.evicted |= event.code == EXIT_EVICTED
-        group.hopeless |= event.hopeless or event.code == EXIT_MISMATCH
+        group.hopeless |= event.hopeless or event.code in ENDS_THE_SAME
         failed = event.code != 0 or group.spec.service
         if failed and group.phase is Phase.RUNNING:
             group.failed = True

@@ -78,7 +78,7 @@ class RankQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RankDenied:
-    """``code``: that of ``Denied``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
+    """``code``: one of ``Denied``, or ``disagree``, ``leaving``, ``closed``, ``failed``."""
 
     kind: ClassVar[str] = "rank_denied"
     request: int

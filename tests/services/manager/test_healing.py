@@ -12,6 +12,7 @@ import torch
 
 from keepstep import HTTPTransport
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.exit_codes import EXIT_STATE_MISMATCH
 from tests.services.manager.groups import SECOND, manager, together
 
 
@@ -215,23 +216,8 @@ def test_a_load_that_fails_leaves_no_state_that_others_could_heal_from(lighthous
             done.set()
             return committed, m.current_step(), str(m._context.progress.lineage).startswith("torn:"), str(m.errored())
 
-    assert together(source, joiner)[1] == (False, 0, True, "does not fit")
-
-
-def test_groups_that_registered_different_states_do_not_heal_from_each_other(lighthouse):
-    ready, done = threading.Barrier(2), threading.Barrier(2)
-
-    def group(name: str) -> str:
-        with manager(lighthouse, name, min_replica_size=2) as m:
-            if name == "b":
-                m.register_state_dict_fn("ema", lambda _: None, dict)
-            ready.wait(30)
-            m.start_quorum()
-            m.should_commit()
-            done.wait(30)
-            return str(m.errored())
-
-    assert "register the same keys" in together(lambda: group("a"), lambda: group("b"))[1]
+    failed = "load_state_dict of 'default' failed: ValueError: does not fit"
+    assert together(source, joiner)[1] == (False, 0, True, failed)
 
 
 def test_a_torn_group_that_nobody_can_heal_ends_and_hands_nothing_out(lighthouse):
@@ -291,3 +277,60 @@ def test_a_joiner_is_told_at_once_why_there_is_nothing_to_heal_from(lighthouse):
     went_on, reason = together(veteran, joiner)
     assert went_on == "went on"
     assert "state['user']['default']['odd']" in reason
+
+
+def ahead_until(
+    lighthouse: str, state: dict[str, Any], joined: threading.Event, ended: threading.Event, **options: Any
+) -> None:
+    """Train as a group that is ahead, from before the other joins until it has ended."""
+    with manager(lighthouse, "a", state, **options) as m:
+        m.load_state_dict({"step": 5, "batches_committed": 5, "lineage": 3})
+        while not ended.is_set():
+            m.start_quorum()
+            m.allreduce(torch.ones(1)).wait()
+            m.should_commit()
+            joined.set()
+
+
+@pytest.mark.parametrize(("cause", "sync"), [("keys", True), ("load", False), ("load", True), ("unstorable", False)])
+def test_a_group_that_can_never_load_the_state_ends_with_a_code_of_its_own(lighthouse, capfd, cause, sync):
+    joined, ended = threading.Event(), threading.Event()
+    tries = 0
+
+    def joiner() -> SystemExit:
+        def load(_: object) -> None:
+            nonlocal tries
+            tries += 1
+            raise KeyError("ema")
+
+        assert joined.wait(30)
+        try:
+            with (
+                manager(lighthouse, "b", {"w": torch.zeros(1)}, use_async_quorum=not sync) as m,
+                pytest.raises(SystemExit) as end,
+            ):
+                if cause == "keys":
+                    m.register_state_dict_fn("ema", lambda _: None, dict)
+                if cause == "load":
+                    m.set_state_dict_fns(load, lambda: {"w": torch.zeros(1)})
+                while True:
+                    m.start_quorum()
+                    m.allreduce(torch.ones(1)).wait()
+                    assert not m.should_commit()
+        finally:
+            ended.set()
+        return end.value
+
+    state = {"odd": Unstorable()} if cause == "unstorable" else {"w": torch.ones(1)}
+    ahead = lambda: ahead_until(lighthouse, state, joined, ended, use_async_quorum=not sync)  # noqa: E731
+    _, end = together(ahead, joiner)
+    assert end.code == EXIT_STATE_MISMATCH
+    expected = {"keys": "register the same keys", "load": "KeyError: 'ema'", "unstorable": "cannot store"}[cause]
+    assert expected in str(end)
+    assert "(tried 3 times)" in str(end)
+    assert cause != "load" or tries == 3
+    printed = capfd.readouterr().err
+    assert "keepstep: this group cannot load the state of the job: " in printed
+    with urllib.request.urlopen(f"{lighthouse}/v1/jobs/default/events", timeout=30) as answer:
+        (lost,) = [one for one in json.load(answer)["events"] if one["kind"] == "lost"]
+    assert expected in lost["detail"]["reason"]

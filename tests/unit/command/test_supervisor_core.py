@@ -24,7 +24,7 @@ from keepstep_cli.running.supervisor import (
     Tick,
     describe_exit,
 )
-from keepstep_mesh.exit_codes import EXIT_EVICTED, EXIT_MISMATCH
+from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_GROUP_FAILED
 from keepstep_mesh.net.backoff import Backoff
 
 RESTARTS = Restarts(max_restarts=3, backoff=Backoff(1.0, 8.0), ran_well=100.0, grace=10.0)
@@ -119,13 +119,15 @@ def test_a_ban_is_told_by_the_name_that_the_group_has_at_the_lighthouse() -> Non
     assert run.notes[-1].endswith("`keepstep readmit train_ddp_1` ends that")
 
 
-def test_a_group_that_does_not_fit_its_job_is_given_up_at_once() -> None:
+@pytest.mark.parametrize("code", sorted(ENDS_THE_SAME))
+def test_a_group_that_would_end_the_same_is_given_up_at_once(code: int) -> None:
     run = job(GroupSpec("r0", 2), GroupSpec("r1"))
-    run(RankExited("r0", 1, EXIT_MISMATCH), 5.0)
-    assert run(RankExited("r0", 0, 75), 6.0) == []
+    run(RankExited("r0", 1, code), 5.0)
+    assert run(RankExited("r0", 0, EXIT_GROUP_FAILED), 5.0) == []
     assert run.core.phase("r0") is Phase.GIVEN_UP
     assert run.notes[-1] == "r0: given up: another try would end the same"
-    assert run.core.phase("r1") is Phase.RUNNING
+    run(RankExited("r1", 0, 0), 9.0)
+    assert run.core.exit_code() == 1
 
 
 def test_a_group_that_can_never_start_is_given_up_at_once_and_a_service_is_not() -> None:

@@ -40,6 +40,10 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _SECONDS = re.compile(r"\d{1,3}\.\d{3}")
 
 
+CANNOT_BE_SENT = HTTPStatus.UNPROCESSABLE_ENTITY
+"""Status of a request for a state that the source can never send."""
+
+
 class RequestError(Exception):
     """An error answer to a request."""
 

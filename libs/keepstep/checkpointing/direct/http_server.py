@@ -22,7 +22,14 @@ from typing import Any
 import msgpack
 
 from keepstep.checkpointing.direct import holders
-from keepstep.checkpointing.direct.http_requests import Access, Request, RequestError, parse_request, read_head
+from keepstep.checkpointing.direct.http_requests import (
+    CANNOT_BE_SENT,
+    Access,
+    Request,
+    RequestError,
+    parse_request,
+    read_head,
+)
 from keepstep.checkpointing.direct.leases import LEASE_ENDED, Lease, Leases
 from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
@@ -63,7 +70,7 @@ class CheckpointServer:
         self._served: Snapshot | None = None
         """The value of ``_to_serve`` on the thread of the server."""
         self._newest_step = -1
-        self._refused: tuple[int, str] | None = None
+        self._refused: tuple[int, HTTPStatus, str] | None = None
         """A step that has no snapshot, and the reason."""
         self.served_at = 0.0
         """When a part of a chunk was last sent to another joiner; monotonic time."""
@@ -84,10 +91,11 @@ class CheckpointServer:
             self._to_serve, self._is_refusing = snapshot, False
             self._call(self._set_served, snapshot)
 
-    def refuse(self, step: int, reason: str) -> None:
-        """Answer requests for ``step`` with ``reason`` until the next ``serve``."""
+    def refuse(self, step: int, reason: str, *, lasting: bool) -> None:
+        """Answer requests for ``step`` with ``reason`` until the next ``serve``. ``lasting``: see the transport."""
         self._is_refusing = True
-        self._call(self._set_refused, step, reason)
+        status = CANNOT_BE_SENT if lasting else HTTPStatus.SERVICE_UNAVAILABLE
+        self._call(self._set_refused, step, status, reason)
 
     def serve_chunks(self, find_chunk: Callable[[bytes], list[memoryview] | None] | None) -> None:
         """Serve single chunks to other joiners.
@@ -228,9 +236,8 @@ class CheckpointServer:
             if served is not None and served.step == step and served.hold():
                 return served
             if self._refused is not None and self._refused[0] == step:
-                raise RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, f"the source has no snapshot of step {step}: {self._refused[1]}"
-                )
+                _, status, reason = self._refused
+                raise RequestError(status, f"the source has no snapshot of step {step}: {reason}")
             if self._newest_step > step:
                 raise RequestError(
                     HTTPStatus.GONE, f"step {step} is no longer available: the newest step is {self._newest_step}"
@@ -252,7 +259,7 @@ class CheckpointServer:
             await self._writer.send_head(connection, 200, len(manifest), line, manifest)
         except UnsupportedValue as error:
             self._leases.end(lease.name)
-            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+            raise RequestError(CANNOT_BE_SENT, str(error)) from error
         except BaseException:
             self._leases.end(lease.name)
             raise
@@ -292,8 +299,8 @@ class CheckpointServer:
         self._newest_step = -1 if snapshot is None else snapshot.step  # steps of a job may go back
         self._wake_readers()
 
-    def _set_refused(self, step: int, reason: str) -> None:
-        self._refused = (step, reason)
+    def _set_refused(self, step: int, status: HTTPStatus, reason: str) -> None:
+        self._refused = (step, status, reason)
         self._wake_readers()
 
     def _wake_readers(self) -> None:

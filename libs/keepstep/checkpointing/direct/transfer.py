@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint, Refusal
+from keepstep.checkpointing.direct.http_requests import CANNOT_BE_SENT
 from keepstep.checkpointing.direct.receiving import digest_of
-from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.errors import StateMismatch, TransferError
 from keepstep.checkpointing.state.restoring import Destination, Spare
 from keepstep.checkpointing.state.state_manifest import Manifest, read_content, read_manifest
 from keepstep.checkpointing.transport import Progress
@@ -250,7 +251,12 @@ class Transfer:
         """Receive the manifest or its content, and the name of the lease."""
         remaining = self.deadline.remaining()
         wait = remaining * WAIT_SHARE
-        fields, length = connection.ask("GET", f"/{kind}/{self.step}?wait={wait:.3f}", patience=remaining)
+        try:
+            fields, length = connection.ask("GET", f"/{kind}/{self.step}?wait={wait:.3f}", patience=remaining)
+        except Refusal as refusal:
+            if refusal.status == CANNOT_BE_SENT:
+                raise StateMismatch(str(refusal)) from refusal
+            raise
         self.lease = fields.get("keepstep-lease", "")
         return self.read_short(connection, length)
 

@@ -102,9 +102,9 @@ class RelayTransport(CheckpointTransport[T]):
         self._uploads.append(Upload(snapshot, exchange, relays, timeout.total_seconds(), self.direct.rate_limiter))
         self._uploads[-1].start()
 
-    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, *, lasting: bool = False) -> None:
         """See ``CheckpointTransport``."""
-        self.direct.refuse_checkpoint(dst_ranks, step, reason)
+        self.direct.refuse_checkpoint(dst_ranks, step, reason, lasting=lasting)
 
     def allow_checkpoint(self, step: int) -> None:
         """See ``HTTPTransport``."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.errors import StateMismatch
 from keepstep.checkpointing.state.leaves import TORCH_DTYPES, decode_leaf, numpy_dtype
 from keepstep.checkpointing.state.pack_layout import may_overlap_itself
-from keepstep.checkpointing.state.sharding import MeshFinder, is_dtensor, sharding_of, to_dtensor
+from keepstep.checkpointing.state.sharding import MeshFinder, Sharding, is_dtensor, sharding_of, to_dtensor
 from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, Content, TensorEntry
 from keepstep_mesh.errors import ManifestError
 from keepstep_mesh.protocol.manifest import ALIGNMENT, CHUNK_BYTES
@@ -33,7 +33,8 @@ Spare = Mapping[int, torch.Tensor]
 class Destination:
     """Memory for the pack of ``content``: the tensors of ``into`` that fit, and new memory for all other regions.
 
-    A DTensor without a counterpart in ``into`` is built on the device mesh of this process that fits it.
+    A DTensor without a counterpart in ``into`` is built on the device mesh of this process that fits it. If several
+    fit, it is the mesh of the DTensors in ``into`` that are sharded alike: an optimizer's state is, as its parameter.
 
     Args:
         content: structure of the state.
@@ -42,7 +43,7 @@ class Destination:
 
     Raises:
         ManifestError: the machine has too little memory.
-        TransferError: a DTensor has another sharding in ``into``, or no device mesh fits it.
+        StateMismatch: a DTensor has another sharding in ``into``, or no device mesh fits it.
     """
 
     def __init__(self, content: Content, into: Any = None, spare: Spare | None = None) -> None:
@@ -50,7 +51,7 @@ class Destination:
         self._into = into
         targets: list[list[Any]] = [[] for _ in content.tensors]
         new_dtensors: dict[int, str] = {}
-        known_meshes: list[DeviceMesh] = []
+        known: list[tuple[Sharding, DeviceMesh]] = []
 
         def note(index: int, target: Any, path: str) -> Any:
             entry = content.tensors[index]
@@ -59,12 +60,12 @@ class Destination:
                 if _is_absent(target):
                     new_dtensors[index] = path
                 else:
-                    known_meshes.append(target.device_mesh)
+                    known.append((entry.sharding, target.device_mesh))
 
         with torch.no_grad():
             _build(content.tree, into, "state", note)
             self._in_place = self._choose(targets)
-        finder = MeshFinder(known_meshes)
+        finder = MeshFinder(known)
         self._meshes = {
             index: finder.find(entry.sharding, entry.shape, path)
             for index, path in new_dtensors.items()
@@ -198,12 +199,12 @@ def _local(entry: TensorEntry, target: Any, path: str) -> Any:
         if _is_absent(target):
             return None
         if not is_dtensor(target):
-            raise TransferError(
+            raise StateMismatch(
                 f"{path} is one shard of a DTensor at the source, but {type(target).__name__} here: pass `into` with a "
                 f"DTensor sharded as {entry.sharding}"
             )
         if sharding_of(target) != entry.sharding:
-            raise TransferError(
+            raise StateMismatch(
                 f"{path} is sharded as {sharding_of(target)} here but as {entry.sharding} at the source"
             )
         target = target.to_local()

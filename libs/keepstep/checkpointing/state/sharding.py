@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
-from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.errors import StateMismatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,11 +68,15 @@ class MeshFinder:
     """Finds the device mesh of this process over which a tensor is sharded.
 
     Args:
-        preferred: meshes to consider before all others of the process.
+        known: the DTensors of this process in the same state. Their meshes are considered before all others, first
+            those of DTensors that are sharded alike.
     """
 
-    def __init__(self, preferred: Iterable[DeviceMesh]) -> None:
-        self._preferred = list({id(mesh): mesh for mesh in preferred}.values())
+    def __init__(self, known: Iterable[tuple[Sharding, DeviceMesh]]) -> None:
+        self._alike: dict[Sharding, list[DeviceMesh]] = {}
+        for sharding, mesh in known:
+            self._alike.setdefault(sharding, []).append(mesh)
+        self._known = [mesh for meshes in self._alike.values() for mesh in meshes]
 
     @cached_property
     def _of_process(self) -> list[DeviceMesh]:
@@ -85,18 +89,19 @@ class MeshFinder:
             path: path of the tensor in the state, for the error.
 
         Raises:
-            TransferError: no mesh fits, or several different meshes fit.
+            StateMismatch: no mesh fits, or several different meshes fit.
         """
-        fitting = self._fitting(self._preferred, sharding, local_shape)
+        fitting = self._fitting(self._alike.get(sharding, ()), sharding, local_shape)
+        fitting = fitting or self._fitting(self._known, sharding, local_shape)
         fitting = fitting or self._fitting(self._of_process, sharding, local_shape)
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
-            raise TransferError(
+            raise StateMismatch(
                 f"{path} is one shard of a DTensor, and {len(fitting)} device meshes of this process fit it "
                 f"({'; '.join(map(str, fitting))}): pass `into` with the DTensor to receive it in"
             )
-        raise TransferError(
+        raise StateMismatch(
             f"{path} is one shard of a DTensor, and no device mesh of this process fits it: create the mesh with "
             f"init_device_mesh before, or pass `into` with the DTensor to receive it in; the source has {sharding}"
         )
@@ -106,7 +111,7 @@ class MeshFinder:
         candidates: Iterable[DeviceMesh], sharding: Sharding, local_shape: tuple[int, ...]
     ) -> list[DeviceMesh]:
         fitting: list[DeviceMesh] = []
-        for mesh in candidates:
+        for mesh in {id(mesh): mesh for mesh in candidates}.values():
             if mesh not in fitting and _fits(mesh, sharding, local_shape):
                 fitting.append(mesh)
         return fitting
@@ -154,7 +159,7 @@ def _global_stride(local: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _placements(sharding: Sharding) -> list[Placement]:
-    """Parse the placements. Raises ``TransferError`` for an unknown placement."""
+    """Parse the placements. Raises ``StateMismatch`` for an unknown placement."""
     return [_placement(name) for name in sharding.placements]
 
 
@@ -171,4 +176,4 @@ def _placement(name: str) -> Placement:
             return Partial(operation)
         case "_S", str(dimension), str(factor) if dimension.isdecimal():
             return cast("Placement", placement_types._StridedShard(int(dimension), split_factor=int(factor)))  # noqa: SLF001
-    raise TransferError(f"unknown placement {name!r} of a DTensor: pass `into` with the DTensor to receive it in")
+    raise StateMismatch(f"unknown placement {name!r} of a DTensor: pass `into` with the DTensor to receive it in")
