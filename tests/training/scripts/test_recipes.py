@@ -95,7 +95,9 @@ async def test_a_sharded_group_heals_after_one_of_its_ranks_was_killed() -> None
         together = r"step (\d+) groups 2"
         await job.until(lambda: printed(a, together), "both train")
         b.kill(rank=1)
-        assert sorted(await b.exit_codes()) == [-signal.SIGKILL, 75], job.report()
+        other, killed = await b.exit_codes()
+        assert killed == -signal.SIGKILL
+        assert other in (1, 75), job.report()  # torch's collective failed, or keepstep noticed the death first
         seen = len(printed(a, together))
         await job.start("1", ranks=2, **variables)
         await job.until(lambda: len(printed(a, together)) >= seen + 3, "it takes part again")
