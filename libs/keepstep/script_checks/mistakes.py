@@ -19,7 +19,7 @@ MAX_NAMED = 3
 class Mistake:
     name: str
     reason: str
-    """What was found, and its effect."""
+    """The finding, and its effect."""
     remedy: str
 
 
