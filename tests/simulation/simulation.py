@@ -349,7 +349,7 @@ def _draw_policy(random: Random, groups: int) -> Policy:
     )
 
 
-def _line_of(script: Script) -> int:
+def _line_of(script: Any) -> int:
     while isinstance(script.gi_yieldfrom, Generator):
         script = script.gi_yieldfrom
-    return script.gi_frame.f_lineno
+    return int(script.gi_frame.f_lineno)

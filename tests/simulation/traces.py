@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from keepstep_lighthouse.leadership.campaign import Leadership
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from tests.simulation.actors.node import Node
 from tests.simulation.actors.worker import Worker
@@ -60,6 +61,18 @@ def training(sim: Simulation, rounds: int = 4) -> Script:
     yield lambda: sim.leader is not None and len(sim.stored.members) == len(sim.names)
     so_far = sim.quorums.rounds
     yield lambda: sim.quorums.rounds >= so_far + rounds and len(leader(sim).lighthouse.followers) == len(sim.nodes) - 1
+
+
+def leadership(node: Node) -> Leadership:
+    """Return the node's part in the election."""
+    assert node.lighthouse.leadership is not None
+    return node.lighthouse.leadership
+
+
+def cut_session(worker: Worker) -> None:
+    """Cut the connection of a group to its lighthouse, if it has one."""
+    if (connection := worker.session.connection) is not None:
+        connection.cut()
 
 
 def leader(sim: Simulation) -> Node:
@@ -251,8 +264,7 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Simulation) -> Script
     for node in (b, c):
         sim.mesh.partition("r0", node.address, 20.0)
     sim.mesh.partition("r1", a.address, 20.0)
-    if group(sim, 1).session.connection is not None:
-        group(sim, 1).session.connection.cut()
+    cut_session(group(sim, 1))
     yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"]
     yield lambda: group(sim, 0).commits > 2
     a.store.deaf = True
@@ -262,7 +274,7 @@ def the_deposer_releases_the_key_and_a_third_takes_it(sim: Simulation) -> Script
     sim.mesh.partition(a.address, c.address, 20.0)
     yield lambda: sim.leader is b
     yield 0.1
-    b.loop.call_soon(partial(b.lighthouse.leadership.give_up, "told to", stand_back=True))
+    b.loop.call_soon(partial(leadership(b).give_up, "told to", stand_back=True))
     yield lambda: sim.leader is c
     yield from comes_to(sim, group(sim, 1), c)
     yield 6.0
@@ -289,8 +301,8 @@ def a_leader_whose_lease_is_being_given_back_does_not_spin(sim: Simulation) -> S
     sim.kill_lighthouse(a, LONG)
     yield lambda: sim.leader is b
     b.store.fates["revoke"] = "hangs"
-    sim.store.revoke(b.lighthouse.leadership._lease)
-    yield lambda: sim.leader is b and b.lighthouse.term.epoch > 2
+    sim.store.revoke(leadership(b)._lease)
+    yield lambda: sim.leader is b and b.lighthouse.leading().epoch > 2
 
 
 @trace()
@@ -322,7 +334,7 @@ def a_leader_that_no_group_reaches_gives_way(sim: Simulation) -> Script:
     a = leader(sim)
     for name in sim.names:
         sim.mesh.partition(name, a.address, LONG)
-        sim.latest[name].session.connection.cut()
+        cut_session(sim.latest[name])
     yield lambda: sim.leader is not None and sim.leader is not a
     so_far = sim.quorums.rounds
     yield lambda: sim.quorums.rounds > so_far + 4
@@ -336,8 +348,7 @@ def a_stranger_asks_the_next_leader(sim: Simulation) -> Script:
     yield lambda: "r1" in sim.latest and "r0" in sim.latest
     sim.mesh.partition("r0", b.address, 20.0)
     sim.mesh.partition("r1", a.address, 20.0)
-    if group(sim, 1).session.connection is not None:
-        group(sim, 1).session.connection.cut()
+    cut_session(group(sim, 1))
     yield lambda: [one.partition(":")[0] for one in sim.stored.members] == ["r0"] and group(sim, 0).commits > 2
     sim.cut_from_the_store(a, 20.0)
     sim.mesh.partition(a.address, b.address, 20.0, silently=False)

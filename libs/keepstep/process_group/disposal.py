@@ -8,7 +8,7 @@ import time
 
 from torch.distributed.distributed_c10d import Backend
 
-EXIT_SECONDS = 2.0
+DISPOSAL_SECONDS = 2.0
 """Limit of the wait, at the end of the process, for backends that are being freed."""
 
 _disposals: set[threading.Thread] = set()
@@ -29,6 +29,6 @@ def dispose(backend: list[Backend | None]) -> None:
 @atexit.register
 def _await_disposals() -> None:
     """Wait for these threads: C++ aborts the process if a thread returns into an interpreter that has ended."""
-    deadline = time.monotonic() + EXIT_SECONDS
+    deadline = time.monotonic() + DISPOSAL_SECONDS
     for thread in tuple(_disposals):
         thread.join(max(0.0, deadline - time.monotonic()))

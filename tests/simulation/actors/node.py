@@ -21,6 +21,7 @@ from keepstep_lighthouse.quorum.events import Announce, Event, Tell
 from keepstep_lighthouse.registry import service_registry
 from keepstep_lighthouse.settings import LighthouseSettings
 from keepstep_lighthouse.store.contract import StoreError
+from keepstep_mesh.net import websocket
 from keepstep_mesh.net.websocket import UpgradeError
 from keepstep_mesh.protocol.membership import Data
 from tests.simulation.checks.history import EVENTS
@@ -51,7 +52,7 @@ class Node:
         self.sim = sim
         self.name = name
         self.address = address_of(name)
-        self.loop = ProcessLoop(sim.time, rate, sim.on_fault)
+        self.loop = ProcessLoop(sim.time, rate, sim.on_fault)  # type: ignore[abstract]  # only what services call
         self.sockets: dict[Socket, None] = {}
         self.store = StoreClient(sim.store, self.loop, sim.time, sim.random, exclusive=alone)
         self.lighthouse = LighthouseNode(LighthouseSettings(store="shared://", policy=sim.policy, lease=lease))
@@ -262,7 +263,7 @@ def simulated(sim: Simulation) -> Iterator[None]:
         [
             *((module, "time", clock) for module in TIMED),
             *((module, "log", log) for module in LOGGING),
-            (sessions.websocket, "Link", Wire),
+            (websocket, "Link", Wire),
             (leader_link, "Link", Wire),
             (lighthouse_node, "Job", partial(_CheckedJob, sim)),
         ]

@@ -16,15 +16,15 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._registered = 0
         self._stopped = False
 
-    def at(self, time: float, act: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, act: Callable[..., object], *args: Any) -> None:
         self._registered += 1
         heapq.heappush(self._queue, (max(self.now, time), self._registered, act, args))
 
-    def after(self, delay: float, act: Callable[..., None], *args: Any) -> None:
+    def after(self, delay: float, act: Callable[..., object], *args: Any) -> None:
         self._registered += 1
         heapq.heappush(self._queue, (self.now + delay, self._registered, act, args))
 

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -207,7 +207,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return _Future(loop=self)
 
-    def create_task(self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Any = None) -> _Task:
+    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> _Task:
         task = _Task(coro, loop=self, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

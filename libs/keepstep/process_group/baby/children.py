@@ -20,11 +20,11 @@ from keepstep_mesh.net.fork_safety import claim
 
 log = get_logger("keepstep.process_group")
 
-START_SECONDS = 60.0
+CHILD_START_SECONDS = 60.0
 """Limit of the start of a spawner, which imports torch."""
 FORK_SECONDS = 10.0
 """Limit of a fork."""
-EXIT_SECONDS = 5.0
+CHILD_EXIT_SECONDS = 5.0
 """Limit of the wait for a killed process."""
 
 
@@ -55,8 +55,8 @@ class ChildProcess:
         """Wait until the killed child has ended, and free its resources. Call it once."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(EXIT_SECONDS * 1000):
-            log.warning("a killed child process has not ended", pid=self.pid, limit_seconds=EXIT_SECONDS)
+        if not poll.poll(CHILD_EXIT_SECONDS * 1000):
+            log.warning("a killed child process has not ended", pid=self.pid, limit_seconds=CHILD_EXIT_SECONDS)
         os.close(self._pidfd)
         self.channel.close()
 
@@ -102,7 +102,7 @@ class Spawner:
                 Spawner._shared = None
         with contextlib.suppress(ProcessGroupError):
             self._channel().interrupt()  # the process reads the end of the connection, and exits
-        self._keeper.join(EXIT_SECONDS)
+        self._keeper.join(CHILD_EXIT_SECONDS)
 
     def fork(self) -> ChildProcess:
         """Start a child process.
@@ -129,7 +129,7 @@ class Spawner:
         return ChildProcess(Channel(ours), pidfd, message["pid"])
 
     def _channel(self) -> Channel:
-        return self._starting.result(START_SECONDS + EXIT_SECONDS)
+        return self._starting.result(CHILD_START_SECONDS + CHILD_EXIT_SECONDS)
 
     def _keep(self) -> None:
         """Start the process and wait for its end: the kernel kills it when the thread ends that started it."""
@@ -151,11 +151,11 @@ class Spawner:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         try:
-            if channel.receive(time.monotonic() + START_SECONDS) is None:
+            if channel.receive(time.monotonic() + CHILD_START_SECONDS) is None:
                 raise ProcessGroupError("the spawner of child processes did not start; see its output above")
             self._starting.set_result(channel)
         except (ProcessGroupError, TimeoutError) as error:
             process.kill()
-            self._starting.set_exception(ProcessGroupError(str(error) or f"no start within {START_SECONDS} s"))
+            self._starting.set_exception(ProcessGroupError(str(error) or f"no start within {CHILD_START_SECONDS} s"))
         process.wait()
         channel.close()
