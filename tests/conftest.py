@@ -42,7 +42,7 @@ GRACE_SECONDS = 5.0
 
 PR_SET_CHILD_SUBREAPER = 36
 
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+HELPERS = ("multiprocessing.resource_tracker",)
 """Children that Python starts once and keeps for the life of the process."""
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.faults.outcome import Outcome, table
 from tests.faults.rows import ROWS, play
 from tests.support.network import namespaces
+from tests.support.processes import forked
 
 RESULTS = Path(__file__).resolve().parents[2] / ".faults"
 """Git-ignored. Also holds the logs of each row."""
@@ -85,4 +86,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    forked.install()
+    try:
+        sys.exit(main())
+    finally:
+        forked.close()

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, takewhile
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +25,6 @@ from keepstep_history.history import Report
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
 from keepstep_mesh.net.http import client_session, raise_for_problem
-from tests.support.jobs import scripts, trainer
 from tests.support.network.namespaces import LOOPBACK, Host
 
 DEADLINE = 90.0
@@ -38,38 +36,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _be_trainer(environment: dict[str, str], output: Connection, host: Host) -> None:
-    """Run a trainer in its own process, forked from one that has done the slow imports."""
-    host.enter()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.setsid()
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    output.close()
-    sys.stdout, sys.stderr = (
-        os.fdopen(1, "w", buffering=1, closefd=False),
-        os.fdopen(2, "w", buffering=1, closefd=False),
-    )
-    scripts.main() if "SCRIPTS" in environment else trainer.main()
-
-
-_FORKS = multiprocessing.get_context("forkserver")
-# The first optimizer of a process imports torch._dynamo: with it preloaded, a trainer starts 1.4 s of CPU time sooner.
-_FORKS.set_forkserver_preload([trainer.__name__, "torch._dynamo"])
+TRAINER = Path(__file__).with_name("trainer.py")
 
 
 class Rank:
     """One process of a group."""
 
     def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]], host: Host) -> None:
-        ours, theirs = _FORKS.Pipe(duplex=False)
-        self.process = _FORKS.Process(target=_be_trainer, args=(environment, theirs, host), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.pid = self.process.pid or 0
-        self._output = os.fdopen(os.dup(ours.fileno()), "rb")
-        ours.close()
+        command = [*host.command, sys.executable, str(TRAINER)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.pid = self.process.pid
         self._heard = heard
         self.reader = asyncio.create_task(self._read())
 
@@ -77,13 +55,13 @@ class Rank:
         """Read until the process and all heirs of its output have ended; then collect its exit code."""
         loop = asyncio.get_running_loop()
         stream = asyncio.StreamReader(limit=2**20)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._output)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self.process.stdout)
         try:
             async for line in stream:
                 await self._heard(line.decode(errors="replace").rstrip())
         finally:
             transport.close()
-        await loop.run_in_executor(None, self.process.join, DEADLINE)
+        await loop.run_in_executor(None, self.process.wait, DEADLINE)
         await self._heard("")
 
     def signal(self, number: int) -> None:
@@ -93,10 +71,7 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        return self.process.exitcode if self.reader.done() else None
-
-    def free(self) -> None:
-        self.process.close()
+        return self.process.returncode if self.reader.done() else None
 
 
 @dataclass
@@ -122,7 +97,6 @@ class Group:
         for one in self.ranks:
             one.signal(signal.SIGCONT)
             await one.reader
-            one.free()
         self.ranks = []
 
     def committed(self, rank: int = 0) -> dict[int, str]:

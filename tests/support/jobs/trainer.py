@@ -24,7 +24,6 @@ import ctypes
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -94,8 +93,6 @@ class SlowReader(HTTPTransport[Any]):
 
 def batches_of_workers(count: int, samples: int) -> Iterator[torch.Tensor]:
     """Yield the indices of batches without end, drawn by forked processes."""
-    # tests start trainers as daemonic processes, to which multiprocessing allows no children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     indices: Any = range(samples)  # has all that a map-style dataset needs
     loader: DataLoader[Any] = DataLoader(
         indices, 32, shuffle=True, num_workers=count, persistent_workers=True, multiprocessing_context="fork"

@@ -8,7 +8,6 @@ iproute2; ``why_not`` says what is missing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import re
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Self
 
 FOLDER = Path("/run/netns")
-CLONE_NEWNET = 0x40000000
 BLOCKS = 512
 """Subnets of 254 addresses in 198.18.0.0/15, which is reserved for network tests."""
 GONE_SECONDS = 10.0
@@ -41,14 +39,6 @@ class Host:
     def command(self) -> tuple[str, ...]:
         """Prefix of a command that runs on this host."""
         return ("ip", "netns", "exec", Path(self.namespace).name) if self.namespace else ()
-
-    def enter(self) -> None:
-        """Move the calling thread, and all threads that it starts later, to this host."""
-        if self.namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            with open(self.namespace, "rb") as file:  # noqa: PTH123
-                if libc.setns(file.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), f"setns {self.namespace}")
 
 
 LOOPBACK = Host()

@@ -8,6 +8,7 @@ each Python process does, with finalization. The server ends at the end of its s
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import io
@@ -20,9 +21,12 @@ import socket
 import sys
 import time
 import types
+from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 PID_BYTES = 8
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
 STANDARD = 3
 """Descriptors that come with a request."""
 
@@ -31,9 +35,11 @@ class Request(TypedDict):
     """A JSON object, behind its length in 8 bytes."""
 
     arguments: list[str]
-    """What follows ``python``: ``-m MODULE ...`` or ``FILE ...``."""
+    """Arguments of ``python``: ``-m MODULE ...`` or ``FILE ...``."""
     environment: dict[str, str]
     folder: str
+    namespace: str
+    """Name of the network namespace that the process runs in; empty: the server's."""
     new_session: bool
     group: int
     """Process group to join, as ``os.setpgid`` takes it. -1: the server's."""
@@ -87,6 +93,8 @@ def fork() -> int:
 
 def become(request: Request) -> None:
     """Set what a new Python process would have."""
+    if request["namespace"]:
+        enter(request["namespace"])
     if request["new_session"]:
         os.setsid()
     if request["group"] >= 0:
@@ -102,6 +110,14 @@ def become(request: Request) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = request["arguments"]
+
+
+def enter(namespace: str) -> None:
+    """Move this process to a network namespace, as ``ip netns exec`` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open("rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def like(stream: TextIO, *, lines: bool) -> io.TextIOWrapper:

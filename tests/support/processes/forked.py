@@ -7,6 +7,7 @@ same way (other flags of Python, other ``PYTHON`` variables, inherited descripto
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 from tests.support.processes.fork_server import PID_BYTES, Request
 
+PR_SET_CHILD_SUBREAPER = 36
 SERVER = Path(__file__).with_name("fork_server.py")
 TESTS = SERVER.parents[2]
 
@@ -33,7 +35,7 @@ COMMANDS = (
     "keepstep_metrics.app",
     "keepstep_relay.app",
 )
-"""What `keepstep` commands import."""
+"""Imports of `keepstep` commands."""
 SCRIPTS = (
     "keepstep.checkpointing",
     "keepstep.coordination",
@@ -45,7 +47,7 @@ SCRIPTS = (
     "torch.distributed.tensor",
     "torch.utils.data",
 )
-"""What trainers and peers import. The first optimizer of a process imports torch._dynamo."""
+"""Imports of trainers and peers. The first optimizer of a process imports torch._dynamo."""
 
 
 class ForkServer:
@@ -124,12 +126,19 @@ def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
     if any(how[one] != usual for one, usual in USUAL.items()) or isinstance(how["args"], (str, bytes, os.PathLike)):
         return None
     arguments = [os.fsdecode(one) for one in how["args"]]
+    namespace = ""
+    if arguments[:3] == ["ip", "netns", "exec"]:
+        namespace, *arguments = arguments[3:]
     server = server_of(arguments)
     if server is None or not same_python(environment) or not Path(folder).is_dir():
         return None
-    session, group = how["start_new_session"], how["process_group"]
     return server, Request(
-        arguments=arguments[1:], environment=environment, folder=folder, new_session=session, group=group
+        arguments=arguments[1:],
+        environment=environment,
+        folder=folder,
+        namespace=namespace,
+        new_session=how["start_new_session"],
+        group=how["process_group"],
     )
 
 
@@ -161,7 +170,8 @@ class ForkedPopen(UsualPopen[Any]):
 
 
 def install() -> None:
-    """Start processes through fork servers from here on."""
+    """Start processes through fork servers from here on. They become children of this process, the subreaper."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 
