@@ -55,7 +55,9 @@ SECTIONS = (
         "wrappers.",
         "keepstep",
         "ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL ManagedProcessGroup ProcessGroup ProcessGroupDummy "
-        "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper",
+        "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper "
+        "keepstep.process_group:ProcessGroupBabyGloo keepstep.process_group:ProcessGroupBabyNCCL "
+        "keepstep.process_group:ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby",
     ),
     section(
         "Transports of live state",
@@ -101,6 +103,10 @@ FIRST = {
     "Optimizer": "zero_grad step",
 }
 """Members that come first, in this order; the others follow as in the code."""
+PUBLIC = ("keepstep", "keepstep.checkpointing", "keepstep.coordination", "keepstep.process_group")
+"""Modules all of whose exported names are on the page."""
+ALIASES = {"OptimizerWrapper"}
+"""Exported names of a class that is on the page under another name."""
 INTERNAL = {"forked"}
 """Public by their name only: other modules of keepstep call them."""
 HEADING = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$", re.MULTILINE)
@@ -252,7 +258,14 @@ def entry(where: str) -> Iterator[str]:
 
 
 def python_names() -> str:
-    """Return the page."""
+    """Return the page.
+
+    Raises:
+        ValueError: a public name is missing, or its docstring is wrong.
+    """
+    public = {name for module in PUBLIC for name in importlib.import_module(module).__all__}
+    if missing := public - ALIASES - {where.partition(":")[2] for one in SECTIONS for where in one.names}:
+        raise ValueError(f"add {', '.join(sorted(missing))} to SECTIONS in docs/docstrings.py")
     parts = [HEAD]
     for one in SECTIONS:
         parts.append(f"## {one.title}")
