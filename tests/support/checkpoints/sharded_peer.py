@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from keepstep.checkpointing import HTTPTransport, TransferError
-from keepstep.checkpointing.state.serialization import load_state, save_state
+from keepstep.checkpointing import HTTPTransport, StateMismatch
+from keepstep.checkpointing.state.serialization import load_state, save_state, state_root
 from keepstep.checkpointing.state.state_manifest import read_manifest
 
 
 def refused(manifest: bytes, pack: Any, into: Any) -> str:
     try:
         load_state(manifest, pack, into)
-    except TransferError as error:
+    except StateMismatch as error:
         return str(error)
     raise AssertionError("it was loaded")
 
@@ -35,6 +38,7 @@ def main(rank: int, store: str) -> None:
         dtensors_are_built_on_the_mesh_of_the_process()
         what_an_optimizer_lacks_is_built_on_the_mesh_of_its_parameters()
         two_meshes_that_fit_are_refused()
+        both_forms_of_an_fsdp_optimizer_heal_into_one_without_state(shard_mesh())
     meshes_without_process_groups_do_not_count(rank, store)
     print("ok", flush=True)
 
@@ -125,6 +129,50 @@ def two_meshes_that_fit_are_refused() -> None:
     assert "2 device meshes of this process fit it" in refused(manifest, pack, None)
     target = distribute_tensor(torch.zeros(3), back, [Replicate()])
     assert load_state(manifest, pack, {"w": target})["w"] is target
+
+    # a parameter with the same layout decides which mesh its state in the optimizer gets
+    state: dict[str, Any] = {"w": distribute_tensor(torch.ones(3), forth, [Replicate()])}
+    state["m"] = state["w"].clone()
+    other = distribute_tensor(torch.zeros(4), forth, [Replicate()])
+    received = load_state(*save_state({**state, "other": other}), {"w": target, "other": other})
+    assert received["m"].device_mesh.mesh.tolist() == [1, 0]
+    assert received["m"].full_tensor().equal(torch.ones(3))
+
+
+def both_forms_of_an_fsdp_optimizer_heal_into_one_without_state(mesh: DeviceMesh) -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1))  # shards of 3 and 2 rows, 1 and 0
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(6.0).reshape(2, 3)).square().sum().backward()
+        optimizer.step()
+
+    def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    ahead = build()
+    for _ in range(3):
+        train(*ahead)
+    by_name, by_number = build(), build()
+    model_state, optimizer_state = moved(get_state_dict(*ahead, options=flat), get_state_dict(*by_name, options=flat))
+    set_state_dict(*by_name, model_state_dict=model_state, optim_state_dict=optimizer_state, options=flat)
+    assert not by_number[1].state
+    received = moved(plain(*ahead), plain(*by_number))
+    by_number[0].load_state_dict(received["model"])
+    by_number[1].load_state_dict(received["optimizer"])
+    for group in (ahead, by_name, by_number):
+        train(*group)
+    roots = [state_root(plain(*group)) for group in (ahead, by_name, by_number)]
+    assert roots[0] == roots[1] == roots[2]
+    for parameter in by_number[0].parameters():
+        assert by_number[1].state[parameter]["step"].item() == 4
 
 
 def meshes_without_process_groups_do_not_count(rank: int, store: str) -> None:

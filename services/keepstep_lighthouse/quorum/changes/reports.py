@@ -1,7 +1,8 @@
 """React to the reports of groups about their last steps. Pure.
 
-Groups that began different numbers of collectives in one step can never commit a step together. The smaller side ends,
-because one group's script is more likely to be wrong than all others; both sides end if they are equally large.
+Groups that begin different numbers of collectives in each step can never commit a step together. The smaller side ends
+after the second step in a row, because the script of one group is more likely to be wrong than those of all others.
+Both sides end if they are equally large.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def note(state: JobState, group: Group, report: StepReport | None) -> None:
 
 
 def end_minority(state: JobState) -> bool:
-    """Deny the requests of groups whose number of collectives differs. Return whether any group differs."""
+    """Deny the requests of groups whose number of collectives differed twice. Return whether any was denied."""
     mismatch = state.reports.take_mismatch()
     if mismatch is None:
         return False
@@ -36,7 +37,7 @@ def end_minority(state: JobState) -> bool:
     fewer = [group for group in asking if _completed(group, mismatch)]
     more = [group for group in asking if group.replica_id in mismatch.began]
     lead = mismatch.completed.groups - len(mismatch.began)
-    ends = (more if lead > 0 else fewer) if lead else [*fewer, *more]
+    ends = ((more if lead > 0 else fewer) if lead else [*fewer, *more]) if mismatch.repeated else []
     sentence = _sentence(mismatch)
     facts: dict[str, Data] = {
         "step": mismatch.step,
@@ -50,7 +51,7 @@ def end_minority(state: JobState) -> bool:
         if group.request is not None and group.session is not None:
             state.tell(group.session, Denied(group.request.request, "collectives", sentence))
         state.groups.withdraw(group)
-    return True
+    return bool(ends)
 
 
 def _completed(group: Group, mismatch: Mismatch) -> bool:

@@ -2,7 +2,8 @@
 
 **Collectives.** A collective needs every group of its quorum. A group that began more collectives in a step than
 another group completed therefore waits for a collective that never comes, and its step fails after the timeout. Fewer
-collectives prove nothing: a step that fails early ends before the others.
+collectives prove nothing: a step that fails early ends before the others. A single difference may come from a group
+that joins, whose script does not know the step of the others yet. Two in a row come from different scripts.
 
 **Contributions that are not finite.** A NaN in one group makes the average NaN in all groups, so all of them contribute
 NaNs from the next step on. Only the groups with the first one are named.
@@ -40,6 +41,8 @@ class Mismatch:
     completed: Completed
     began: dict[str, int]
     """Collectives of each group that began more of them, by replica_id."""
+    repeated: bool
+    """Whether one of these groups differed in its step before this one too."""
 
 
 class StepReports:
@@ -50,6 +53,8 @@ class StepReports:
         """By (quorum_id, step)."""
         self._failed: dict[str, StepReport] = {}
         """The report of each group whose last step failed."""
+        self._differed: set[str] = set()
+        """Groups that began more collectives than others, and have not committed a step since."""
         self._poisoned = (-1, -1)
         """The first and the last of the steps in a row whose weights follow from an average that was not finite."""
 
@@ -58,7 +63,7 @@ class StepReports:
         if not report.committed:
             self._failed[replica_id] = report
             return
-        self._failed.pop(replica_id, None)
+        self.forget(replica_id)
         key = report.quorum_id, report.step
         known = self._completed.get(key)
         if known is None:
@@ -69,8 +74,9 @@ class StepReports:
             known.groups += 1
 
     def forget(self, replica_id: str) -> None:
-        """The group is gone."""
+        """Drop the failed steps of a group that is gone, or has committed a step."""
         self._failed.pop(replica_id, None)
+        self._differed.discard(replica_id)
 
     def take_mismatch(self) -> Mismatch | None:
         """Return the first mismatch and forget it; None: all groups agree as far as known."""
@@ -85,7 +91,9 @@ class StepReports:
                 }
                 for replica_id in began:
                     del self._failed[replica_id]
-                return Mismatch(report.quorum_id, report.step, completed, began)
+                repeated = not self._differed.isdisjoint(began)
+                self._differed.update(began)
+                return Mismatch(report.quorum_id, report.step, completed, began, repeated)
         return None
 
     def is_first_nonfinite(self, report: StepReport) -> bool:
