@@ -14,6 +14,7 @@ from keepstep_cli.commands.completion import completion
 from keepstep_cli.commands.demo import demo
 from keepstep_cli.commands.metrics_command import metrics
 from keepstep_cli.commands.relay_command import relay
+from keepstep_cli.commands.restart import restart
 from keepstep_cli.commands.run import run
 from keepstep_cli.commands.serve import lighthouse, up
 from keepstep_cli.running.standard_output import check_standard_output
@@ -39,5 +40,17 @@ def main() -> None:
     """Fault-tolerant PyTorch training."""
 
 
-for command in (up, lighthouse, relay, metrics, run, demo, *admin.COMMANDS, checkpoint, check_history, completion):
+for command in (
+    up,
+    lighthouse,
+    relay,
+    metrics,
+    run,
+    restart,
+    demo,
+    *admin.COMMANDS,
+    checkpoint,
+    check_history,
+    completion,
+):
     main.add_command(command)

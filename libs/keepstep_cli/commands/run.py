@@ -13,49 +13,10 @@ from keepstep_cli.running.supervisor import MAX_RESTARTS, Restarts
 
 if TYPE_CHECKING:
     from keepstep_cli.asking.rest import Lighthouse
+    from keepstep_cli.running.console_audience import ConsoleAudience
     from keepstep_mesh.security.tls import TlsFiles
 
 ASK_FIRST_SECONDS = 5.0
-
-
-class ConsoleAudience:
-    """Print the output of ranks to the same stream, and messages of the supervisor to standard error.
-
-    Raises BrokenPipeError when the reader has closed the stream. Output that a full disk rejects is lost.
-    """
-
-    def __init__(self) -> None:
-        from keepstep_cli.running.output import PrefixedOutput
-
-        self._out = PrefixedOutput(sys.stdout)
-        self._err = PrefixedOutput(sys.stderr)
-        self._out_fails = False
-
-    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
-        if error:
-            self._write_error(group, rank, text)
-            return
-        try:
-            self._out.write(group, rank, text)
-            self._out_fails = False
-        except BrokenPipeError:
-            raise
-        except OSError as reason:
-            if not self._out_fails:
-                self._out_fails = True
-                self.note("run", f"cannot write to standard output ({reason.strerror}): output of ranks is lost")
-
-    def note(self, group: str, sentence: str) -> None:
-        self._write_error(group, None, sentence)
-
-    def _write_error(self, group: str, rank: int | None, text: str) -> None:
-        """Write to standard error, and ignore errors: no other stream is left to report them."""
-        try:
-            self._err.write(group, rank, text)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass
 
 
 @click.command(
@@ -107,6 +68,12 @@ class ConsoleAudience:
 @click.option(
     "--replicas-in-job", type=click.IntRange(1), help="Number of groups on all machines.  [default: --replicas]"
 )
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for a file with the output of each rank, and run.log.  [default: no files]",
+)
+@click.option("--timestamps", is_flag=True, help="Begin each line of output with the time.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -127,6 +94,8 @@ def run(
     state_dir: Path | None,
     first_replica: int,
     replicas_in_job: int | None,
+    log_dir: Path | None,
+    timestamps: bool,
 ) -> None:
     """Run replica groups of a script and restart those that die.
 
@@ -147,8 +116,11 @@ def run(
     from keepstep_cli.asking.rest import Lighthouse, read_token
     from keepstep_cli.running import embedded
     from keepstep_cli.running.bans import ask_ban
+    from keepstep_cli.running.console_audience import ConsoleAudience
+    from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.running.ranks import JobSpec, command_line, program_problem
+    from keepstep_cli.running.run_control import accepting_orders
     from keepstep_mesh.protocol import names
     from keepstep_mesh.security.tls import TlsError
 
@@ -167,7 +139,7 @@ def run(
         tls.client_context()
     except TlsError as error:
         raise click.UsageError(str(error)) from error
-    audience = ConsoleAudience()
+    audience = ConsoleAudience(timestamps=timestamps, log_dir=log_dir)
     gpus = _gpus_of_groups(replicas, nproc_per_replica, gpus_per_replica, audience)
     if addresses:
         _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), audience)
@@ -201,13 +173,23 @@ def run(
             names=told,
             gpus=gpus,
         )
-        programs += replica_programs(spec, os.environ)
-        bans = partial(ask_ban, Lighthouse(addresses, token, tls), job, told)
+        groups = replica_programs(spec, os.environ)
+        local = [one.spec.name for one in groups]
+        lighthouse = Lighthouse(addresses, token, tls)
+        bans = partial(ask_ban, lighthouse, job, told)
 
         async def launch() -> int:
-            launcher = Launcher(programs, Restarts(max_restarts=max_restarts, grace=grace), audience, bans)
-            with stop_on_signals(launcher):
-                return await launcher.run()
+            limits = Restarts(max_restarts=max_restarts, grace=grace)
+            launcher = Launcher([*programs, *groups], limits, audience, bans)
+            telling = asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note))
+            try:
+                with stop_on_signals(launcher):
+                    async with accepting_orders(job, local, launcher.restart):
+                        return await launcher.run()
+            finally:
+                telling.cancel()
+                await asyncio.wait([telling])
+                audience.close()
 
         sys.exit(asyncio.run(launch()))
 

@@ -26,6 +26,7 @@ from keepstep_cli.running.supervisor import (
     Event,
     GroupSpec,
     Note,
+    OrderRestart,
     RankExited,
     Restarts,
     SignalGroup,
@@ -88,6 +89,10 @@ class Launcher:
         """End all groups cleanly on the first call, kill them on the second."""
         self._events.put_nowait(Stop(signum))
 
+    def restart(self, group: str) -> None:
+        """Restart a group: one that runs ends first."""
+        self._events.put_nowait(OrderRestart(group))
+
     def kill(self, group: str, signum: int = signal.SIGKILL) -> None:
         """Signal the ranks of a group as a failure would, without notice to the supervisor."""
         for process in self._processes[group].values():
@@ -132,7 +137,7 @@ class Launcher:
                     self._questions.add(question)
                     question.add_done_callback(self._questions.discard)
                 case Note():
-                    self._note(action.group, action.sentence)
+                    self.note(action.group, action.sentence)
 
     async def _ask_ban(self, name: str) -> None:
         self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))
@@ -143,11 +148,14 @@ class Launcher:
             try:
                 process = ranks.RankProcess(program.command, environment)
             except OSError as error:
-                self._note(name, f"rank {rank} cannot be started: {error}")
+                self.note(name, f"rank {rank} cannot be started: {error}")
                 self._events.put_nowait(RankExited(name, rank, CANNOT_START, hopeless=error.errno in HOPELESS))
                 continue
             self._processes[name][rank] = process
             self._watchers.create_task(self._watch(name, rank, process), name=f"watch {name}/{rank}")
+        if self._processes[name] and not program.spec.service:
+            pids = " ".join(str(one.pid) for one in self._processes[name].values())
+            self.note(name, f"started{' again' if restart else ''}, pid {pids}")
 
     async def _watch(self, name: str, rank: int, process: ranks.RankProcess) -> None:
         """Run one rank from its start to its end."""
@@ -179,7 +187,8 @@ class Launcher:
         except BrokenPipeError:
             self._nobody_listens()
 
-    def _note(self, name: str, sentence: str) -> None:
+    def note(self, name: str, sentence: str) -> None:
+        """Pass a message on to the audience."""
         try:
             self._audience.note(name, sentence)
         except BrokenPipeError:

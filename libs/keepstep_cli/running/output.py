@@ -7,6 +7,7 @@ import os
 import select
 import zlib
 from collections.abc import Callable
+from datetime import datetime
 from typing import TextIO
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -42,17 +43,24 @@ async def read_lines(stream: asyncio.StreamReader, receive: LineReceiver) -> Non
 
 
 class PrefixedOutput:
-    """Write lines of many ranks to one stream as ``[r0/1] line``, colored by group on a terminal."""
+    """Write lines of many ranks to one stream as ``[r0/1] line``.
 
-    def __init__(self, stream: TextIO) -> None:
+    On a terminal the names are colored by group, unless the variable NO_COLOR is set. ``timestamps``: begin each line
+    with the time.
+    """
+
+    def __init__(self, stream: TextIO, *, timestamps: bool = False) -> None:
         self._stream = stream
-        self._colour = stream.isatty()
+        self._colour = stream.isatty() and not os.environ.get("NO_COLOR")
+        self._timestamps = timestamps
 
     def write(self, group: str, rank: int | None, line: str) -> None:
         """Write one line; ``rank`` None: about the group. Raises BrokenPipeError if the reader closed the stream."""
         prefix = f"[{group}]" if rank is None else f"[{group}/{rank}]"
         if self._colour:
             prefix = f"\x1b[{COLOURS[zlib.crc32(group.encode()) % len(COLOURS)]}m{prefix}\x1b[0m"
+        if self._timestamps:
+            prefix = f"{datetime.now().astimezone().strftime('%H:%M:%S.%f')[:-3]} {prefix}"
         try:
             self._write(f"{prefix} {line}\n".encode(self._stream.encoding, "replace"))
         except BrokenPipeError:

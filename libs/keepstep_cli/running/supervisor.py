@@ -14,7 +14,9 @@ A *group* is a set of ranks that live and die together. The rules:
 6.  A group with a rank that ended with ``EXIT_EVICTED`` does not restart while its name is banned. The core asks when
     the last rank has ended (``AskBan``), when the ban should be over, and in between every ``ban_check`` seconds,
     because a ban may be lifted. Without an answer, the group counts as banned.
-7.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
+7.  A restart that an operator orders (``OrderRestart``) ends a group that runs, with SIGTERM first, and starts it at
+    once, whatever its exit codes and its phase. After a ``Stop`` it has no effect.
+8.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
     so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
 
 ``handle`` takes an event, the monotonic time in seconds, and a number drawn from [0, 1). It returns the actions in
@@ -92,11 +94,18 @@ class BanLearned:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderRestart:
+    """A request to restart a group, in whatever phase it is."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline has passed. At any other time it has no effect."""
 
 
-Event = Begin | RankExited | BanLearned | Stop | Tick
+Event = Begin | RankExited | BanLearned | Stop | OrderRestart | Tick
 
 # ---- actions
 
@@ -159,6 +168,7 @@ class _Group:
     failed: bool = False
     evicted: bool = False
     hopeless: bool = False
+    restart_ordered: bool = False
     ban_noted: str = ""
     """The last message about its ban."""
     restarts: int = 0
@@ -224,6 +234,8 @@ class Supervisor:
                 self._learn_ban(self._groups[event.group], event, now, chance, actions)
             case Stop():
                 self._stop(event, now, actions)
+            case OrderRestart():
+                self._order_restart(self._groups[event.group], now, actions)
             case Tick():
                 for group in self._groups.values():
                     self._tick(group, now, actions)
@@ -268,6 +280,8 @@ class Supervisor:
         group.deadline = None
         if self._stops or self._closing:
             group.phase = Phase.STOPPED
+        elif group.restart_ordered:
+            self._start_as_ordered(group, now, actions)
         elif not group.failed:
             group.phase = Phase.FINISHED
             actions.append(Note(group.spec.name, "finished"))
@@ -279,6 +293,25 @@ class Supervisor:
             actions.append(AskBan(group.spec.name))
         else:
             self._plan_restart(group, now, chance, actions)
+
+    def _order_restart(self, group: _Group, now: float, actions: list[Action]) -> None:
+        name = group.spec.name
+        if self._stops or self._closing:
+            actions.append(Note(name, "not restarted: the job is ending"))
+        elif group.alive:
+            group.restart_ordered = True
+            actions.append(Note(name, "restart ordered: ending its ranks"))
+            if group.phase is Phase.RUNNING:
+                self._signal_end(group, now, actions)
+        else:
+            self._start_as_ordered(group, now, actions)
+
+    def _start_as_ordered(self, group: _Group, now: float, actions: list[Action]) -> None:
+        """Start without a pause. The restart counts, but no limit forbids it."""
+        group.restart_ordered = group.hopeless = False
+        group.short_lives = 0
+        group.restarts = min(group.restarts + 1, self._restarts.max_restarts)
+        self._start(group, now, actions)
 
     def _learn_ban(self, group: _Group, learned: BanLearned, now: float, chance: float, actions: list[Action]) -> None:
         if group.phase is not Phase.BANNED:

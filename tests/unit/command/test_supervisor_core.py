@@ -14,6 +14,7 @@ from keepstep_cli.running.supervisor import (
     Event,
     GroupSpec,
     Note,
+    OrderRestart,
     Phase,
     RankExited,
     Restarts,
@@ -49,6 +50,34 @@ def job(*groups: GroupSpec, restarts: Restarts = RESTARTS) -> Job:
     made = Job(*groups, restarts=restarts)
     assert made(Begin(), 0.0) == [StartGroup(one.name, 0) for one in groups]
     return made
+
+
+def test_an_ordered_restart_ends_a_group_that_runs_and_starts_it_without_a_pause() -> None:
+    run = job(GroupSpec("r0", 2), GroupSpec("r1"))
+    assert run(OrderRestart("r0"), 5.0) == [SignalGroup("r0", TERM)]
+    assert run(RankExited("r0", 0, 0), 6.0) == []
+    assert run(RankExited("r0", 1, -TERM), 6.5) == [StartGroup("r0", 1)]
+    assert run(RankExited("r0", 0, 0), 7.0) == run(RankExited("r0", 1, 0), 7.0) == []
+    assert run.core.phase("r0") is Phase.FINISHED, "the order holds once"
+
+
+def test_an_ordered_restart_revives_a_group_in_any_phase_that_is_not_an_end_of_the_job() -> None:
+    run = job(GroupSpec("finished"), GroupSpec("given up"), GroupSpec("waiting"), GroupSpec("other"))
+    run(RankExited("finished", 0, 0), 1.0)
+    run(RankExited("given up", 0, 1, hopeless=True), 1.0)
+    run(RankExited("waiting", 0, 1), 1.0)
+    for name, count in (("finished", 1), ("given up", 1), ("waiting", 2)):
+        assert run(OrderRestart(name), 2.0) == [StartGroup(name, count)]
+    run(Stop(), 3.0)
+    assert run(OrderRestart("finished"), 4.0) == []
+    assert run.notes[-1] == "finished: not restarted: the job is ending"
+
+
+def test_an_ordered_restart_is_allowed_beyond_the_limit() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"), restarts=Restarts(max_restarts=0))
+    run(RankExited("r0", 0, 1), 1.0)
+    assert run.core.phase("r0") is Phase.GIVEN_UP
+    assert run(OrderRestart("r0"), 2.0) == [StartGroup("r0", 0)]
 
 
 def test_a_group_whose_ranks_all_exit_with_0_is_finished() -> None:
@@ -351,6 +380,8 @@ def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_e
         elif choice == 9:
             stopped = True
             carry_out(core.handle(Stop(), now))
+        elif choice == 8:
+            carry_out(core.handle(OrderRestart(data.draw(st.sampled_from(sorted(alive)))), now))
         else:
             carry_out(core.handle(Tick(), now))
     stopped = True

@@ -126,6 +126,23 @@ if again == "0" and os.environ["REPLICA_GROUP_ID"] == "0":
     assert sum(line.startswith("[r1/") for line in run.lines) == 2
 
 
+def test_a_group_restarts_on_order_and_its_output_has_times_and_files(started, tmp_path: Path) -> None:
+    script = 'print("run", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)\nsignal.pause()'
+    flags = ("--replicas", "2", "--job", "ordered", "--timestamps", "--log-dir", str(tmp_path / "logs"))
+    run = started(script, *flags)
+    run.wait_for(r"^\d\d:\d\d:\d\d\.\d{3} \[r1/0\] run 0$")
+    done = keepstep(tmp_path, "restart", "r1", "r9", "--job", "ordered")
+    assert (done.returncode, done.stdout) == (4, "r1 restarts\n")
+    assert "no group r9 here; groups of job 'ordered': r0, r1" in done.stderr
+    run.wait_for(r"\[r1/0\] run 1$")
+    assert sum("[r1] started, pid" in line for line in run.lines) == 1
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "logs" / "r1-0.log").read_text() == "run 0\nrun 1\n"
+    assert "r1: started again, pid" in (tmp_path / "logs" / "run.log").read_text()
+    assert keepstep(tmp_path, "restart", "r1", "--job", "ordered").returncode == 3
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_when_its_group_ends(started, tmp_path: Path) -> None:
     script = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
@@ -243,7 +260,8 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(DEADLINE) == 128 + signal.SIGPIPE
-        assert not [line for line in process.stderr if not line.startswith("[run] ")]
+        told = ("[run] ", "[r0] started", "[r1] started")
+        assert not [line for line in process.stderr if not line.startswith(told)]
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])

@@ -1,0 +1,87 @@
+"""Follow the events of the job, and report what they say about the groups of this ``keepstep run``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from click import ClickException
+
+from keepstep_cli.asking.rest import Lighthouse
+from keepstep_cli.asking.units import bytes_text, seconds_text
+from keepstep_cli.errors import Refused
+from keepstep_mesh.protocol.names import name_of
+
+RETRY_SECONDS = 2.0
+Note = Callable[[str, str], None]
+
+
+async def follow_heals(lighthouse: Lighthouse, job: str, groups: Iterable[str], names: Path, note: Note) -> None:
+    """Report heals and orders of ``groups`` through ``note``, until cancelled. Retries while no lighthouse answers.
+
+    Args:
+        groups: their local names.
+        names: folder in which each group writes its name at the lighthouse, to a file with its local name.
+    """
+    story = GroupStory()
+    while True:
+        try:
+            after = await _newest(lighthouse, job)
+            async for event in lighthouse.follow("jobs", job, "events", after=after, told=lambda _: None, follow=1):
+                group = _local_name(name_of(event["replica_id"]), groups, names)
+                if group is not None and (sentence := story.sentence(event)) is not None:
+                    note(group, sentence)
+        except ClickException:
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _newest(lighthouse: Lighthouse, job: str) -> int:
+    """Return the number of the newest event; 0 if the job does not exist yet."""
+    try:
+        events = (await lighthouse.get("jobs", job, "events", limit=1))["events"]
+    except Refused as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
+        return 0
+    return max((event["id"] for event in events), default=0)
+
+
+def _local_name(name: str, groups: Iterable[str], names: Path) -> str | None:
+    for group in groups:
+        file = names / group
+        told = file.read_text(errors="replace") if file.exists() else ""
+        if name == (told or group):
+            return group
+    return None
+
+
+class GroupStory:
+    """Sentences for events of groups. Of failed heals in a row it tells the 1st, 2nd, 4th, 8th ..."""
+
+    def __init__(self) -> None:
+        self._failed: Counter[str] = Counter()
+
+    def sentence(self, event: dict[str, Any]) -> str | None:
+        """Return a sentence for this event; None if it is of no interest here."""
+        detail, name = event["detail"], name_of(event["replica_id"])
+        match event["kind"]:
+            case "healed":
+                self._failed[name] = 0
+                source = f" from {name_of(detail['source'])}" if detail.get("source") else ""
+                size, seconds = bytes_text(detail["bytes"]), seconds_text(detail["seconds"])
+                return f"healed {size}{source} in {seconds}, step {detail['step']}"
+            case "heal_failed":
+                self._failed[name] += 1
+                times = self._failed[name]
+                if times & (times - 1):
+                    return None
+                return f"heal failed{f' {times} times' if times > 1 else ''}: {detail['reason']}"
+            case "drain" | "evicted":
+                return f"{event['kind']} ordered: {detail.get('reason', '')}"
+            case "runtime_differs":
+                return f"warning: runs {detail['runtime']}; the other groups run {detail['others']}"
+        return None

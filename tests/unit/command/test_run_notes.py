@@ -1,0 +1,73 @@
+"""Lines of `keepstep run` about its groups, its files, and the sockets for orders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from keepstep_cli.running.heal_notes import GroupStory
+from keepstep_cli.running.log_folder import LogFolder
+from keepstep_cli.running.run_control import accepting_orders, order_restart, running_here
+
+
+def event(kind: str, **detail: Any) -> dict[str, Any]:
+    return {"kind": kind, "replica_id": "r1:9a7c", "detail": detail}
+
+
+def test_a_heal_has_size_source_time_and_step() -> None:
+    healed = event("healed", bytes=4198, source="r0:77aa", seconds=0.02, step=322, via="direct")
+    assert GroupStory().sentence(healed) == "healed 4.1 KiB from r0 in 20 ms, step 322"
+
+
+def test_failed_heals_in_a_row_are_told_less_and_less_often() -> None:
+    story, failed = GroupStory(), event("heal_failed", reason="no progress")
+    told = [sentence for _ in range(20) if (sentence := story.sentence(failed)) is not None]
+    assert told[0] == "heal failed: no progress"
+    assert told[1:] == [f"heal failed {times} times: no progress" for times in (2, 4, 8, 16)]
+    story.sentence(event("healed", bytes=1, seconds=1.0, step=1))
+    assert story.sentence(failed) == "heal failed: no progress", "counted from the last heal"
+
+
+def test_other_events_are_left_out() -> None:
+    assert GroupStory().sentence(event("suspect")) is None
+    assert GroupStory().sentence(event("drain", reason="new cable")) == "drain ordered: new cable"
+
+
+def test_each_rank_has_a_file_that_grows_over_restarts(tmp_path: Path) -> None:
+    for _ in range(2):
+        files = LogFolder(tmp_path / "logs")
+        assert files.line("r0", 1, "step 1 \udcff") is None
+        files.note("r0", "started")
+        files.close()
+    assert (tmp_path / "logs" / "r0-1.log").read_text() == "step 1 ?\n" * 2
+    assert (tmp_path / "logs" / "run.log").read_text().count(" r0: started\n") == 2
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_of_usage(tmp_path: Path) -> None:
+    with pytest.raises(click.UsageError, match=r"--log-dir .*missing/logs cannot be used: No such file"):
+        LogFolder(tmp_path / "missing" / "logs")
+
+
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
+    files = LogFolder(tmp_path)
+    (tmp_path / "r0-0.log").symlink_to("/dev/full")
+    assert "No space left on device" in str(files.line("r0", 0, "x"))
+    assert files.line("r0", 0, "x") is None
+    files.close()
+
+
+async def test_an_order_reaches_the_run_of_its_job_only() -> None:
+    restarted: list[str] = []
+    job = "j" * 128
+    async with accepting_orders(job, ["r0", "r1"], restarted.append):
+        (address,) = running_here(job)
+        answer = await asyncio.to_thread(order_restart, address, ["r1", "r7"])
+        assert running_here("other") == []
+    assert answer == {"restarted": ["r1"], "groups": ["r0", "r1"]}
+    assert restarted == ["r1"]
+    assert str(os.getpid()) in address
