@@ -40,8 +40,8 @@ FIELDS = (
     Field(
         "verify_every",
         _COUNT,
-        "0",
-        "Compare the weights of all groups at each step that this divides; 0: never",
+        "1000",
+        "Compare the weights of all groups at each step that this divides, and at the steps 10 and 100; 0: never",
         "STEPS",
     ),
     Field("on_divergence", _ACTIONS, "heal", "Action for a group whose weights differ from the majority"),

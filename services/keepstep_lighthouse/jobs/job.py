@@ -274,7 +274,7 @@ class Job:
                 self.healed_bytes += size
                 self.heals.add(seconds)
         self.history.add(entry, time.monotonic())
-        tell = log.warning if entry.kind == "runtime_differs" else log.info
+        tell = {"runtime_differs": log.warning, "replicas_differ": log.error}.get(entry.kind, log.info)
         tell(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
 
     # ---- 3. time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keepstep_lighthouse.quorum.events import Announce, JobRecord
 from keepstep_lighthouse.quorum.group import Group
+from keepstep_lighthouse.quorum.rules.verification import is_due
 from keepstep_mesh.protocol.lineage import DIVERGED, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member
 from keepstep_mesh.protocol.messages import QuorumRequest
@@ -52,8 +53,7 @@ class Announcer:
             if not uniform:
                 step, lineage = reference_state(listed)
         allow_heal = all(request.allow_heal for _, request in asked)
-        every = record.policy.verify_every
-        verify = verify or (every > 0 and step % every == 0)
+        verify = verify or is_due(step, record.policy.verify_every, allow_heal=allow_heal)
         self.chosen, self._info_changed = chosen, False
         self.last = Announce(
             to=tuple([(-1 if group.session is None else group.session, request.request) for group, request in asked]),

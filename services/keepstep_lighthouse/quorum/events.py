@@ -175,8 +175,9 @@ class Policy:
     initial_replicas: int = 0
     """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
     limit of the open requests; 0: the number that the groups tell. Later quorums do not wait for it."""
-    verify_every: int = 0
-    """Compare root digests at each step that is a multiple of this; 0: only when ordered."""
+    verify_every: int = 1000
+    """Compare root digests at each step that is a multiple of this, and before the first one at the steps 10 and 100;
+    0: only when ordered."""
     on_divergence: str = "heal"
     """Action for a group whose root digest differs from the majority's. ``heal``: it receives the state of another
     group; ``drain``: it heals and then leaves; ``report``: none."""

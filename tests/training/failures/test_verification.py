@@ -61,7 +61,6 @@ async def test_every_k_steps_a_flipped_bit_is_found_named_and_healed(sync: str) 
         log = (job.directory / "lighthouse.log").read_text()
         assert re.search(r"replica_diverged.*c:", log), log[-2000:]
         compared = await events(job, "replicas_verified", "replicas_differ")
-        assert compared.pop(0)["detail"]["step"] == 0  # after the first heals, before the first step
         assert [one["detail"]["step"] for one in compared][:4] == [10, 20, 30, 40]
         assert [one["kind"] for one in compared[:4]] == [
             "replicas_verified",
@@ -77,7 +76,7 @@ async def test_every_k_steps_a_flipped_bit_is_found_named_and_healed(sync: str) 
 
 
 async def test_on_order_a_flipped_bit_is_found_named_and_drained() -> None:
-    async with Job("--on-divergence", "drain", min_replicas=2) as job:
+    async with Job("--on-divergence", "drain", "--verify-every", "0", min_replicas=2) as job:
         a, b, c = await start_three(job)
         await job.until(lambda: any(line["event"] == "flipped" for line in c.lines), "a bit is flipped")
         code, said = await verify_replicas(job)

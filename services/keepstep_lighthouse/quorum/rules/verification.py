@@ -5,6 +5,10 @@ round announces a comparison; each group at the reference state computes its roo
 optimizer changes the state, and sends it with its next request. When the next quorum forms, the roots of one (step,
 lineage) are compared: the root of more than half of the groups is right. Without a majority the right one is unknown.
 
+``Policy.verify_every`` announces comparisons too: at each multiple of it, and early in a job at ``EARLY_STEPS``, where
+most mistakes of a script show. Rounds without healing are left out: they are for algorithms whose groups hold different
+weights between two averages.
+
 Orders are not stored. A lighthouse that takes over compares the roots that it receives, and forgets orders.
 """
 
@@ -16,6 +20,16 @@ from keepstep_lighthouse.quorum.events import Announce
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_mesh.protocol.lineage import worth
 from keepstep_mesh.protocol.membership import Lineage, StateRoot
+
+EARLY_STEPS = (10, 100)
+"""Steps of comparisons before the first multiple of ``verify_every``."""
+
+
+def is_due(step: int, every: int, *, allow_heal: bool) -> bool:
+    """Return whether a round at ``step`` compares without an order. ``every``: of the policy; 0: never."""
+    if not allow_heal or not every or not step:
+        return False
+    return step % every == 0 or (step in EARLY_STEPS and step < every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A script that trains different models is told so by its Manager."""
+"""The Manager warns of a script that trains different models."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGl
 from tests.services.manager.groups import manager, together
 
 
-def test_a_forward_pass_that_bypasses_the_wrapper_is_named_once(lighthouse, caplog):
+def test_a_forward_pass_that_bypasses_the_wrapper_is_named_once_and_the_weights_are_found_to_differ(lighthouse, caplog):
     def group(name: str) -> None:
         model = nn.Linear(3, 1)
         with manager(lighthouse, name, min_replica_size=2) as m:
             m.set_state_dict_fns(model.load_state_dict, model.state_dict)
             ddp = DistributedDataParallel(m, model)
             optimizer = Optimizer(m, torch.optim.SGD(model.parameters(), lr=0.1))
-            for model_or_ddp in (ddp, model, model):
+            for model_or_ddp in (ddp, *[model] * 11):
                 optimizer.zero_grad()
-                model_or_ddp(torch.ones(2, 3)).sum().backward()
+                model_or_ddp(torch.full((2, 3), float(ord(name)))).sum().backward()
                 assert optimizer.step()
                 if model_or_ddp is ddp:
                     assert "remedy" not in caplog.text, "so far the script is correct"
@@ -28,6 +28,9 @@ def test_a_forward_pass_that_bypasses_the_wrapper_is_named_once(lighthouse, capl
     warnings = [record.getMessage() for record in caplog.records if "remedy" in record.getMessage()]
     assert len(warnings) == 2, "one in each group"
     assert all("no gradients averaged" in one and "ddp(x)" in one for one in warnings)
+    (differ,) = [record for record in caplog.records if record.getMessage().startswith("replicas_differ")]
+    assert differ.levelname == "ERROR", "keepstep run shows it"
+    assert "step=10" in differ.getMessage()
 
 
 def test_a_state_dict_without_its_counterpart_is_refused(lighthouse):
