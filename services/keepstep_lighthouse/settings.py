@@ -60,11 +60,18 @@ def read_like(default: object) -> Callable[[Any], Any]:
 def read_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
 ) -> LighthouseSettings:
-    """``flags``: those of ``read_listen_settings``, ``store``, ``lease``, ``max_jobs``, ``event_log``, the fields of
-    ``Policy`` (seconds).
+    """Read the settings of a lighthouse.
 
-    In the environment they are ``KEEPSTEP_LIGHTHOUSE_<NAME>``, in the file ``lighthouse_<name>``. Raises ``ValueError``
-    for an invalid value, ``AuthError`` for tokens, ``StoreError`` for an unknown kind of store.
+    Args:
+        flags: by name: ``store``, ``lease``, ``max_jobs``, ``event_log``, the fields of ``Policy`` (times in seconds),
+            and those of ``read_listen_settings``.
+        environ: has them as ``KEEPSTEP_LIGHTHOUSE_<NAME>``.
+        file: has them as ``lighthouse_<name>``.
+
+    Raises:
+        ValueError: a value is invalid.
+        AuthError: a token is invalid.
+        StoreError: the kind of store is unknown.
     """
     given = {f"lighthouse_{name}": value for name, value in flags.items()}
     settings = Settings(flags=given, environ=environ, file=file or {})

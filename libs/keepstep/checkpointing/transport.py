@@ -40,7 +40,7 @@ class Exchange:
 
 
 class CheckpointTransport(ABC, Generic[T]):
-    """Rank i of the healthy group sends, rank i of the healing group receives."""
+    """Moves live state from a healthy group to a group that heals: rank i sends to rank i."""
 
     accepts_into: ClassVar[bool] = False
     """Whether ``recv_checkpoint`` accepts ``into``, ``progress`` and ``limit``; False: torchft's parameters only."""

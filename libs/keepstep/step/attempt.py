@@ -192,7 +192,7 @@ class Attempt:
         return self._request is not None and self._request.failed
 
     def is_untouched(self) -> bool:
-        """Whether another ``start_quorum`` may continue this attempt.
+        """Return whether another ``start_quorum`` may continue this attempt.
 
         It may while the quorum is pending, or complete with all its members alive, nothing was reduced or went wrong,
         and the group is still in the state in which ``begin`` left it.
@@ -210,7 +210,7 @@ class Attempt:
         return self._collectives.started
 
     def is_in_flight(self) -> bool:
-        """Whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
+        """Return whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
         if not self.done and self.answered is None and self._request is not None:
             self._request.withdraw()
         return not self.done and self.answered is not None

@@ -74,7 +74,7 @@ class GroupProgress:
             self.lineage = f"{BEHIND}{self._replica_id}:{self._fell_behind}"
 
     def _has_own_lineage(self) -> bool:
-        """Whether no other group can have this lineage."""
+        """Return whether no other group can have this lineage."""
         own = isinstance(self.lineage, str) and self.lineage.startswith(f"{BEHIND}{self._replica_id}:")
         return own or lineages.is_diverged(self.lineage) or is_torn(self.lineage)
 

@@ -1,4 +1,4 @@
-"""A request for a quorum: the mesh thread sends it, the training thread waits for it as late as it can."""
+"""A request for a quorum. The mesh thread sends it; the training thread waits only where it needs the answer."""
 
 from __future__ import annotations
 

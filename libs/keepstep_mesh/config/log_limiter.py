@@ -25,7 +25,7 @@ class LogLimiter:
         return suppressed
 
     def allows(self, now: float) -> bool:
-        """Whether the line may be written; for a limiter without keys."""
+        """Return whether the line may be written; for a limiter without keys."""
         return self.take(now) is not None
 
     def reset(self) -> None:

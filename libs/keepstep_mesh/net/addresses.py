@@ -84,13 +84,18 @@ class Lookup:
                 self._found.set_exception(error)
 
     def result(self, seconds: float) -> list[Any]:
-        """``OSError``, or ``ValueError`` for what cannot be a host; ``TimeoutError`` after ``seconds``,
-        ``ConnectionAbortedError`` after ``interrupt``.
+        """Wait for the addresses of the host.
+
+        Raises:
+            OSError: the host is unknown.
+            ValueError: the name cannot be that of a host.
+            TimeoutError: the look-up took longer than ``seconds``.
+            ConnectionAbortedError: ``interrupt`` was called.
         """
         try:
             return self._found.result(seconds)
         except CancelledError:
-            raise ConnectionAbortedError("interrupted") from None
+            raise ConnectionAbortedError(f"the look-up of {self._to[0]} was interrupted") from None
         except TimeoutError:
             raise TimeoutError(f"the name {self._to[0]} was not found within {seconds:.1f} s") from None
 

@@ -135,7 +135,7 @@ class Identity:
 
 
 async def raise_for_problem(response: aiohttp.ClientResponse) -> None:
-    """Does nothing for a status below 400. Raises ``AuthError`` for 401 and 403, else ``Problem``."""
+    """Raise ``AuthError`` for status 401 or 403, and ``Problem`` for any other status of at least 400."""
     if response.status < 400:
         return
     text = (await _beginning(response)).decode(errors="replace")

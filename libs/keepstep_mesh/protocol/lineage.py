@@ -91,7 +91,7 @@ def soundness(step: int, lineage: Lineage) -> Soundness:
 
 
 def repeats_steps(lineage: Lineage) -> bool:
-    """Whether a job that continues from this state may repeat committed steps, and so needs a new quorum_id."""
+    """Return whether a job that continues from this state may repeat committed steps, and so needs a new quorum_id."""
     return isinstance(lineage, str) and lineage.startswith((LOADED, BEHIND, DIVERGED))
 
 

@@ -290,7 +290,7 @@ def _for_peers(token: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
+    """Return whether only this machine can reach what listens on ``host``."""
     if host == "localhost":
         return True
     try:

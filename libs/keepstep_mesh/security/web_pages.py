@@ -50,7 +50,7 @@ def origin_problem(origin: str | None, allowed: Collection[str]) -> str | None:
 
 
 def _is_here(authority: str, allowed: Collection[str]) -> bool:
-    """Whether ``host`` or ``host:port`` means this machine."""
+    """Return whether ``host`` or ``host:port`` means this machine."""
     matched = _HOST.fullmatch(authority)
     if matched is None:
         return False

@@ -49,10 +49,14 @@ def only_for(
 
 
 def as_seen_from(client: str | None, here: str, address: str) -> str:
-    """Return the URL ``address``, which this machine uses, as a client can use it.
+    """Return ``address`` in a form that the client can reach.
 
-    An address on loopback is valid on this machine only. For a client on another machine (``client``: its address) the
-    host becomes ``here``, the host under which that client reached this machine.
+    An address on loopback is valid on this machine only. A client on another machine gets it with ``here`` as its host.
+
+    Args:
+        client: address of the client; None: unknown.
+        here: host under which the client reached this machine.
+        address: URL that this machine uses.
     """
     parts = urlsplit(address)
     if not here or not _is_loopback(parts.hostname) or _is_loopback(client):

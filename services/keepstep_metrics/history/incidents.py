@@ -66,7 +66,7 @@ class _Incident:
         return next((one.event in ENDS for one in reversed(self.events) if one.event in (*ENDS, "joined")), False)
 
     def is_over(self, event: Event) -> bool:
-        """Whether ``event`` of the same group does not belong here any more."""
+        """Return whether ``event`` of the same group does not belong here any more."""
         if self.away or self.last.event in ("suspect", "drain"):
             return False
         if event.event in PARTS:

@@ -16,7 +16,14 @@ LEVELS = ((1, 900), (15, 960), (120, 720))
 
 
 class Ring:
-    """The newest ``limit`` rows of ``columns`` sums, one row per ``width`` seconds with a value."""
+    """A table of sums with one row for each period in which a value arrived. A new row replaces the oldest.
+
+    Args:
+        width: length of a period, in seconds.
+        limit: number of rows.
+        columns: number of sums in a row.
+        code: type of a sum, as in ``array.array``.
+    """
 
     def __init__(self, width: int, limit: int, columns: int, code: str) -> None:
         self.width = width

@@ -15,7 +15,7 @@ def evictions(
     """Return chunks to evict for ``size`` bytes, as far as possible. ``memory``: least recently used first."""
 
     def elsewhere(chunk: Chunk) -> bool:
-        """Whether every checkpoint of the chunk has it in another tier."""
+        """Return whether every checkpoint of the chunk has it in another tier."""
         if Tier.DURABLE in chunk.tiers and all(checkpoints[key].copied for key, _ in chunk.users):
             return True
         return Tier.DISK in chunk.tiers

@@ -70,7 +70,7 @@ def decode_record(text: bytes) -> tuple[Key, Record]:
         facts = Facts(int(plain["step"]), Kind(plain["kind"]), int(plain["ranks"]), int(plain["quorum_id"]))
         return Key(plain["job"], plain["id"]), Record(facts, plain["begun"], plain["committed"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not a record: {error!r}") from error
+        raise ValueError(f"damaged record: {error!r}") from error
 
 
 class DiskTier:

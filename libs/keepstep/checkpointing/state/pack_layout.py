@@ -251,7 +251,7 @@ def _overlapping(users: list[tuple[int, _Found]]) -> Iterator[list[tuple[int, in
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gap or overlap, in any order of dimensions (e.g. channels last)."""
+    """Return whether the elements lie in memory without gap or overlap, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -263,7 +263,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory."""
+    """Return whether two elements may share memory."""
     if tensor.is_contiguous():
         return False
     reach = 0

@@ -189,7 +189,7 @@ class Destination:
 
 
 def _is_absent(target: Any) -> bool:
-    """Whether ``into`` has no counterpart. None is absent too: optimizers have it in place of a state not yet made."""
+    """Return whether ``into`` has no counterpart. None is absent too: optimizers have it before their first step."""
     return target is _ABSENT or target is None
 
 
@@ -220,7 +220,7 @@ def _local(entry: TensorEntry, target: Any, path: str) -> Any:
 
 
 def _has_layout(entry: TensorEntry, target: Any) -> bool:
-    """Whether ``target`` has in CPU memory the layout that ``entry`` has in the pack."""
+    """Return whether ``target`` is in CPU memory, with its elements in the order of the pack."""
     if isinstance(target, np.ndarray):
         return bool(target.flags.c_contiguous)
     if target.device.type != "cpu" or target.is_conj() or target.is_neg():

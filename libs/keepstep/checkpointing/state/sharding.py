@@ -36,7 +36,7 @@ class Sharding:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor. Does not import DTensor: the import takes as long as that of torch."""
+    """Return whether ``value`` is a DTensor. Does not import DTensor: the import takes as long as that of torch."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -162,7 +162,7 @@ def read_content(content_bytes: bytes) -> Content:
         [_read_entry(row, regions, f"tensor {index}") for index, row in enumerate(typed(rows, list, "tensors"))]
     )
     if len({entry.region for entry in entries}) != len(regions):
-        raise ManifestError("a region belongs to no tensor")
+        raise ManifestError("a region of the manifest belongs to no tensor")
     if len(_references(tree, len(entries))) != len(entries):
         raise ManifestError("the tree does not refer to every tensor")
     return Content(tree, entries, regions)
@@ -188,7 +188,7 @@ def _read_entry(row: Any, regions: tuple[int, ...], what: str) -> TensorEntry:
     if entry.strides is not None and (len(entry.strides) != len(entry.shape) or dtype not in TORCH_DTYPES):
         raise ManifestError(f"the strides of {what} do not fit its shape")
     if math.prod(max(size, 1) for size in entry.shape) > MAX_PACK_BYTES:
-        raise ManifestError(f"{what} of shape {entry.shape} is too large")
+        raise ManifestError(f"{what} too large: shape {entry.shape} (limit {MAX_PACK_BYTES} bytes)")
     elements = math.prod(entry.shape)
     extent = elements
     if entry.strides is not None and elements:
