@@ -51,7 +51,9 @@ class LogFolder:
         except OSError as error:
             failed_before, self._fails = self._fails, True
             return (
-                None if failed_before else f"cannot write to {self._folder} ({error.strerror}): its files lack output"
+                None
+                if failed_before
+                else f"cannot write to {self._folder} ({error.strerror}): output is missing in its files"
             )
         self._fails = False
         return None
