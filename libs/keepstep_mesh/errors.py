@@ -48,6 +48,10 @@ class LayoutMismatch(KeepstepError):
         self.peer_address = peer_address
 
 
+class StartRefused(KeepstepError):
+    """The job has finished, or may not go back to the step of this group."""
+
+
 class CollectivesMismatch(KeepstepError):
     """This group and another one began different numbers of collectives in one step."""
 

@@ -12,5 +12,7 @@ EXIT_EVICTED = 77
 """The group was evicted or is banned (EX_NOPERM). Start it again after the ban."""
 EXIT_MISMATCH = 78
 """The model or settings of the group differ from those of the job (EX_CONFIG). Do not restart it unchanged."""
-ENDS_THE_SAME = frozenset({EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH})
+EXIT_START_REFUSED = 79
+"""The job has finished, or may not go back to the step of this group. Do not restart it unchanged."""
+ENDS_THE_SAME = frozenset({EXIT_STATE_MISMATCH, EXIT_COLLECTIVES_DIFFER, EXIT_MISMATCH, EXIT_START_REFUSED})
 """Codes after which a restart would end the same."""

@@ -11,7 +11,7 @@ from typing import Any
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.quorum.policies import policy_problem
 from keepstep_lighthouse.store.opening import checked_store
-from keepstep_mesh.config.settings import Settings, duration, whole
+from keepstep_mesh.config.settings import Settings, boolean, duration, whole
 from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 
 
@@ -53,7 +53,7 @@ def _max_jobs(count: int) -> int:
 
 def read_like(default: object) -> Callable[[Any], Any]:
     """Return the parser of a policy field that has this default."""
-    readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str}
+    readers: dict[type, Callable[[Any], Any]] = {int: whole, str: str, bool: boolean}
     return readers.get(type(default), duration)
 
 

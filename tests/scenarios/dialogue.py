@@ -98,6 +98,10 @@ class Dialogue:
                 return [f"finds different roots at step {detail['step']}: {said}{_missing(detail)}"]
             case LogEntry("replica_diverged", replica_id, detail):
                 return [f"finds that {replica_id} diverged: {detail['action']}"]
+            case LogEntry("went_back", _, detail):
+                return [
+                    f"finds that the job went back from step {detail['from']} to {detail['to']}: {detail['reason']}"
+                ]
             case LogEntry():
                 return []
         raise TypeError(f"unknown decision {decision}")
@@ -266,9 +270,9 @@ def _missing(detail: dict[str, Data]) -> str:
     return f", {', '.join(detail['missing'])} said none" if detail["missing"] else ""  # type: ignore[arg-type]
 
 
-def _number(text: str) -> float | str | None:
-    if text == "none":
-        return None
+def _number(text: str) -> float | str | bool | None:
+    if text in ("none", "true", "false"):
+        return {"none": None, "true": True, "false": False}[text]
     if text.isalpha():
         return text
     return float(text) if "." in text else int(text)

@@ -10,7 +10,7 @@ from typing import Protocol
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.rendezvous.key_value_server import KeyValueServer
-from keepstep_mesh.errors import CollectivesMismatch, KeepstepError, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import CollectivesMismatch, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
@@ -119,6 +119,7 @@ _DENIALS: dict[str, type[Exception]] = {
     "disagree": DisagreeError,
     "layout": LayoutMismatch,
     "collectives": CollectivesMismatch,
+    "start": StartRefused,
     "closed": SessionClosed,
 }
 """Code of a denied request: the error that it stands for. Any other code stands for KeepstepError."""

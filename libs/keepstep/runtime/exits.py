@@ -18,6 +18,7 @@ from keepstep_mesh.exit_codes import (
     EXIT_EVICTED,
     EXIT_GROUP_FAILED,
     EXIT_MISMATCH,
+    EXIT_START_REFUSED,
     EXIT_STATE_MISMATCH,
 )
 
@@ -44,6 +45,13 @@ class EvictedExit(PrintedExit):
 
     exit_code = EXIT_EVICTED
     happened = "this group was evicted"
+
+
+class StartRefusedExit(PrintedExit):
+    """The job has finished, or may not go back to the step of this group. Exit code ``EXIT_START_REFUSED``."""
+
+    exit_code = EXIT_START_REFUSED
+    happened = "this group may not start its job again"
 
 
 class MismatchExit(PrintedExit):

@@ -112,6 +112,11 @@ class Attempt:
         context = self._context
         plan = await context.link.ask(ask)
         context.root = None
+        if plan.quorum.went_back_from:
+            lost = plan.quorum.went_back_from - plan.max_step
+            context.log.warning(
+                "the job went back", from_step=plan.quorum.went_back_from, to_step=plan.max_step, lost_steps=lost
+            )
         self.allow_heal = self.allow_heal and plan.allow_heal
         self._heals_first = self._sync or not self.allow_heal or (self._first_step and plan.first_step)
         self._exchange = StateExchange(

@@ -11,11 +11,11 @@ from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.group.rank_link import Leaving
-from keepstep.runtime.exits import CollectivesExit, EvictedExit, GroupFailedExit, MismatchExit
+from keepstep.runtime.exits import CollectivesExit, EvictedExit, GroupFailedExit, MismatchExit, StartRefusedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
 from keepstep.step.step_telemetry import StepTimes
-from keepstep_mesh.errors import Banned, CollectivesMismatch, Drained, LayoutMismatch, SessionClosed
+from keepstep_mesh.errors import Banned, CollectivesMismatch, Drained, LayoutMismatch, SessionClosed, StartRefused
 
 MISMATCH_LINGER_SECONDS = 0.5
 """Time that a refused group still serves its parameters, for another refused group that looks for the difference."""
@@ -68,7 +68,7 @@ class QuorumRequest:
         except CollectivesMismatch as error:
             context.raise_fatal()
             context.end_group(CollectivesExit(str(error)))
-        except (Leaving, DisagreeError, LayoutMismatch, Banned) as error:  # Banned is a SessionClosed
+        except (Leaving, DisagreeError, LayoutMismatch, StartRefused, Banned) as error:  # Banned is a SessionClosed
             self._end_training(error)
         except SessionClosed:
             context.raise_fatal()
@@ -87,12 +87,14 @@ class QuorumRequest:
         finally:
             times.quorum_seconds += time.monotonic() - began
 
-    def _end_training(self, error: Leaving | DisagreeError | LayoutMismatch | Banned) -> NoReturn:
+    def _end_training(self, error: Leaving | DisagreeError | LayoutMismatch | StartRefused | Banned) -> NoReturn:
         context = self._context
         if isinstance(error, Leaving):
             context.end_with(Drained(str(error)))
         if isinstance(error, Banned):
             context.end_with(EvictedExit(str(error)))
+        if isinstance(error, StartRefused):
+            context.end_with(StartRefusedExit(str(error)))
         if isinstance(error, DisagreeError):
             context.fail_group(str(error))
             context.end_with(GroupFailedExit(str(error)))

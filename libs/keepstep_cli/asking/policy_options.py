@@ -52,6 +52,12 @@ FIELDS = (
         "Drain a group that was a straggler for this many steps in a row; 0: never",
         "STEPS",
     ),
+    Field(
+        "refuse_going_back",
+        click.BOOL,
+        "false",
+        "Refuse a start more than one step below the step that the job has reached",
+    ),
     Field("job_ttl", _SECONDS, "7d", "Delete a job after this time without sessions; 0: never"),
 )
 

@@ -61,7 +61,10 @@ def status(link: JobLink, *, watch: bool) -> None:
 @click.command(short_help="Show all jobs and their states.")
 @with_lighthouse
 def jobs(link: JobLink) -> None:
-    """Show all jobs and their states: running, standing (and why), finished, failed, stopped, abandoned."""
+    """Show all jobs with their states.
+
+    States: running, standing (with the reason), finished, failed, stopped, abandoned.
+    """
     answer = run(link.service.get("jobs"))
     if link.as_json:
         show_json(answer)

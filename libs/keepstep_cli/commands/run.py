@@ -54,6 +54,11 @@ ASK_FIRST_SECONDS = 5.0
     help="For the lighthouse started here: maximum wait for groups that have not asked.  [default: 60]",
 )
 @click.option(
+    "--refuse-going-back",
+    is_flag=True,
+    help="For the lighthouse started here: refuse to begin again at an earlier step after all groups were lost.",
+)
+@click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="For the lighthouse started here: folder for its state and events.jsonl.  [default: deleted at the end]",
@@ -91,6 +96,7 @@ def run(
     tls: TlsFiles,
     min_replicas: int | None,
     join_timeout: float | None,
+    refuse_going_back: bool,
     state_dir: Path | None,
     first_replica: int,
     replicas_in_job: int | None,
@@ -106,7 +112,8 @@ def run(
     all exit with 0 is finished. Ctrl-C ends all groups cleanly, a second one at once. Without --lighthouse the command
     starts a lighthouse for the job.
 
-    Exit code: 0 all groups finished, 1 a group was given up, 128 + n ended by signal n.
+    Exit code: 0 all groups finished, 1 a group was given up, also one that died after others had finished, 128 + n
+    ended by signal n.
     """
     import asyncio
     import os
@@ -115,7 +122,7 @@ def run(
 
     from keepstep_cli.asking.rest import Lighthouse, read_token
     from keepstep_cli.running import embedded
-    from keepstep_cli.running.bans import ask_ban
+    from keepstep_cli.running.bans import ask_ban, ask_finished
     from keepstep_cli.running.console_audience import ConsoleAudience
     from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
@@ -128,9 +135,10 @@ def run(
         raise click.UsageError(problem)
     if (problem := names.problem(job, "job")) is not None:
         raise click.UsageError(f"--job: {problem}")
-    if addresses and (min_replicas or join_timeout is not None):
+    if addresses and (min_replicas or join_timeout is not None or refuse_going_back):
         raise click.UsageError(
-            f"--min-replicas and --join-timeout are for the lighthouse that is started here, but {addresses} is used: "
+            f"--min-replicas, --join-timeout and --refuse-going-back are for the lighthouse that is started here, but "
+            f"{addresses} is used: "
             f"give them to that one, or unset KEEPSTEP_LIGHTHOUSE"
         )
     _check_numbers(replicas, first_replica, replicas_in_job, min_replicas)
@@ -142,7 +150,7 @@ def run(
     audience = ConsoleAudience(timestamps=timestamps, log_dir=log_dir)
     gpus = _gpus_of_groups(replicas, nproc_per_replica, gpus_per_replica, audience)
     if addresses:
-        _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), audience)
+        _ask_first(Lighthouse(addresses, token, tls, timeout=ASK_FIRST_SECONDS), job, audience)
     programs: list[Program] = []
     with tempfile.TemporaryDirectory(prefix="keepstep-") as forgotten:
         if not addresses:
@@ -153,6 +161,7 @@ def run(
             flags = ["--initial-replicas", str(replicas_in_job or replicas)]
             flags += [] if min_replicas is None else ["--min-replicas", str(min_replicas)]
             flags += [] if join_timeout is None else ["--join-timeout", str(join_timeout)]
+            flags += ["--refuse-going-back", "true"] if refuse_going_back else []
             folder = options.make_folder(state_dir or Path(forgotten))
             programs.append(embedded.lighthouse_program(port, folder, os.environ, tuple(flags)))
             audience.note(embedded.NAME, f"{addresses}; ask it with `keepstep status --lighthouse {addresses}`")
@@ -180,7 +189,7 @@ def run(
 
         async def launch() -> int:
             limits = Restarts(max_restarts=max_restarts, grace=grace)
-            launcher = Launcher([*programs, *groups], limits, audience, bans)
+            launcher = Launcher([*programs, *groups], limits, audience, bans, partial(ask_finished, lighthouse, job))
             telling = asyncio.create_task(follow_heals(lighthouse, job, local, told, launcher.note))
             try:
                 with stop_on_signals(launcher):
@@ -229,17 +238,28 @@ def _gpus_of_groups(groups: int, ranks: int, each: int | None, audience: Console
         raise click.UsageError(f"--gpus-per-replica: {error}") from error
 
 
-def _ask_first(lighthouse: Lighthouse, audience: ConsoleAudience) -> None:
-    """Ask the lighthouse, and raise its refusal. An unreachable lighthouse is no error: trainers wait for it."""
+def _ask_first(lighthouse: Lighthouse, job: str, audience: ConsoleAudience) -> None:
+    """Ask the lighthouse, and raise its refusal. Note if the job is finished.
+
+    An unreachable lighthouse is no error: trainers wait for it.
+    """
     import asyncio
 
     from keepstep_cli.errors import Refused, Unreachable
 
     try:
-        asyncio.run(lighthouse.get("jobs"))
+        jobs = asyncio.run(lighthouse.get("jobs"))["jobs"]
     except (Refused, Unreachable) as error:
         if not error.may_pass:
             raise
         for line in error.message.splitlines():
             audience.note("run", line)
         audience.note("run", "starting the groups, which wait for it (connect_timeout)")
+        return
+    step = next((one.get("finished_step", 0) for one in jobs if one["job"] == job), 0)
+    if step:
+        audience.note(
+            "run",
+            f"job {job} finished at step {step}: only groups with a checkpoint near that step may go on with it; to "
+            f"begin again, delete it (keepstep job rm {job}), or give another --job",
+        )

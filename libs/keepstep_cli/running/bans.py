@@ -1,4 +1,4 @@
-"""Ask the lighthouse whether a replica group is banned."""
+"""Ask the lighthouse whether a replica group is banned, or its job finished."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ async def ask_ban(lighthouse: Lighthouse, job: str, names: Path, group: str) -> 
     file = names / group
     name = (file.read_text(errors="replace") if file.exists() else "") or group
     return BanLearned(group, await _ban_left(lighthouse, job, name), name)
+
+
+async def ask_finished(lighthouse: Lighthouse, job: str) -> int:
+    """Return the step at which groups finished ``job``; 0: the job is not finished, or no lighthouse answers."""
+    try:
+        return int((await lighthouse.get("jobs", job)).get("finished_step", 0))
+    except ClickException:
+        return 0
 
 
 async def _ban_left(lighthouse: Lighthouse, job: str, name: str) -> float | None:

@@ -11,19 +11,21 @@ import errno
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.output import read_lines
 from keepstep_cli.running.supervisor import (
     AskBan,
+    AskFinished,
     BanLearned,
     Begin,
     Event,
+    FinishLearned,
     GroupSpec,
     Note,
     OrderRestart,
@@ -66,7 +68,8 @@ class Audience(Protocol):
 class Launcher:
     """Run one job. Call ``run`` once, and ``stop`` and ``kill`` from the same loop at any time.
 
-    ``ask_ban`` returns how long the name of a group is banned; by default no name is.
+    ``ask_ban`` returns how long the name of a group is banned; by default no name is. ``ask_finished`` returns the step
+    at which the job finished, or 0.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class Launcher:
         restarts: Restarts,
         audience: Audience,
         ask_ban: Callable[[str], Awaitable[BanLearned]] | None = None,
+        ask_finished: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         self._programs = {one.spec.name: one for one in programs}
         self.core = Supervisor([one.spec for one in programs], restarts)
         self._audience = audience
         self._bans = ask_ban
+        self._finish = ask_finished
         self._questions: set[asyncio.Task[None]] = set()
         self._processes: dict[str, dict[int, ranks.RankProcess]] = {name: {} for name in self._programs}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -133,11 +138,19 @@ class Launcher:
                 case SignalGroup():
                     self.kill(action.group, action.signum)
                 case AskBan():
-                    question = self._watchers.create_task(self._ask_ban(action.group), name=f"ban of {action.group}")
-                    self._questions.add(question)
-                    question.add_done_callback(self._questions.discard)
+                    self._ask(self._ask_ban(action.group), f"ban of {action.group}")
+                case AskFinished():
+                    self._ask(self._ask_finished(action.group), f"end of the job of {action.group}")
                 case Note():
                     self.note(action.group, action.sentence)
+
+    def _ask(self, question: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._watchers.create_task(question, name=name)
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _ask_finished(self, name: str) -> None:
+        self._events.put_nowait(FinishLearned(name, 0 if self._finish is None else await self._finish()))
 
     async def _ask_ban(self, name: str) -> None:
         self._events.put_nowait(BanLearned(name, 0.0) if self._bans is None else await self._bans(name))

@@ -16,7 +16,10 @@ A *group* is a set of ranks that live and die together. The rules:
     because a ban may be lifted. Without an answer, the group counts as banned.
 7.  A restart that an operator orders (``OrderRestart``) ends a group that runs, with SIGTERM first, and starts it at
     once, whatever its exit codes and its phase. After a ``Stop`` it has no effect.
-8.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
+8.  When a group fails after another one finished, the core asks whether the job is finished (``AskFinished``). If so,
+    the group is given up: alone it would train the whole job again. Without an answer it restarts, and the lighthouse
+    refuses it if the job is finished.
+9.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
     so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
 
 ``handle`` takes an event, the monotonic time in seconds, and a number drawn from [0, 1). It returns the actions in
@@ -101,11 +104,19 @@ class OrderRestart:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishLearned:
+    """Answer to ``AskFinished``. ``step``: at which the job finished; 0: not finished, or no lighthouse answered."""
+
+    group: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """The deadline has passed. At any other time it has no effect."""
 
 
-Event = Begin | RankExited | BanLearned | Stop | OrderRestart | Tick
+Event = Begin | RankExited | BanLearned | FinishLearned | Stop | OrderRestart | Tick
 
 # ---- actions
 
@@ -134,6 +145,13 @@ class AskBan:
 
 
 @dataclass(frozen=True, slots=True)
+class AskFinished:
+    """Ask the lighthouse whether the job is finished."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A message for the operator."""
 
@@ -141,7 +159,7 @@ class Note:
     sentence: str
 
 
-Action = StartGroup | SignalGroup | AskBan | Note
+Action = StartGroup | SignalGroup | AskBan | AskFinished | Note
 
 
 class Phase(enum.Enum):
@@ -150,6 +168,8 @@ class Phase(enum.Enum):
     """Signalled to end; some ranks still run."""
     BANNED = "banned"
     """Evicted, and banned as far as known."""
+    ASKING = "asking"
+    """Failed after another group finished: the job may be finished."""
     WAITING = "waiting"
     """Waiting for its restart."""
     FINISHED = "finished"
@@ -157,6 +177,7 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
 
 
+WAITS = frozenset({Phase.WAITING, Phase.BANNED, Phase.ASKING})
 OVER = frozenset({Phase.FINISHED, Phase.GIVEN_UP, Phase.STOPPED})
 
 
@@ -232,6 +253,8 @@ class Supervisor:
                 self._exited(self._groups[event.group], event, now, chance, actions)
             case BanLearned():
                 self._learn_ban(self._groups[event.group], event, now, chance, actions)
+            case FinishLearned():
+                self._learn_finish(self._groups[event.group], event, now, chance, actions)
             case Stop():
                 self._stop(event, now, actions)
             case OrderRestart():
@@ -253,7 +276,7 @@ class Supervisor:
             timed = group.phase in {Phase.ENDING, Phase.WAITING, Phase.BANNED}
             assert timed or group.deadline is None, f"{name}: a deadline and nothing to wait for"
             assert group.spec.service or group.restarts <= self._restarts.max_restarts, f"{name}: too many restarts"
-            waits = group.phase in {Phase.WAITING, Phase.BANNED}
+            waits = group.phase in WAITS
             assert not (self._stops and waits), f"{name}: would be started after a stop"
 
     # ---- one group
@@ -291,6 +314,9 @@ class Supervisor:
         elif group.evicted and not group.spec.service:
             group.phase = Phase.BANNED
             actions.append(AskBan(group.spec.name))
+        elif not group.spec.service and any(one.phase is Phase.FINISHED for one in self._groups.values()):
+            group.phase = Phase.ASKING
+            actions.append(AskFinished(group.spec.name))
         else:
             self._plan_restart(group, now, chance, actions)
 
@@ -312,6 +338,18 @@ class Supervisor:
         group.short_lives = 0
         group.restarts = min(group.restarts + 1, self._restarts.max_restarts)
         self._start(group, now, actions)
+
+    def _learn_finish(
+        self, group: _Group, learned: FinishLearned, now: float, chance: float, actions: list[Action]
+    ) -> None:
+        if group.phase is not Phase.ASKING:
+            return
+        if not learned.step:
+            self._plan_restart(group, now, chance, actions)
+            return
+        group.phase = Phase.GIVEN_UP
+        sentence = f"not started again: other groups finished the job at step {learned.step}"
+        actions.append(Note(group.spec.name, sentence))
 
     def _learn_ban(self, group: _Group, learned: BanLearned, now: float, chance: float, actions: list[Action]) -> None:
         if group.phase is not Phase.BANNED:
@@ -379,7 +417,7 @@ class Supervisor:
                 actions.append(SignalGroup(group.spec.name, signal.SIGKILL))
 
     def _end(self, group: _Group, now: float, actions: list[Action]) -> None:
-        if group.phase in {Phase.WAITING, Phase.BANNED}:
+        if group.phase in WAITS:
             group.phase, group.deadline = Phase.STOPPED, None
         elif group.phase is Phase.RUNNING:
             self._signal_end(group, now, actions)

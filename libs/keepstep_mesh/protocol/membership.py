@@ -109,6 +109,8 @@ class Quorum:
     """As in the answer."""
     allow_heal: bool = True
     """As in the answer."""
+    went_back_from: int = 0
+    """As in the answer."""
 
     @property
     def members(self) -> tuple[Member, ...]:

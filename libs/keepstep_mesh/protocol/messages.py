@@ -222,6 +222,8 @@ class QuorumAnswer:
     """Members with the reference state must send its root digest with their next request."""
     allow_heal: bool = True
     """False: a member forbids healing, so every member takes part with the state it has."""
+    went_back_from: int = 0
+    """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,8 @@ class Denied:
     kind: ClassVar[str] = "denied"
     request: int
     code: str
-    """``deadline``, ``layout`` or ``collectives``; a worker treats any other code as a failure of the request."""
+    """``deadline``, ``layout``, ``collectives`` or ``start``; a worker treats any other code as a failure of the
+    request."""
     reason: str
     peer_address: str = ""
     """With code ``layout``: a group server with the parameters of the job; empty: ``reason`` names the difference."""

@@ -13,6 +13,7 @@ from keepstep_mesh.errors import (
     LayoutMismatch,
     ProtocolError,
     SessionClosed,
+    StartRefused,
     VersionError,
 )
 from keepstep_mesh.net.websocket import UpgradeError
@@ -65,6 +66,8 @@ def of_request(denied: Denied) -> Exception:
         return TimeoutError(denied.reason)
     if denied.code == "layout":
         return LayoutMismatch(denied.reason, denied.peer_address)
+    if denied.code == "start":
+        return StartRefused(denied.reason)
     if denied.code == "collectives":
         return CollectivesMismatch(denied.reason)
     return KeepstepError(f"the quorum request was denied ({denied.code}): {denied.reason}")

@@ -239,6 +239,7 @@ class SessionCore:
             listed=self._listed,
             verify=answer.verify,
             allow_heal=answer.allow_heal,
+            went_back_from=answer.went_back_from,
         )
 
     def finished_step(self) -> None:

@@ -15,7 +15,16 @@ from keepstep_lighthouse.jobs.lighthouse_node import LighthouseNode
 from keepstep_lighthouse.quorum.views import ReplicaState
 from keepstep_mesh.serving.process_metrics import registry_of
 
-FROM_ZERO = ("lost", "heal_failed", "heal_given_up", "replicas_differ", "nonfinite", "collectives_differ")
+FROM_ZERO = (
+    "went_back",
+    "job_failed",
+    "lost",
+    "heal_failed",
+    "heal_given_up",
+    "replicas_differ",
+    "nonfinite",
+    "collectives_differ",
+)
 """Events whose counters start at 0: PromQL's `increase` ignores the first value of a series."""
 MAX_IDLE_SHOWN = 20
 """Number of jobs without sessions that get series of their own; the most recently used ones."""

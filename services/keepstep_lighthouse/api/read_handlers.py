@@ -24,6 +24,8 @@ from keepstep_mesh.serving.rest import bad, json_answer
 class JobView:
     job: str
     state: JobStatus
+    finished_step: int
+    """Highest step at which a group finished, unless the job went beyond it; 0: none."""
     policy: Policy
     quorum_id: int
     members: int
@@ -127,6 +129,7 @@ def _job_view(job: Job) -> JobView:
     return JobView(
         job=job.name,
         state=job.core.status(now, time.time()),
+        finished_step=job.core.finished_step,
         policy=record.policy,
         quorum_id=quorum.quorum_id,
         members=len(quorum.members),

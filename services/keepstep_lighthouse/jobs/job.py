@@ -48,6 +48,8 @@ MIN_WAIT = 0.001
 
 log = get_logger("keepstep.lighthouse")
 
+LOUD = {"runtime_differs": log.warning, "went_back": log.warning, "replicas_differ": log.error}
+"""How events are logged that are no routine."""
 LAPSED = "its lease is over by its own clock"
 
 Step = Decision | Callable[[], None]
@@ -274,7 +276,7 @@ class Job:
                 self.healed_bytes += size
                 self.heals.add(seconds)
         self.history.add(entry, time.monotonic())
-        tell = {"runtime_differs": log.warning, "replicas_differ": log.error}.get(entry.kind, log.info)
+        tell = LOUD.get(entry.kind, log.info)
         tell(entry.kind, job=self.name, replica_id=entry.replica_id, **entry.detail)
 
     # ---- 3. time
@@ -361,4 +363,5 @@ def _answer(announce: Announce, epoch: int, *, listed: bool) -> QuorumAnswer:
         members=announce.members if listed else None,
         verify=announce.verify,
         allow_heal=announce.allow_heal,
+        went_back_from=announce.went_back_from,
     )

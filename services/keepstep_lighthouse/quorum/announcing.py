@@ -31,8 +31,13 @@ class Announcer:
         """The info of a member changed, so its list needs another version."""
         self._info_changed = True
 
-    def announce(self, chosen: list[Group], record: JobRecord, joiners: int, *, verify: bool) -> Announce:
-        """Announce ``chosen``, which all ask, as the quorum of ``record``. ``verify``: a comparison was ordered."""
+    def announce(self, chosen: list[Group], record: JobRecord, joiners: int, reached: int, *, verify: bool) -> Announce:
+        """Announce ``chosen``, which all ask, as the quorum of ``record``.
+
+        Args:
+            reached: step of the job so far.
+            verify: a comparison was ordered.
+        """
         last, same = self.last, not self._info_changed and chosen == self.chosen
         asked = [(group, group.request) for group in chosen if group.request is not None]
         _, first = asked[0]
@@ -67,6 +72,7 @@ class Announcer:
             uniform=uniform,
             verify=verify and (len(chosen) if uniform else sum(_holds(one, step, lineage) for one in listed)) > 1,
             allow_heal=allow_heal,
+            went_back_from=reached if step < reached else 0,
         )
         return self.last
 

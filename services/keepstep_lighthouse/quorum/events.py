@@ -183,6 +183,8 @@ class Policy:
     group; ``drain``: it heals and then leaves; ``report``: none."""
     drain_straggler_after: int = 0
     """Drain a group that was a straggler for so many consecutive steps; 0: never."""
+    refuse_going_back: bool = False
+    """Deny a quorum more than one step below the step that the job has reached."""
     job_ttl: float = 7 * 86400.0
     """Time after which a job without sessions is deleted; 0: never."""
 
@@ -261,6 +263,8 @@ class Announce:
     """Members at (step, lineage) send their root digest with the next request."""
     allow_heal: bool = True
     """False: a member asked for a round without healing, so no group heals in it."""
+    went_back_from: int = 0
+    """Step that the job had reached, if this quorum begins at an earlier one; else 0."""
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -36,7 +36,7 @@ class JobState:
         """False: a request differs from them, and no member of the quorum can judge it."""
         self.active_since = now_unix
         """When the first group came, or the first quorum formed after a long wait; Unix seconds."""
-        self.reached = record.step
+        self.reached = max(record.step, record.finished_step)
         """Highest step that the groups are known to have committed."""
         self.last_gone: tuple[str, str] | None = None
         """The group that went last: what follows for the job (``JobEnd.code``), and why it went."""
@@ -46,6 +46,12 @@ class JobState:
         """When the heartbeat timeout last became shorter: before, workers had a longer heartbeat interval."""
         self.decisions: list[Decision] = []
         """Decisions for the current event, in order."""
+
+    @property
+    def finished_step(self) -> int:
+        """The highest step at which a group finished, unless the job went beyond it; 0: none."""
+        finished = self.record.finished_step
+        return finished if finished >= self.reached else 0
 
     # ---- decisions
 

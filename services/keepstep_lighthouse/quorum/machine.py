@@ -41,6 +41,7 @@ from keepstep_lighthouse.quorum.changes import (
     orders,
     reports,
     requests,
+    starts,
     stragglers,
 )
 from keepstep_lighthouse.quorum.events import (
@@ -207,6 +208,8 @@ class JobCore:
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now)
         if self._verdict.code in ANNOUNCING and reports.end_minority(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
+        if self._verdict.code in ANNOUNCING and starts.settle(state):
+            self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING:
             self._announce(self._verdict.code, now, now_unix)
             self._verdict = judge(self._groups, len(state.record.members), state.record.policy, None, now)
@@ -220,17 +223,18 @@ class JobCore:
             divergence.mark(state, comparison)
         if job_status.begins_to_run(groups, now):
             state.active_since = now_unix
+        ended = state.record.ended
         left_behind = membership.change(state, chosen, now_unix)
         given_up = groups.give_up_heals() if code == "stragglers_dropped" else []
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted
-        announce = state.announcer.announce(chosen, state.record, joiners, verify=verify)
+        announce = state.announcer.announce(chosen, state.record, joiners, state.reached, verify=verify)
         self._verification.announced(announce)
         forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
-        state.reached = announce.step
+        starts.note(state, announce.step, ended)
         self._takeover.forget_answers()
         state.round = Round()
         if left_behind:
@@ -264,6 +268,11 @@ class JobCore:
         verdict = self._verdict if until is None else Verdict("takeover_grace", until)
         waits = reasons.waiting(verdict, self._groups, self.record, self._takeover.absent, now)
         return job_status.of_job(self._groups, self.record, state.reached, state.active_since, waits, now, now_unix)
+
+    @property
+    def finished_step(self) -> int:
+        """The highest step at which a group finished, unless the job went beyond it; 0: none."""
+        return self._state.finished_step
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within

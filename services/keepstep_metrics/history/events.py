@@ -12,6 +12,8 @@ MAX_INTEGER = 2**63 - 1
 """Largest integer that SQLite and msgpack take."""
 JOB_DELETED = "job_deleted"
 """Event of a lighthouse that ends a job."""
+JOB_ENDS = ("job_finished", "job_failed", "job_stopped")
+"""Events of a lighthouse: the last group has gone."""
 ORDERS = ("evicted", "readmitted")
 """Events that may name a group by its stable name; all others name an incarnation."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.protocol.telemetry_records import MAX_VALUES, EventRecord, StateRecord, StepRecord
-from keepstep_metrics.history import stragglers
-from keepstep_metrics.history.events import ORDERS, Event, integer, reason_of
+from keepstep_metrics.history import lost_steps, stragglers
+from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.histogram import BINS, bin_of
@@ -173,9 +173,26 @@ class Job:
             self._change_group(group, record)
         if record.event == "quorum":
             self._form_quorum(record.t, integer(record.detail.get("quorum_id")), record.detail.get("members"))
+        elif record.event == "went_back":
+            self._go_back(record.t, integer(record.detail.get("to")))
+        elif record.event in JOB_ENDS:
+            self._end_all(record.t)
         event = Event(number, record.t, record.event, name, sentence(record.event, name, record.detail), record.detail)
         self.events.append(event)
         return event
+
+    def _go_back(self, t: float, step: int) -> None:
+        """The job continues from ``step``: the time of the later steps was lost."""
+        self.step = step
+        if (since := lost_steps.reached_at(self.highest, step, t)) is not None:
+            lost_steps.lose((group.timeline for group in self.groups.values()), since, t)
+
+    def _end_all(self, t: float) -> None:
+        """No group is left. The time until one comes back does not count."""
+        self.participants = []
+        for group in self.groups.values():
+            if group.timeline.state is State.LOST:
+                group.timeline.mark(max(t, group.timeline.since), State.GONE)
 
     def _name(self, record: EventRecord) -> str:
         """Return the stable name of the event's group. An order may name it directly, and the name may have colons."""
@@ -227,6 +244,8 @@ class Job:
     def _end(self, group: Group, replica_id: str, t: float, state: State) -> None:
         group.end(replica_id, t, state)
         self.joining.discard(group.name)
+        if state is not State.DRAINING and replica_id == group.replica_id and group.name in self.participants:
+            self.participants.remove(group.name)
 
     # ---- over a restart
 

@@ -24,8 +24,16 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{name} lost its connection and may reconnect"
         case "lost":
             return f"{name} was lost: {reason}"
+        case "left" if detail.get("cause"):
+            why = "" if reason == "shutdown" else f": {reason}"
+            return f"{name} {detail['cause']} at step {detail.get('step')}{why}"
         case "left":
             return f"{name} left: {reason}"
+        case "job_finished" | "job_failed" | "job_stopped":
+            how = event.removeprefix("job_")
+            return f"the job {how} at step {detail.get('step')}" + (f": {reason}" if reason else "")
+        case "went_back":
+            return f"the job went back from step {detail.get('from')} to {detail.get('to')}: {reason}"
         case "failed":
             return f"{name} failed: {reason}"
         case "quorum":

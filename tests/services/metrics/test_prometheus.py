@@ -194,6 +194,8 @@ FIRING = {
     ],
     "GoodputIsLow": ['keepstep_job_goodput_ratio{job="j"} 0.7x60'],
     "GroupIsAStraggler": ['keepstep_group_straggler{job="j",group="r1"} 1x60'],
+    "JobWentBack": ['keepstep_events_total{job="j",kind="went_back"} 0+1x60'],
+    "JobFailed": ['keepstep_events_total{job="j",kind="job_failed"} 0+1x60'],
     "HealsFail": ['keepstep_events_total{job="j",kind="heal_failed"} 0+1x60'],
     "ContributionNotFinite": ['keepstep_events_total{job="j",kind="nonfinite"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],

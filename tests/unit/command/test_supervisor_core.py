@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from keepstep_cli.running.supervisor import (
     Action,
     AskBan,
+    AskFinished,
     BanLearned,
     Begin,
     Event,
+    FinishLearned,
     GroupSpec,
     Note,
     OrderRestart,
@@ -62,11 +64,12 @@ def test_an_ordered_restart_ends_a_group_that_runs_and_starts_it_without_a_pause
 
 
 def test_an_ordered_restart_revives_a_group_in_any_phase_that_is_not_an_end_of_the_job() -> None:
-    run = job(GroupSpec("finished"), GroupSpec("given up"), GroupSpec("waiting"), GroupSpec("other"))
+    run = job(GroupSpec("finished"), GroupSpec("given up"), GroupSpec("waiting"), GroupSpec("asking"), GroupSpec("r"))
+    run(RankExited("waiting", 0, 1), 1.0)
     run(RankExited("finished", 0, 0), 1.0)
     run(RankExited("given up", 0, 1, hopeless=True), 1.0)
-    run(RankExited("waiting", 0, 1), 1.0)
-    for name, count in (("finished", 1), ("given up", 1), ("waiting", 2)):
+    assert run(RankExited("asking", 0, 1), 1.0) == [AskFinished("asking")]
+    for name, count in (("finished", 1), ("given up", 1), ("waiting", 2), ("asking", 1)):
         assert run(OrderRestart(name), 2.0) == [StartGroup(name, count)]
     run(Stop(), 3.0)
     assert run(OrderRestart("finished"), 4.0) == []
@@ -157,6 +160,33 @@ def test_a_group_that_would_end_the_same_is_given_up_at_once(code: int) -> None:
     assert run.notes[-1] == "r0: given up: another try would end the same"
     run(RankExited("r1", 0, 0), 9.0)
     assert run.core.exit_code() == 1
+
+
+def test_a_group_that_dies_after_another_finished_the_job_is_not_started_again() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"))
+    run(RankExited("r0", 0, 0), 5.0)
+    assert run(RankExited("r1", 0, -9), 6.0) == [AskFinished("r1")]
+    assert run.core.exit_code() is None
+    assert run(FinishLearned("r1", 100), 6.1) == []
+    assert run.notes[-1] == "r1: not started again: other groups finished the job at step 100"
+    assert run.core.exit_code() == 1
+
+
+def test_a_group_that_dies_after_another_was_drained_starts_again() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"))
+    run(RankExited("r0", 0, 0), 5.0)
+    assert run(RankExited("r1", 0, -9), 6.0) == [AskFinished("r1")]
+    assert run(FinishLearned("r1", 0), 6.0) == []
+    assert run(Tick(), 7.0) == [StartGroup("r1", 1)]
+
+
+def test_a_stop_ends_the_question_whether_the_job_is_finished() -> None:
+    run = job(GroupSpec("r0"), GroupSpec("r1"))
+    run(RankExited("r0", 0, 0), 5.0)
+    run(RankExited("r1", 0, -9), 6.0)
+    run(Stop(), 6.0)
+    assert run(FinishLearned("r1", 0), 6.1) == []
+    assert run.core.exit_code() == 128 + TERM
 
 
 def test_a_group_that_can_never_start_is_given_up_at_once_and_a_service_is_not() -> None:
@@ -359,20 +389,26 @@ def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_e
                 alive[action.group] = set(range(next(one.ranks for one in specs if one.name == action.group)))
             elif isinstance(action, SignalGroup):
                 assert alive[action.group]
-            elif isinstance(action, AskBan):
+            elif isinstance(action, AskBan | AskFinished):
                 assert not alive[action.group]
                 assert not stopped
-                questions.append(action.group)
+                questions.append(action)
 
     now = 0.0
-    questions: list[str] = []
+    questions: list[AskBan | AskFinished] = []
     carry_out(core.handle(Begin(), now))
     for _ in range(data.draw(st.integers(0, 40))):
         now += data.draw(st.floats(0.0, 3.0))
         living = [(name, rank) for name, ranks in alive.items() for rank in ranks]
         choice = data.draw(st.integers(0, 9))
         while questions:
-            carry_out(core.handle(BanLearned(questions.pop(), data.draw(st.sampled_from([None, 0.0, 2.0]))), now, 0.5))
+            answer: Event
+            match questions.pop():
+                case AskBan(name):
+                    answer = BanLearned(name, data.draw(st.sampled_from([None, 0.0, 2.0])))
+                case AskFinished(name):
+                    answer = FinishLearned(name, data.draw(st.sampled_from([0, 100])))
+            carry_out(core.handle(answer, now, 0.5))
         if choice < 6 and living:
             name, rank = data.draw(st.sampled_from(living))
             alive[name].remove(rank)

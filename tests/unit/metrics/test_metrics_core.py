@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import job_views, log_views, span_views
-from keepstep_metrics.history import straggler_view
+from keepstep_metrics.history import goodput, straggler_view
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS, Job
 from keepstep_metrics.history.machine import MetricsCore
@@ -353,3 +353,36 @@ def test_a_kind_of_a_newer_build_is_passed_over() -> None:
     body = Teller("a:1").batch({"kind": "of tomorrow", "t": T}, step(T, 1))
     assert core.apply(read_batch(body), T)[0] == 2
     assert core.jobs[JOB].step == 1
+
+
+def test_steps_that_were_lost_because_the_job_went_back_are_not_good() -> None:
+    world = joined("a:1")
+    world.steps("a:1", 10, 110)  # steps 11 to 110
+    world.happens(110, "lost", "a:1", reason="killed")
+    world.happens(110, "job_failed", step=110, reason="a:1 was lost")
+    world.happens(120, "joined", "a:2", member=False)
+    world.happens(120, "went_back", **{"from": 110, "to": 50, "lost_steps": 60, "reason": "no group was left"})
+    assert world.job.step == 50
+    assert world.states("a", 120) == [
+        (0.0, 10.0, "waiting_quorum"),
+        (10.0, 51.0, "training"),
+        (51.0, 110.0, "retrying"),
+    ]
+    assert world.job.events[-1].sentence == "the job went back from step 110 to 50: no group was left"
+
+
+def test_goodput_and_members_end_with_the_job() -> None:
+    world = joined("a:1", "b:1")
+    world.steps("a:1", 10, 20)
+    world.happens(20, "left", "a:1", reason="shutdown", cause="finished", step=20)
+    assert world.job.participants == ["b"]
+    world.happens(20, "lost", "b:1", reason="killed")
+    world.happens(20, "job_finished", step=20, reason="b:1 was lost: killed")
+    assert world.job.participants == []
+    until = (T, T + 1000)
+    assert sum(goodput.group_seconds(world.job, *until).values()) == pytest.approx(40.0)
+    assert [one.sentence for one in world.job.events][-3:] == [
+        "a finished at step 20",
+        "b was lost: killed",
+        "the job finished at step 20: b:1 was lost: killed",
+    ]

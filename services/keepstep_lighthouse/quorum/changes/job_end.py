@@ -64,7 +64,7 @@ def conclude(state: JobState, now_unix: float) -> None:
         return
     code, why = last
     step = max(state.reached, record.finished_step)
-    if record.finished_step and record.finished_step == step:
+    if state.finished_step:
         code, why = FINISHED, "" if code == FINISHED else why
     state.persist(replace(record, step=step, ended=JobEnd(code, step, now_unix, why)))
     state.log(f"job_{code}", "", step=step, reason=why)

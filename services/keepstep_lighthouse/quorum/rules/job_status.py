@@ -1,7 +1,7 @@
 """State of a job for operators: whether it runs, and if not, how it ended. Pure.
 
 * ``running``: groups train.
-* ``standing``: groups are connected, and no quorum has formed for ``STANDING_SECONDS``, or longer if steps take longer.
+* ``standing``: groups are connected, and no quorum has formed for ``JOB_STANDS_SECONDS``, or longer with slow steps.
 * ``finished``: the scripts of its groups ended, at ``step``.
 * ``failed``: its last group was lost, or its script ended with an error.
 * ``stopped``: its last group was drained, got a signal, or left for another reason before its script ended.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.groups import Groups
 
-STANDING_SECONDS = 5.0
+JOB_STANDS_SECONDS = 5.0
 ABANDONED_SECONDS = 3600.0
 
 
@@ -67,7 +67,7 @@ def of_job(
 def _stands(groups: Groups, now: float) -> bool:
     """Return whether groups wait longer for the next quorum than different speeds of the groups explain."""
     waited = _waits_for(groups, now)
-    return waited > STANDING_SECONDS and waited > 2 * max(group.step_seconds or 0.0 for group in groups)
+    return waited > JOB_STANDS_SECONDS and waited > 2 * max(group.step_seconds or 0.0 for group in groups)
 
 
 def _waits_for(groups: Groups, now: float) -> float:
