@@ -16,7 +16,7 @@ from keepstep_cli.asking.units import bytes_text, seconds_text
 from keepstep_cli.errors import Refused
 from keepstep_mesh.protocol.names import name_of
 
-FOLLOW_AGAIN_SECONDS = 2.0
+NOTES_AGAIN_SECONDS = 2.0
 Note = Callable[[str, str], None]
 
 
@@ -36,7 +36,7 @@ async def follow_heals(lighthouse: Lighthouse, job: str, groups: Iterable[str], 
                 if group is not None and (sentence := story.sentence(event)) is not None:
                     note(group, sentence)
         except ClickException:
-            await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
+            await asyncio.sleep(NOTES_AGAIN_SECONDS)
 
 
 async def _newest(lighthouse: Lighthouse, job: str) -> int:
