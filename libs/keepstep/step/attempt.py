@@ -21,8 +21,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.runtime.exits import GroupFailedExit
-from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
+from keepstep.step.agreeing import decision_on, root_of
 from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
 from keepstep.step.healing import StateExchange
@@ -32,7 +31,7 @@ from keepstep.step.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged
-from keepstep_mesh.protocol.membership import Lineage, StateRoot, StepReport
+from keepstep_mesh.protocol.membership import Lineage, StepReport
 from keepstep_mesh.protocol.messages import Healing
 
 MAX_HEAL_ROUNDS = 5
@@ -281,6 +280,7 @@ class Attempt:
 
     def conclude(self, limit: timedelta) -> bool:
         """Wait for the collectives, exchange live state, vote within ``limit``. Return whether the step commits."""
+        context = self._context
         plan: QuorumPlan | None = None
         unhealed: Exception | None = None
         try:
@@ -288,7 +288,7 @@ class Attempt:
         except SessionClosed:
             raise
         except Exception as error:  # noqa: BLE001  reported, unless it ends the process
-            self._context.raise_fatal()
+            context.raise_fatal()
             self.report(error)  # without a quorum, every rank of the group gets the same error
         committed = False
         if plan is not None:
@@ -296,11 +296,13 @@ class Attempt:
             self._check_finite(plan)
             if (unhealed := self._exchange_state()) is not None:
                 self.report(unhealed)
-            self._compute_root(plan)
+            root = root_of(context, plan)
+            if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
+                context.root = root
             committed = self._vote(plan, limit)
         self._settle(plan, committed=committed)
         if unhealed is not None:
-            self._context.check_heal(unhealed)
+            context.check_heal(unhealed)
         return committed
 
     def abandon(self) -> None:
@@ -344,22 +346,8 @@ class Attempt:
         self.error = error
         self._context.log.warning("step will not commit", step=self._context.progress.step, reason=str(error))
 
-    def _compute_root(self, plan: QuorumPlan) -> None:
-        """Compute the root digest of the reference state, if this group holds it and the lighthouse compares it."""
-        if not plan.verify or plan.heal:
-            return
-        context = self._context
-        try:
-            digest = context.state.root().hex()  # by every rank, whatever went wrong: FSDP's state_dict is collective
-        except Exception as error:  # noqa: BLE001  the step itself is not affected
-            reason = f"{type(error).__name__}: {error}"
-            context.log.error("state not compared with the other groups", step=plan.max_step, reason=reason)
-            return
-        if self.error is None:  # else BatchNorm's buffers may be averaged in some groups and not in others
-            context.root = StateRoot(plan.max_step, plan.lineage, digest)
-
     def _vote(self, plan: QuorumPlan, limit: timedelta) -> bool:
-        """Return the group's decision. GroupFailedExit when this rank cannot learn it."""
+        """Return the group's decision."""
         context = self._context
         participants = self.participation(plan)[1]
         if self.error is None and participants < context.min_replica_size:
@@ -371,13 +359,7 @@ class Attempt:
         vote = RankVote(plan.epoch, plan.quorum_id, plan.max_step, plan.attempt, ok)
         # the other ranks may still wait for a collective and a heal; rank 0 notices at once when one of them dies
         seconds = limit.total_seconds() + 3 * context.timeout.total_seconds()
-        seconds += self._heal_seconds() if plan.heal else 0.0
-        try:
-            committed = context.mesh.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
-        except (TimeoutError, KeepstepError, OSError) as error:
-            reason = f"commit decision of step {plan.max_step} unknown: {type(error).__name__}: {error}"
-            context.fail_group(reason)
-            raise GroupFailedExit(reason) from error
+        committed = decision_on(context, vote, seconds + (self._heal_seconds() if plan.heal else 0.0))
         if ok and not committed:
             self.error = KeepstepError("another rank of this group voted no")
         return committed

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.checkpointing import HTTPTransport, TransferError
 from keepstep.coordination import LighthouseServer
 from keepstep_mesh.errors import Drained
 from tests.services.manager.groups import SECOND, Flaky, manager, together
@@ -117,20 +118,26 @@ def test_a_heal_that_fails_before_the_first_step_is_tried_again_from_the_same_st
 def test_a_group_that_cannot_heal_fails_the_step_of_all_with_its_reason_and_not_for_ever(lighthouse: str) -> None:
     ready, end = threading.Barrier(2), threading.Barrier(2)
 
-    def load(_state: object) -> None:
-        raise ValueError("does not fit")
+    class Unreachable(HTTPTransport[dict[str, Any]]):
+        def recv_checkpoint(self, *_where: Any, **_options: Any) -> dict[str, Any]:
+            raise TransferError("no route to the source")
+
+    unreachable = Unreachable(20 * SECOND, 0, "127.0.0.1")
 
     def group(name: str) -> tuple[bool, str]:
-        with manager(lighthouse, name, {"w": torch.ones(1)}, min_replica_size=2) as m:
-            if name == "b":
-                m.set_state_dict_fns(load, lambda: {"w": torch.zeros(1)})
+        transport = unreachable if name == "b" else None
+        state = {"w": torch.ones(1)}
+        with manager(lighthouse, name, state, min_replica_size=2, checkpoint_transport=transport) as m:
             ready.wait(30)
             m.start_quorum()
             end.wait(30)
             return m.should_commit(), str(m.errored())
 
-    (a, why), (b, reason) = together(lambda: group("a"), lambda: group("b"))
-    assert (a, b, reason) == (False, False, "does not fit")
+    try:
+        (a, why), (b, reason) = together(lambda: group("a"), lambda: group("b"))
+    finally:
+        unreachable.shutdown()
+    assert (a, b, reason) == (False, False, "no route to the source")
     assert "a group had to heal before the step" in why
 
 
