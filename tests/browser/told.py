@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from aiohttp import web
 
 from keepstep_mesh.net.http import Route, read_json
 from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.service import Endpoint, Service, serving
-from keepstep_metrics.api import dashboard_page
+from keepstep_metrics.api import dashboard_page, log_views
+from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.marks import marks
 from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"
@@ -59,6 +63,12 @@ class ToldMesh:
         self.failures: list[dict[str, Any]] = []
         self.transfers: list[dict[str, Any]] = []
         self.waiting_for: str | None = None
+        self.blame: dict[str, Any] | None = None
+        self.alerts: list[dict[str, Any]] = []
+        self.kept_out: list[str] = []
+        self.policy = {"min_replicas": 1, "on_divergence": "heal", "takeover_grace": None}
+        self.group_values: dict[str, float] = {}
+        """Group -> its factor of the recorded value."""
         self.store = "etcd"
         self.value = "loss"
         """What its script records."""
@@ -118,12 +128,20 @@ class ToldMesh:
                 "straggler": index == 5,
                 "heal": self.heals.get(name),
                 "loss": 2.3 * math.exp(-self.step(t) / 900),
+                "own_seconds": STEP_SECONDS + 0.001 * (index % 7),
+                "host": "10.0.0.7",
+                "restarts": index,
+                "failed_heals": 14 if index == 1 else 0,
+                "error": "failed to heal: no route" if index == 1 else "",
+                "error_at": t - 60,
             }
             for index, name in enumerate(self.names)
         ]
         joining = [name for name in self.names if self.spans[name][-1][2] == "healing"]
         number = 1 + sum(len(spans) - 1 for spans in self.spans.values())
         numbers = {"step": self.step(t), "quorum_id": number, "epoch": 1, "waiting_for": self.waiting_for}
+        numbers |= {"steps_per_second": 1 / STEP_SECONDS, "loss": 0.25, "committed_at": t - 2, "needs": 1}
+        numbers |= {"blame": self.blame, "alerts": self.alerts, "kept_out": self.kept_out, "state": None}
         return {"job": JOB, "t": t, **numbers, "participants": training, "joining": joining, "groups": groups}
 
     def timeline(self, since: float, until: float) -> dict[str, Any]:
@@ -134,7 +152,7 @@ class ToldMesh:
             shares: dict[str, float] = {}
             for a, b, state in cut:
                 shares[state] = shares.get(state, 0) + (b - a) / whole
-            groups.append({"name": name, "spans": cut, "shares": shares})
+            groups.append({"name": name, "spans": cut, "shares": shares, "slow": []})
         return {"job": JOB, "since": since, "until": until, "groups": groups}
 
     def steps(self, since: float, until: float, points: int) -> dict[str, Any]:
@@ -162,7 +180,12 @@ class ToldMesh:
                 "p99": column(lambda one: STEP_SECONDS * 1.3 + 2 * abs(wave(one))),
             },
             "values": {self.value: column(lambda one: 2.3 * math.exp(-self.step(one) / 900) + abs(wave(one)))},
+            "group_values": {self.value: {name: column(lambda _, x=x: x) for name, x in self.group_values.items()}},
+            "marks": [asdict(one) for one in marks(self.log(), since, until, wide)],
         }
+
+    def log(self) -> list[Event]:
+        return [Event(**one) for one in self.events]
 
     def goodput(self, since: float, until: float) -> dict[str, Any]:
         seconds: dict[str, float] = {}
@@ -197,22 +220,29 @@ class ToldMesh:
             return handle
 
         async def order(request: web.Request) -> web.Response:
-            name, action = request.match_info["name"], request.match_info["action"]
+            name, action = request.match_info.get("name", ""), request.match_info.get("action", "policy")
             self.orders.append((action, name, await read_json(request)))
             return web.json_response({"sentence": f"{name}: {action} is done"}, status=202)
 
         job = f"/v1/jobs/{JOB}"
         about = {"job": JOB, "first_seen": self.t0, "groups": len(self.names), "goodput": 0.97}
+        about |= {"pace": [0.0, 4.0, 2.0], "steps_per_second": 4.0, "alerts": self.alerts}
+        vitals = {"version": "0.1.0", "python": "3.11.7", "resident_bytes": 1 << 26, "started": self.t0,
+                  "used_bytes": 1 << 29, "limit_bytes": 1 << 30, "stored_bytes": 1, "received_per_second": 2 << 20,
+                  "sent_per_second": 5 << 20}  # fmt: skip
         cluster = {
             "lighthouses": [
-                {"address": "http://10.0.0.1:29510", "leader": True, "epoch": 3, "trouble": None},
-                {"address": "http://10.0.0.2:29510", "leader": False, "epoch": 3, "trouble": None},
+                {"address": "http://10.0.0.1:29510", "leader": True, "epoch": 3, "trouble": None, "vitals": vitals},
+                {"address": "http://10.0.0.2:29510", "leader": False, "epoch": 3, "trouble": None, "vitals": None},
             ],
             "services": [
-                {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520", "details": {"disk": True}},
+                {"kind": "relay", "name": "relay-1", "address": "http://10.0.0.3:29520", "details": {"disk": True},
+                 "vitals": vitals},
             ],
             "store": self.store,
             "store_trouble": None,
+            "store_seconds": 0.0021,
+            "states": {JOB: {"code": "standing", "step": 9, "since": self.t0, "why": "waiting for 1 of 3"}},
         }  # fmt: skip
         answers = {
             "/v1/jobs": lambda *_: {"jobs": [{**about, "last_seen": time.time(), "step": self.step(time.time())}]},
@@ -224,13 +254,16 @@ class ToldMesh:
             f"{job}/stragglers": lambda *_: self.stragglers(),
             f"{job}/transfers": lambda *_: {"transfers": self.transfers},
             f"{job}/failures": lambda *_: {"failures": self.failures},
-            f"{job}/events": lambda *_: {"events": self.events[-200:]},
+            f"{job}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log())),
+            job: lambda *_: {"policy": self.policy},
         }
         routes = [Route("GET", path, answer(make), Access.READ) for path, make in answers.items()]
         routes += [
             *dashboard_page.routes(),
             Route("GET", "/v1/stream", self._stream, Access.READ),
             Route("POST", f"{job}/replicas/{{name}}/{{action}}", order, Access.ADMIN),
+            Route("POST", f"{job}/{{action}}", order, Access.ADMIN),
+            Route("PATCH", job, order, Access.ADMIN),
         ]
         return Service("metrics", routes, lifespan=self._lifespan)
 

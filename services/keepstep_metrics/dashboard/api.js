@@ -35,9 +35,9 @@ export class Api {
     return this.json(`${path}?${new URLSearchParams(given)}`, {}, signal);
   }
 
-  post(path, body) {
+  post(path, body, method = "POST") {
     const headers = { "Content-Type": "application/json" };
-    return this.json(path, { method: "POST", headers, body: JSON.stringify(body) });
+    return this.json(path, { method, headers, body: JSON.stringify(body) });
   }
 
   async json(path, options, signal) {

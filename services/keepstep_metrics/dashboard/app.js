@@ -4,6 +4,7 @@ import { Api, ApiError } from "./api.js";
 import { ClusterPage } from "./cluster.js";
 import { el, Rows, say } from "./dom.js";
 import { JobPage } from "./job.js";
+import { askPolicy } from "./policy.js";
 import { byStableNames, clock } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
@@ -16,6 +17,16 @@ const ORDERS = {
     what: "The group finishes its step and leaves. No step is lost; the other groups continue.",
     done: "is draining",
   },
+  readmit: {
+    title: "Readmit",
+    what: "Bans and evictions of this name are lifted: the group may join again.",
+    done: "may join again",
+  },
+  verify: {
+    title: "Verify",
+    what: "All groups compare their weights at the next step. An event tells the result.",
+    done: "is ordered",
+  },
   evict: {
     title: "Evict",
     what:
@@ -23,6 +34,8 @@ const ORDERS = {
     done: "was evicted",
   },
 };
+
+const REASONED = ["drain", "evict"];
 
 const api = new Api(askToken, show);
 let page = null;
@@ -101,12 +114,15 @@ function live(yes, pause, why) {
 }
 
 async function order(job, action, name) {
+  const path = `v1/jobs/${encodeURIComponent(job)}`;
+  if (action === "policy") return changePolicy(path);
   const { title, what, done } = ORDERS[action];
   const mine = ++orders;
   const dialog = byId("order");
-  say(byId("order-title"), `${title} ${name}?`);
+  say(byId("order-title"), `${title} ${name || job}?`);
   say(byId("order-what"), what);
-  say(byId("order-yes"), `${title} ${name}`);
+  say(byId("order-yes"), `${title} ${name || job}`);
+  byId("order-reason").parentElement.hidden = !REASONED.includes(action);
   byId("order-reason").value = "";
   dialog.returnValue = "no";
   dialog.showModal();
@@ -120,12 +136,23 @@ async function order(job, action, name) {
   if (mine !== orders || dialog.returnValue !== "yes") return;
   try {
     const reason = byId("order-reason").value.trim() || "from the dashboard";
-    const answer = await api.post(`v1/jobs/${encodeURIComponent(job)}/replicas/${encodeURIComponent(name)}/${action}`, {
-      reason,
-    });
-    toast(byStableNames(answer.sentence || `${name} ${done}`));
+    const place = name ? `${path}/replicas/${encodeURIComponent(name)}` : path;
+    const answer = await api.post(`${place}/${action}`, REASONED.includes(action) ? { reason } : {});
+    toast(byStableNames(answer.sentence || `${name || title} ${done}`));
   } catch (error) {
-    toast(`${title} ${name}: ${error.message}`);
+    toast(`${title} ${name || job}: ${error.message}`);
+  }
+}
+
+async function changePolicy(path) {
+  try {
+    const { policy } = await api.get(path);
+    const changes = await askPolicy(byId("policy"), policy);
+    if (!changes) return;
+    await api.post(path, changes, "PATCH");
+    toast(`Policy: ${Object.entries(changes).map(([name, value]) => `${name} is ${value}`).join(", ")}`);
+  } catch (error) {
+    toast(`Policy: ${error.message}`);
   }
 }
 
@@ -144,8 +171,9 @@ async function show() {
   live(false, 0);
   let known = [];
   try {
-    const [{ role }, found] = await Promise.all([api.get("v1/whoami"), jobs()]);
+    const [{ role, token }, found] = await Promise.all([api.get("v1/whoami"), jobs()]);
     document.body.dataset.role = role;
+    byId("sign").hidden = !token; // without tokens the service answers everyone
     known = found;
   } catch (error) {
     tell(error);

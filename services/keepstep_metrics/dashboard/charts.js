@@ -1,23 +1,59 @@
-// Charts over time, drawn by uPlot. The charts of a page share range and cursor.
+// Charts drawn by uPlot. The charts of a page share range, cursor and marks with the timeline.
 
-import { colour, rem } from "./timeline.js";
-import { el } from "./dom.js";
-import { clock } from "./words.js";
+import { colour, rem, roundTimes, timeText } from "./timeline.js";
+import { el, say } from "./dom.js";
+import { paintMarks } from "./marks.js";
+import { limits, newest } from "./scales.js";
+import { clock, number, plural } from "./words.js";
 
-const HEIGHT = 12; // rem
+const HEIGHT = 7.5; // rem
+const AXIS = 1.6; // rem
+const RIGHT = 6; // px
 const LINES = [
   { stroke: "--line-1" },
   { stroke: "--line-2", dash: [8, 4] },
   { stroke: "--line-3", dash: [2, 3] },
   { stroke: "--line-4", dash: [10, 3, 2, 3] },
 ];
-const RATIO = 0.92;
+const GROUPS = [0, 1, 2, 3, 4, 5, 6, 7, 8].map((i) => ({ stroke: `--line-${i}` })); // the mean, then the groups
 
 export class Chart {
-  /** `names`: of the lines; `format(value)`: for axis and legend; `range()` returns {since, until}; `zoom`: as in Timeline. */
-  constructor(title, names, format, { range, zoom }) {
+  /**
+   * `format(value)`: for axis and legend; `axis`: whether it shows the times; `fromZero`: the axis starts at zero.
+   * `range()` returns {since, until}; `zoom`: as in Timeline; `gutter()`: px at the left, as in the timeline.
+   */
+  constructor(title, format, { range, zoom, gutter, width, axis = false, fromZero = true, groups = false }) {
+    Object.assign(this, { format, range, zoom, gutter, width, axis, fromZero });
+    this.lines = groups ? GROUPS : LINES;
+    this.note = el("span", { class: "dim" });
+    this.buttons = el("span");
     this.body = el("div", { class: "chart" });
-    this.node = el("figure", {}, el("figcaption", {}, title), this.body);
+    this.node = el("figure", {}, el("figcaption", {}, el("b", {}, title), " ", this.note, this.buttons), this.body);
+    this.names = null;
+    this.marks = [];
+    new ResizeObserver(() => this.plot && this.resize()).observe(this.body);
+  }
+
+  /** `x`: Unix seconds, or steps with `steps`; `lines`: {name: values}; `marks`: [{t, kind}]. */
+  show(x, lines, marks, steps = false) {
+    const names = Object.keys(lines);
+    const columns = Object.values(lines);
+    this.marks = marks;
+    this.limits = limits(columns, this.fromZero);
+    this.extent = [x[0] ?? 0, x.at(-1) ?? 1];
+    const { clipped, highest, high } = this.limits;
+    say(
+      this.note,
+      clipped ? `${plural(clipped, "value")} above ${this.format(high)}, the highest ${this.format(highest)}` : "",
+    );
+    if (!this.names || this.steps !== steps || this.names.join("\n") !== names.join("\n")) this.build(names, steps);
+    this.plot.setData([x, ...columns]);
+  }
+
+  build(names, steps) {
+    this.plot?.destroy();
+    Object.assign(this, { names, steps });
+    const shown = this.axis || steps;
     const axis = {
       stroke: () => colour("--dim"),
       grid: { stroke: () => colour("--line"), width: 1 },
@@ -26,72 +62,87 @@ export class Chart {
     };
     this.plot = new uPlot(
       {
-        width: 300,
-        height: HEIGHT * rem(),
-        cursor: { sync: { key: "keepstep" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
-        scales: { x: { time: true, range: () => [range().since, range().until] }, y: { range: near } },
+        ...this.size(),
+        padding: [6, RIGHT, shown ? 0 : 6, 0],
+        cursor: {
+          sync: { key: steps ? null : "keepstep" },
+          drag: { x: !steps, y: false, setScale: false },
+          points: { size: 6 },
+        },
+        scales: {
+          x: { time: !steps, range: () => (steps ? this.extent : [this.range().since, this.range().until]) },
+          y: { range: () => [this.limits.low, this.limits.high] },
+        },
         axes: [
           {
             ...axis,
-            values: [[3600, "{HH}:{mm}"], [60, "{HH}:{mm}"], [1, "{HH}:{mm}:{ss}"]].map((
-              [step, text],
-            ) => [step, text, null, null, null, null, null, null, 1]),
+            size: shown ? AXIS * rem() : 0,
+            ticks: { ...axis.ticks, show: shown },
+            ...(steps ? {} : { splits: (plot, _, since, until) => roundTimes(since, until, plot.over.clientWidth) }),
+            values: (_, ticks) => ticks.map(steps ? number : (t) => (shown ? timeText(t) : "")),
           },
-          { ...axis, size: 4.4 * rem(), values: (_, ticks) => ticks.map(format) },
+          { ...axis, size: () => this.gutter(), space: 28, values: (_, ticks) => ticks.map(this.format) },
         ],
         series: [
-          { label: "time", value: (_, t) => clock(t) },
+          { label: steps ? "step" : "time", value: (plot, t) => this.xText(t ?? newest(plot.data[0])) },
           ...names.map((label, i) => ({
-            ...LINES[i],
+            ...this.lines[i % this.lines.length],
             label,
-            width: 1.8,
-            stroke: () => colour(LINES[i].stroke),
+            width: i ? 1.3 : 1.9,
+            stroke: () => colour(this.lines[i % this.lines.length].stroke),
             points: { show: alone },
-            value: (_, v) => format(v),
+            value: (plot, value, series, index) => this.format(index == null ? newest(plot.data[series]) : value),
           })),
         ],
-        hooks: {
-          setSelect: [
-            (plot) => {
-              const { left, width } = plot.select;
-              if (width > 4) zoom({ since: plot.posToVal(left, "x"), until: plot.posToVal(left + width, "x") });
-              plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-            },
-          ],
-        },
+        hooks: { setSelect: [(plot) => this.selected(plot)], draw: [(plot) => this.paintMarks(plot)] },
       },
       [[], ...names.map(() => [])],
       this.body,
     );
-    this.plot.over.addEventListener("dblclick", () => zoom(null));
-    this.names = names;
-    new ResizeObserver(([{ contentRect }]) => {
-      if (contentRect.width) this.plot.setSize({ width: Math.floor(contentRect.width), height: HEIGHT * rem() });
-    }).observe(this.body);
+    this.plot.over.addEventListener("dblclick", () => this.zoom(null));
   }
 
-  /** Columns: Unix seconds, and one list per line, in the order of `names`. */
-  show(t, ...columns) {
-    this.plot.setData([t, ...columns.map((one) => one ?? t.map(() => null))]);
+  xText(x) {
+    return x == null ? "–" : this.steps ? number(x) : clock(x);
+  }
+
+  size() {
+    return { width: Math.max(100, Math.floor(this.width())) || 300, height: Math.round(HEIGHT * rem()) };
+  }
+
+  resize() {
+    const size = this.size();
+    if (size.width !== this.plot.width) this.plot.setSize(size);
+  }
+
+  selected(plot) {
+    const { left, width } = plot.select;
+    if (width > 4) this.zoom({ since: plot.posToVal(left, "x"), until: plot.posToVal(left + width, "x") });
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  paintMarks(plot) {
+    const { left, top, width, height } = plot.bbox;
+    paintMarks(plot.ctx, this.marks, (t) => plot.valToPos(t, "x", true), {
+      from: left,
+      to: left + width,
+      top,
+      bottom: top + height,
+      scale: devicePixelRatio || 1,
+    });
   }
 
   /** Removes the chart from the shared cursor, which would keep it alive. */
   close() {
-    this.plot.destroy();
-  }
-
-  /** Renames a line; a line without a name is not in the legend. */
-  rename(index, label) {
-    const cell = this.plot.root.querySelectorAll(".u-legend .u-label")[index + 1];
-    cell.textContent = label ?? "";
-    cell.closest(".u-series").hidden = !label;
+    this.plot?.destroy();
   }
 
   /** Redraws in the current colours. */
   repaint() {
+    if (!this.plot) return;
     this.plot.redraw(false);
     for (const [i, marker] of [...this.plot.root.querySelectorAll(".u-marker")].entries()) {
-      if (i) marker.style.borderColor = colour(LINES[i - 1].stroke);
+      if (i) marker.style.borderColor = colour(this.lines[(i - 1) % this.lines.length].stroke);
     }
   }
 }
@@ -100,11 +151,4 @@ export class Chart {
 function alone(plot, series) {
   const values = plot.data[series];
   return values.filter((value) => value != null).length < 3;
-}
-
-/** Starts the axis at zero, unless all values are close together and far from zero. */
-function near(_, low, high) {
-  if (low == null) return [0, 1];
-  const from = low > 0 && low / high > RATIO ? low - (high - low || low) * 0.2 : Math.min(0, low);
-  return [from, high + (high - from || 1) * 0.1];
 }

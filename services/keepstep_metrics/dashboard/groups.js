@@ -3,10 +3,18 @@
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
 import { age, byName, bytes, clock, duration, number, percent, stateName, STATES } from "./words.js";
 
-const COLUMNS = [["group", "name"], ["state", ""], ["for", "num"], ["step", "num wide"], ["step time", "num wide"], [
-  "loss",
-  "num wide",
-], ["", "orders"]];
+const COLUMNS = [
+  ["group", "name"],
+  ["state", ""],
+  ["for", "num"],
+  ["step", "num"],
+  ["own time", "num"],
+  ["loss", "num"],
+  ["restarts", "num"],
+  ["host", ""],
+  ["last error", "error"],
+  ["", "orders"],
+];
 
 export class Groups {
   /** `order(action, name)`; `pick(name)`. */
@@ -23,7 +31,11 @@ export class Groups {
     this.counts = new Rows(this.chips, (state) => this.chip(state));
     const { body, box } = table("Groups", COLUMNS);
     this.rows = new Rows(body, (name) => this.row(name), "no matching group");
-    this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box);
+    box.classList.add("stacked");
+    this.out = el("ul", { class: "chips", "aria-label": "Groups that are kept out" });
+    this.kept = new Rows(this.out, (name) => this.keptOut(name), "");
+    this.node = panel("Groups", el("div", { class: "bar" }, this.chips, this.filter), box, this.out);
+    this.node.classList.add("full", "groups");
   }
 
   chip(state) {
@@ -39,9 +51,9 @@ export class Groups {
     const straggler = el("span", {
       class: "badge",
       hidden: true,
-      title: "its steps take much longer than the other groups' steps",
+      title: "its own part of a step takes much longer than that of the other groups: they wait for it",
     }, "straggler");
-    const cells = COLUMNS.slice(2, 6).map(([, kind]) => el("td", { class: kind }));
+    const cells = COLUMNS.slice(2, -1).map(([head, kind]) => el("td", { class: kind, "data-head": head }));
     const button = (action) =>
       el("button", {
         type: "button",
@@ -57,7 +69,7 @@ export class Groups {
         { scope: "row", class: "name" },
         el(
           "button",
-          { type: "button", class: "link", title: "show its step time", onclick: () => this.pick(name) },
+          { type: "button", class: "link", title: "show its own lines", onclick: () => this.pick(name) },
           name,
         ),
         " ",
@@ -70,22 +82,40 @@ export class Groups {
     return {
       node,
       update: (group) => {
-        say(state, stateName(group.state));
-        state.className = `state ${Object.hasOwn(STATES, group.state) ? group.state : ""}`;
+        const slow = group.straggler && group.state !== "lost";
+        const waits = !slow && this.now.blame && group.state === "waiting_quorum";
+        say(state, slow ? "slow" : waits ? `waiting for ${this.now.blame.slow[0]}` : stateName(group.state));
+        state.className = `state ${slow ? "slow" : Object.hasOwn(STATES, group.state) ? group.state : ""}`;
         straggler.hidden = !group.straggler;
         const texts = [
           age(this.t - group.since),
           number(group.step),
-          duration(group.step_seconds_p50),
+          duration(group.own_seconds),
           number(group.loss),
+          number(group.restarts),
+          group.host,
+          lastError(group, this.t),
         ];
         cells.forEach((cell, i) => say(cell, texts[i]));
       },
     };
   }
 
+  keptOut(name) {
+    const readmit = () => this.order("readmit", name);
+    const button = el(
+      "button",
+      { type: "button", class: "small", "aria-label": `readmit ${name}`, onclick: readmit },
+      "readmit",
+    );
+    const node = el("li", {}, `${name} is kept out `, el("span", { class: "orders" }, button));
+    return { node, update: () => {} };
+  }
+
   show(now, t) {
     if (!now) return;
+    this.out.hidden = !now.kept_out.length;
+    this.kept.show(now.kept_out, (name) => name);
     this.now = now;
     this.t = t;
     const count = Object.fromEntries(Object.keys(STATES).map((state) => [state, 0]));
@@ -98,6 +128,14 @@ export class Groups {
     const shown = now.groups.filter((one) => `${one.name} ${stateName(one.state)}`.toLowerCase().includes(wanted));
     this.rows.show(shown.sort((a, b) => byName(a.name, b.name)), (one) => one.name);
   }
+}
+
+/** Returns why a group was lost or failed to heal, and how long ago. */
+function lastError(group, t) {
+  const { error, error_at: at, failed_heals: failed } = group;
+  if (!error) return "";
+  const times = failed > 1 ? ` (${failed} times in a row)` : "";
+  return `${age(t - at)} ago: ${error}${times}`;
 }
 
 const DONE = [

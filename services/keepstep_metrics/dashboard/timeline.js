@@ -1,12 +1,15 @@
 // The timeline of all groups on one canvas. Only visible rows are drawn, so 1,000 groups cost as much as 40.
 
 import { el, say } from "./dom.js";
+import { MARKS, paintMarks } from "./marks.js";
 import { clock, duration, percent, stateName, STATES } from "./words.js";
 
+const RIGHT = 6; // px, as in the charts
 const AXIS = 1.7; // rem; a wall screen has a larger one than a phone
 const TALLEST = 1.7;
 const LOWEST = 5; // px of a row
 const WANTED = 0.55; // share of the window for all rows, if they fit
+const LEGEND = { ...STATES, slow: "slow: the others wait for it" };
 const HATCHES = { waiting_quorum: "dots", healing: "up", retrying: "cross", lost: "down", draining: "bars" };
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
 
@@ -16,6 +19,7 @@ export class Timeline {
     this.zoom = zoom;
     this.pick = pick;
     this.groups = [];
+    this.marks = [];
     this.range = { since: 0, until: 1 };
     this.row = -1;
     this.drag = null;
@@ -41,9 +45,13 @@ export class Timeline {
   }
 
   static legend() {
-    const items = Object.entries(STATES).map(([state, name]) => {
+    const items = Object.entries(LEGEND).map(([state, name]) => {
       const swatch = el("canvas", { width: 36, height: 24, "aria-hidden": "true" });
       return { state, swatch, node: el("li", {}, swatch, name) };
+    });
+    const flags = Object.values(MARKS).map((mark) => {
+      const flag = el("i", { class: "flag", "aria-hidden": "true" });
+      return { mark, flag, node: el("li", {}, flag, mark.name) };
     });
     const paint = () => {
       for (const { state, swatch } of items) {
@@ -54,17 +62,23 @@ export class Timeline {
         if (HATCHES[state]) context.fillStyle = hatch(context, HATCHES[state]);
         context.fillRect(0, 0, 18, 12);
       }
+      for (const { mark, flag } of flags) flag.style.borderTopColor = colour(mark.colour);
     };
     paint();
     return {
-      node: el("ul", { class: "legend", "aria-label": "Colours and patterns" }, ...items.map((one) => one.node)),
+      node: el(
+        "ul",
+        { class: "legend", "aria-label": "Colours, patterns and marks" },
+        ...[...items, ...flags].map((one) => one.node),
+      ),
       paint,
     };
   }
 
-  /** `groups`: [{name, spans: [[from, to, state]], shares}]; `range`: {since, until}. */
-  show(groups, range) {
+  /** `groups`: [{name, spans: [[from, to, state]], slow: [[from, to]], shares}]; `marks`: [{t, kind}]. */
+  show(groups, range, marks = []) {
     this.groups = groups;
+    this.marks = marks;
     this.range = range;
     this.draw();
   }
@@ -106,13 +120,14 @@ export class Timeline {
     const letters = Math.round(0.76 * rem());
     context.font = `${letters}px system-ui, sans-serif`;
     context.textBaseline = "middle";
-    const fills = Object.fromEntries(Object.keys(STATES).map((state) => [state, colour(`--${state}`)]));
+    const fills = Object.fromEntries(Object.keys(LEGEND).map((state) => [state, colour(`--${state}`)]));
     const hatches = Object.fromEntries(Object.entries(HATCHES).map(([state, kind]) => [state, hatch(context, kind)]));
     const ink = {
       text: colour("--text"),
       dim: colour("--dim"),
       line: colour("--line"),
       on: colour("--on-state"),
+      onWaiting: colour("--on-waiting"),
       row: colour("--hover"),
     };
     this.paintTimes(ink.line, (at) => context.fillRect(at, axis - 4, 1, height));
@@ -125,7 +140,7 @@ export class Timeline {
         context.fillStyle = ink.row;
         context.fillRect(0, top, width, tall);
       }
-      this.paintRow(this.groups[index], top, width, fills, hatches, ink.on);
+      this.paintRow(this.groups[index], top, width, fills, hatches, ink);
       if (index % every === 0 || index === this.row) {
         context.fillStyle = index === this.row ? ink.text : ink.dim;
         context.fillText(
@@ -135,6 +150,12 @@ export class Timeline {
         );
       }
     }
+    paintMarks(context, this.marks, (t) => this.xOf(t), {
+      from: this.gutter,
+      to: width,
+      top: axis - 4,
+      bottom: height,
+    });
     context.fillStyle = colour("--panel");
     context.fillRect(0, 0, width, axis - 4); // over scrolled rows
     context.textAlign = "center";
@@ -150,11 +171,17 @@ export class Timeline {
     }
   }
 
-  paintRow({ spans }, top, width, fills, hatches, on) {
+  /** Position of a time; the right margin is that of the charts. */
+  xOf(t) {
+    const { since, until } = this.range;
+    return this.gutter + ((t - since) / (until - since)) * (this.host.clientWidth - RIGHT - this.gutter);
+  }
+
+  paintRow({ spans, slow = [] }, top, width, fills, hatches, ink) {
     const { context, tall } = this;
     const { since, until } = this.range;
     const thick = tall > 8 ? tall - 3 : tall - 1;
-    const x = (t) => this.gutter + ((t - since) / (until - since)) * (width - this.gutter);
+    const x = (t) => this.xOf(t);
     for (const [from, to, state] of spans) {
       if (to < since || from > until) continue;
       const left = Math.max(this.gutter, x(from));
@@ -172,29 +199,34 @@ export class Timeline {
         if (long + 12 > wide) continue;
         context.fillStyle = fills[state];
         context.fillRect(left + 3, top + 2, long + 6, thick - 4); // no pattern behind text
-        context.fillStyle = on;
+        context.fillStyle = state === "waiting_quorum" ? ink.onWaiting : ink.on;
         context.fillText(name, left + 6, top + thick / 2 + 0.5);
       }
+    }
+    context.fillStyle = fills.slow;
+    for (const [from, to] of slow) {
+      const left = Math.max(this.gutter, x(from));
+      const wide = Math.max(2, Math.min(width, x(to)) - left);
+      if (to < since || from > until) continue;
+      context.fillRect(left, top, wide, thick);
+      context.fillStyle = ink.on;
+      if (tall >= 1.1 * rem() && wide > 40) context.fillText("slow", left + 6, top + thick / 2 + 0.5);
+      context.fillStyle = fills.slow;
     }
   }
 
   /** Calls `paint(x, text)` at every round time of the range. */
   paintTimes(ink, paint) {
-    const { gutter, context } = this;
-    const width = this.host.clientWidth - gutter;
     const { since, until } = this.range;
-    const most = Math.max(2, width / (6 * rem()));
-    const step = STEPS.find((one) => (until - since) / one <= most) ?? STEPS.at(-1);
-    const offset = new Date(since * 1000).getTimezoneOffset() * 60; // ticks at full hours of local time
-    context.fillStyle = ink;
-    for (let t = Math.ceil((since - offset) / step) * step + offset; t <= until; t += step) {
-      paint(gutter + ((t - since) / (until - since)) * width, step < 60 ? clock(t) : clock(t).replace(/:\d\d$/, ""));
+    this.context.fillStyle = ink;
+    for (const t of roundTimes(since, until, this.host.clientWidth - RIGHT - this.gutter)) {
+      paint(this.xOf(t), timeText(t));
     }
   }
 
   timeAt(x) {
     const { since, until } = this.range;
-    return since + (Math.max(0, x - this.gutter) / (this.host.clientWidth - this.gutter)) * (until - since);
+    return since + (Math.max(0, x - this.gutter) / (this.host.clientWidth - RIGHT - this.gutter)) * (until - since);
   }
 
   listen() {
@@ -299,9 +331,22 @@ export class Timeline {
   }
 
   idle() {
-    say(this.told, "Drag to zoom in, double-click for live. Click a group to show its step time.");
+    say(this.told, "Drag to zoom in, double-click for live. Click a group to show its own lines.");
   }
 }
+
+/** Returns round times of a range that is `width` px wide, as the timeline and the charts show them. */
+export function roundTimes(since, until, width) {
+  const most = Math.max(2, width / (6 * rem()));
+  const step = STEPS.find((one) => (until - since) / one <= most) ?? STEPS.at(-1);
+  const offset = new Date(since * 1000).getTimezoneOffset() * 60; // full hours of local time
+  const times = [];
+  for (let t = Math.ceil((since - offset) / step) * step + offset; t <= until; t += step) times.push(t);
+  return times;
+}
+
+/** Formats a round time, without its seconds if they are 0. */
+export const timeText = (t) => (t % 60 ? clock(t) : clock(t).replace(/:\d\d$/, ""));
 
 /** Returns a colour of the current theme. */
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -38,6 +38,7 @@ export function clock(t) {
 /** Formats a duration: 12 ms, 3.4 s, 5 min 2 s, 3 h 4 min. */
 export function duration(seconds) {
   if (seconds == null) return "–";
+  if (seconds > 0 && seconds < 0.00095) return `${Number((seconds * 1000).toPrecision(2))} ms`;
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 59.95) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
   const whole = Math.round(seconds);

@@ -24,12 +24,26 @@ PARTS = (*HEALS, "readmitted")
 RANKS = {
     kind: rank
     for rank, kind in enumerate(
-        ("quorum", "suspect", "heal_began", "joined", "moved", "left", "readmitted", "drain", "healed", *FAILED_HEALS)
+        (
+            "quorum",
+            "round_broken",
+            "suspect",
+            "heal_began",
+            "joined",
+            "moved",
+            "left",
+            "readmitted",
+            "drain",
+            "healed",
+            *FAILED_HEALS,
+        )
     )
 }
 """Events by how little they say; ``evicted``, ``failed`` and ``lost`` say more than these."""
-HEAL_AFTER_SECONDS = 60.0
-"""A heal that begins this long after the group is in the quorum again belongs to its return."""
+AFTERMATH_SECONDS = 10.0
+"""A round that breaks so soon after a loss broke because of it."""
+QUIET_SECONDS = 60.0
+"""An incident of a group that is back is over when nothing happened to the group for this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +79,17 @@ class _Incident:
         """Whether the group has ended and has not joined since."""
         return next((one.event in ENDS for one in reversed(self.events) if one.event in (*ENDS, "joined")), False)
 
+    def is_fresh(self, event: Event) -> bool:
+        """Whether the group was lost shortly before ``event``."""
+        return self.away and event.t - self.last.t < AFTERMATH_SECONDS
+
     def is_over(self, event: Event) -> bool:
         """Return whether ``event`` of the same group does not belong here any more."""
         if self.away or self.last.event in ("suspect", "drain"):
             return False
-        if event.event in PARTS:
-            return self.last.event == "healed" or event.t - self.last.t > HEAL_AFTER_SECONDS
-        return self.last.event in ("quorum", "healed")
+        if self.last.event == "healed" or event.t - self.last.t > QUIET_SECONDS:
+            return True
+        return event.event not in PARTS and self.last.event == "quorum"
 
 
 def fold(events: Iterable[Event]) -> list[Incident]:
@@ -96,6 +114,8 @@ def fold(events: Iterable[Event]) -> list[Incident]:
                 if one.last is not event:
                     one.events.append(event)
             members = now
+        elif event.event == "round_broken" and (away := [one for one in latest.values() if one.is_fresh(event)]):
+            away[-1].events.append(event)
         elif event.event not in (*BEGINS, *PARTS) or not event.name:
             add(event.name, event)
         elif known is not None and not known.is_over(event):
@@ -138,6 +158,7 @@ def _what_followed(name: str, chief: Event, events: list[Event]) -> Iterable[str
             "in": f"in the quorum {after}",
             "healed": event.sentence.removeprefix(f"{name} "),
             "suspect": "",
+            "round_broken": "",
             "heal_began": "",
         }.get(kind)
         if kind in FAILED_HEALS:

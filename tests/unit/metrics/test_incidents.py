@@ -65,6 +65,14 @@ def test_a_group_that_has_not_come_back_is_away() -> None:
     assert not any(one.away for one in log.incidents)
 
 
+def test_a_round_that_a_death_breaks_belongs_to_it_and_a_reconnect_of_before_does_not() -> None:
+    log = job_of_three().add(100, "joined", "b").add(300, "lost", "b", reason="killed")
+    log.add(300.1, "round_broken", "a", reason="a did not commit the step").quorum(300.2, 2, "a", "c")
+    incident = log.incidents[-1]
+    assert [event.event for event in incident.events] == ["lost", "round_broken", "quorum"]
+    assert incident.sentence == "b was lost: killed; next quorum after 0.20 s"
+
+
 def test_two_deaths_at_once_are_two_incidents_with_one_quorum() -> None:
     log = job_of_three().add(10, "lost", "b", reason="x").add(10, "lost", "c", reason="x").quorum(10.1, 2, "a")
     last = log.incidents[-2:]
