@@ -94,7 +94,7 @@ async def test_an_admin_drains_and_evicts_real_groups_and_a_worker_may_not(tmp_p
     tokens = tmp_path / "tokens"
     tokens.write_text(f"worker = {WORKER}\nadmin alice = {ADMIN}\n")
     secured = ("--token-file", str(tokens))
-    offered = "[...document.querySelectorAll('.orders button')].filter((one) => one.checkVisibility()).length"
+    offered = "[...document.querySelectorAll('.groups .orders button')].filter((one) => one.checkVisibility()).length"
     events = "document.querySelector('.events').textContent"
 
     async def order(page: Page, action: str, name: str, reason: str) -> None:

@@ -68,7 +68,7 @@ async def test_a_token_that_no_request_can_carry_is_not_taken(tmp_path):
 
 
 async def test_a_token_that_is_taken_back_is_asked_for_again_and_the_new_one_brings_its_role(tmp_path):
-    offered = "[...document.querySelectorAll('.orders button')].filter((one) => one.checkVisibility()).length"
+    offered = "[...document.querySelectorAll('.groups .orders button')].filter((one) => one.checkVisibility()).length"
     async with shown(tmp_path, ToldMesh(2), TOKENS) as (browser, endpoint):
         page = await browser.open(endpoint.url, token=WORKER)
         await page.until(SHOWN)
