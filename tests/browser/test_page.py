@@ -118,7 +118,9 @@ async def test_a_worker_may_look_and_is_offered_no_orders(tmp_path):
     async with shown(tmp_path, ToldMesh(2), Tokens(worker=WORKER, admin=ADMIN)) as (browser, endpoint):
         page = await browser.open(endpoint.url, token=WORKER)
         await page.until(SHOWN)
-        offered = "[...document.querySelectorAll('.groups .orders button')].filter((one) => one.checkVisibility()).length"
+        offered = (
+            "[...document.querySelectorAll('.groups .orders button')].filter((one) => one.checkVisibility()).length"
+        )
         assert await page.run(offered) == 0
         admin = await browser.open(endpoint.url, token=ADMIN)
         await admin.until(f"{SHOWN} && {offered} === 4")

@@ -254,7 +254,7 @@ class ToldMesh:
             f"{job}/stragglers": lambda *_: self.stragglers(),
             f"{job}/transfers": lambda *_: {"transfers": self.transfers},
             f"{job}/failures": lambda *_: {"failures": self.failures},
-            f"{job}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log())),
+            f"{job}/incidents": lambda *_: plain(log_views.incidents(JOB, self.log()[-500:])),
             job: lambda *_: {"policy": self.policy},
         }
         routes = [Route("GET", path, answer(make), Access.READ) for path, make in answers.items()]
