@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SEEDS ?= 1000
 TESTS ?= tests
-PROCESSES ?= 2
+PROCESSES ?= 3
+# The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test coverage lint reference bench simulate mutants faults clean
 .DEFAULT_GOAL := help
@@ -27,7 +29,7 @@ setup: $(STAMP) ## everything into .venv
 demo: $(STAMP) ## a real training job survives kills, with a live view
 	@$(BIN)/keepstep demo $(DEMO)
 
-test: $(STAMP) ## all tests, in two processes: make test TESTS=tests/unit PROCESSES=1
+test: $(STAMP) ## all tests, in three processes: make test TESTS=tests/unit PROCESSES=1
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 coverage: $(STAMP) ## lines that the tests run, subprocesses too: make coverage TESTS="tests/unit tests/services/cli"

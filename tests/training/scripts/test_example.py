@@ -64,27 +64,16 @@ def committed_steps(folder: Path) -> list[int]:
     return [entry["step"] for entry in entries if entry["event"] == "committed"]
 
 
-def test_the_example_learns_and_all_groups_end_with_the_same_weights(trainings, tmp_path: Path) -> None:
-    run = trainings(2, "--steps", "200")
-    assert run.wait() == 0, "\n".join(run.lines)
-    assert len(run.weights()) == 2
-    assert len(set(run.weights())) == 1
-    assert not [line for line in run.lines if "restart" in line or "terminate" in line]
-    accuracy = max(float(match[1]) for line in run.lines if (match := re.search(r"test accuracy (\S+)", line)))
-    assert accuracy > 0.8
-    assert max(committed_steps(tmp_path)) == 200
-
-
-def test_the_shortest_run_has_all_groups_from_its_first_step(trainings) -> None:
-    run = trainings(3, "--steps", "3")
-    assert run.wait() == 0, "\n".join(run.lines)
-    assert len(run.weights()) == 3
-    assert len(set(run.weights())) == 1
-
-
-def test_the_example_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> None:
+def test_the_example_learns_and_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> None:
+    """It takes long because groups start four times, and each imports torch."""
     first = trainings(2, "--steps", "200", "--checkpoints", "saved")
     assert first.wait() == 0, "\n".join(first.lines)
+    assert len(first.weights()) == 2
+    assert len(set(first.weights())) == 1
+    assert not [line for line in first.lines if "restart" in line or "terminate" in line]
+    accuracy = max(float(match[1]) for line in first.lines if (match := re.search(r"test accuracy (\S+)", line)))
+    assert accuracy > 0.8
+    assert max(committed_steps(tmp_path)) == 200
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["group-0.pt", "group-1.pt"]
     (tmp_path / "steps.jsonl").unlink()
     second = trainings(2, "--steps", "230", "--checkpoints", "saved")
@@ -94,7 +83,16 @@ def test_the_example_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> 
     assert set(second.weights()) != set(first.weights())
 
 
+def test_the_shortest_run_has_all_groups_from_its_first_step(trainings) -> None:
+    """It takes long because each group imports torch."""
+    run = trainings(2, "--steps", "3")
+    assert run.wait() == 0, "\n".join(run.lines)
+    assert len(run.weights()) == 2
+    assert len(set(run.weights())) == 1
+
+
 def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) -> None:
+    """It takes long because each group imports torch."""
     run = trainings(2, "--steps", "1000000000")
     run.wait_for(r"\[r\d/0\] step 10 ")
     run.process.send_signal(signal.SIGTERM)
@@ -103,6 +101,7 @@ def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) 
 
 
 def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
+    """It takes long because each trainer of the demo imports torch, and trains for a while between the kills."""
     command = [sys.executable, "-m", "keepstep_cli", "demo", "--short", "--summary", "summary.json", "--seconds", "200"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
