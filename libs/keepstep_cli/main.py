@@ -12,6 +12,7 @@ from keepstep_cli.commands.check_history import check_history
 from keepstep_cli.commands.checkpoint import checkpoint
 from keepstep_cli.commands.completion import completion
 from keepstep_cli.commands.demo import demo
+from keepstep_cli.commands.doctor_command import doctor
 from keepstep_cli.commands.metrics_command import metrics
 from keepstep_cli.commands.relay_command import relay
 from keepstep_cli.commands.restart import restart
@@ -49,6 +50,7 @@ for command in (
     restart,
     demo,
     *admin.COMMANDS,
+    doctor,
     checkpoint,
     check_history,
     completion,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -248,7 +249,7 @@ def all_routes(service: Service, not_ready: Callable[[], str | None] = lambda: N
     """Return all routes of a service with the access that each requires. ``not_ready``: as in ``Service``."""
 
     async def healthz(_request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "service": service.name})
+        return web.json_response({"status": "ok", "service": service.name, "time": time.time()})
 
     async def readyz(_request: web.Request) -> web.Response:
         reason = not_ready()

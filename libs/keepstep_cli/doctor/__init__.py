@@ -1,0 +1,1 @@
+"""Check a mesh from this machine: probes ask, findings judge."""

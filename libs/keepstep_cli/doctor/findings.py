@@ -1,0 +1,147 @@
+"""Judge the measurements of ``keepstep doctor``. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep_cli.asking.units import seconds_text
+
+WARN_CLOCK_SECONDS = 0.1
+FAIL_CLOCK_SECONDS = 5.0
+"""Beyond this, bans and the times of events are wrong for people. No decision on a quorum depends on clocks."""
+WARN_ROUND_TRIP_SECONDS = 0.05
+FEW_OPEN_FILES = 4096
+LARGEST_MTU = 9216
+"""Of networks between machines; loopback has a larger one."""
+
+
+class Verdict(enum.Enum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The answers of one service, or why it gave none."""
+
+    kind: str
+    """``lighthouse``, ``relay`` or ``metrics``."""
+    address: str
+    problem: str = ""
+    """Why it did not answer; empty: it did."""
+    answers_as: str = ""
+    """Kind that it reports."""
+    round_trip: float = 0.0
+    clock_offset: float | None = None
+    """Its clock minus ours, seconds; None: an older release, which does not tell its time."""
+    large_problem: str = ""
+    """Why a request of several packets of full size got no answer; empty: it got one."""
+    mtu: int | None = None
+    """Of the route to it, in bytes; None: unknown."""
+
+
+def of_service(probe: Probe) -> list[Finding]:
+    name = f"{probe.kind} {probe.address}"
+    if probe.problem:
+        advice = "start it, open its port in the firewall, or correct its --advertise address"
+        return [Finding(name, Verdict.FAIL, probe.problem, advice)]
+    if probe.answers_as != probe.kind:
+        found = f"another service answers: {probe.answers_as or 'none of keepstep'}"
+        return [Finding(name, Verdict.FAIL, found, "correct the address")]
+    slow = probe.round_trip > WARN_ROUND_TRIP_SECONDS
+    trip = f"answers in {seconds_text(probe.round_trip)}"
+    advice = "each step waits for the lighthouse: place it near the groups" if slow else ""
+    findings = [Finding(name, Verdict.WARN if slow else Verdict.OK, trip, advice)]
+    if probe.large_problem:
+        advice = "packets of full size are lost on the way: set one MTU on all interfaces, and allow ICMP"
+        findings.append(Finding(f"large packets to {probe.address}", Verdict.FAIL, probe.large_problem, advice))
+    return [*findings, *of_clock(probe)]
+
+
+def of_clock(probe: Probe) -> list[Finding]:
+    if probe.clock_offset is None:
+        return []
+    offset = abs(probe.clock_offset)
+    direction = "ahead of" if probe.clock_offset > 0 else "behind"
+    check = f"clock of {probe.address}"
+    if offset <= max(WARN_CLOCK_SECONDS, probe.round_trip):
+        return [Finding(check, Verdict.OK, f"within {seconds_text(max(offset, probe.round_trip / 2))}")]
+    verdict = Verdict.FAIL if offset > FAIL_CLOCK_SECONDS else Verdict.WARN
+    found = f"{seconds_text(offset)} {direction} this machine"
+    return [Finding(check, verdict, found, "run NTP or chrony on both machines; times in events are wrong")]
+
+
+def of_mtus(mtus: Mapping[str, int]) -> list[Finding]:
+    """``mtus``: MTU of the route to each address. Routes within this machine are left out."""
+    values = sorted({mtu for mtu in mtus.values() if mtu <= LARGEST_MTU})
+    if not values:
+        return []
+    found = ", ".join(f"{value} bytes" for value in values)
+    if len(values) == 1:
+        return [Finding("MTU of routes", Verdict.OK, found)]
+    which = "; ".join(f"{value}: {', '.join(a for a, mtu in mtus.items() if mtu == value)}" for value in values)
+    return [Finding("MTU of routes", Verdict.WARN, which, "set one MTU on all interfaces between the machines")]
+
+
+def of_port(port: int, usual: str, answers_as: str, *, in_use: bool) -> Finding:
+    """``answers_as``: kind of the keepstep service on the port of this machine; empty: none."""
+    check = f"port {port} of this machine ({usual})"
+    if not in_use:
+        return Finding(check, Verdict.OK, "free")
+    if answers_as == usual:
+        return Finding(check, Verdict.OK, f"a {usual} listens")
+    by = f"a {answers_as} of keepstep" if answers_as else "another program"
+    return Finding(check, Verdict.WARN, f"in use by {by}", f"start the {usual} with another --bind")
+
+
+def of_groups(replicas: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str]) -> list[Finding]:
+    """``unreachable``: why the group server at an address does not accept a connection."""
+    here = [one for one in replicas if one["state"] != "gone" and one["address"]]
+    findings = []
+    for one in here:
+        if why := unreachable.get(one["address"]):
+            advice = "groups connect to each other on every port: open the firewall, or set the Manager's hostname"
+            findings.append(Finding(f"group {one['name']} at {one['address']}", Verdict.FAIL, why, advice))
+    if here and not findings:
+        findings.append(Finding("groups", Verdict.OK, f"all {len(here)} accept connections from this machine"))
+    return findings
+
+
+def of_versions(replicas: Sequence[Mapping[str, Any]], here: str) -> list[Finding]:
+    """``here``: versions of this machine, as groups report theirs."""
+    known = {str(one["runtime"]) for one in replicas if one["state"] != "gone" and one.get("runtime")}
+    shown = f"this machine: {here}"
+    if len(known) > 1:
+        advice = "install the same versions everywhere; `keepstep replicas -o wide` shows them"
+        return [Finding("versions", Verdict.WARN, f"groups differ: {'; '.join(sorted(known))}", advice)]
+    if known and here not in known:
+        return [Finding("versions", Verdict.WARN, f"groups: {known.pop()}; {shown}", "install the same versions")]
+    return [Finding("versions", Verdict.OK, shown)]
+
+
+def of_machine(open_files: int, address: str) -> list[Finding]:
+    """``address``: the one under which other machines reach this one."""
+    findings = []
+    if open_files < FEW_OPEN_FILES:
+        advice = "raise it with ulimit -n: Gloo needs a file for each other group"
+        findings.append(Finding("open files", Verdict.WARN, f"limit {open_files}", advice))
+    else:
+        findings.append(Finding("open files", Verdict.OK, f"limit {open_files}"))
+    if address.startswith("127."):
+        advice = "this machine has no route to others; a job on several machines needs one"
+        findings.append(Finding("own address", Verdict.WARN, address, advice))
+    else:
+        findings.append(Finding("own address", Verdict.OK, address))
+    return findings
