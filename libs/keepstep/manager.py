@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -344,7 +345,7 @@ class Manager:
         """
         context = self._context
         context.raise_fatal()
-        self.script_checker.quorum_requested()
+        self.script_checker.quorum_requested(time.monotonic())
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)
         if self._attempt is not None and not self._attempt.done:
@@ -457,8 +458,12 @@ class Manager:
         self._context.raise_fatal()
         committed = attempt.conclude(timeout or self._settings.timeout)
         if committed:
-            _, groups = self._latest_participation()
-            self.script_checker.committed(groups, attempt.collectives, synchronized=attempt.synchronized)
+            self.script_checker.committed(
+                *(self.current_step(), time.monotonic()),
+                groups=self._latest_participation()[1],
+                collectives=attempt.collectives,
+                synchronized=attempt.synchronized,
+            )
         failures, limit = self._context.progress.commit_failures, self._settings.max_retries
         if not committed and limit is not None and failures > limit:
             raise RuntimeError(f"{failures} steps in a row failed (max_retries={limit}); the last one: {attempt.error}")

@@ -15,6 +15,10 @@ MAX_NAMED = 3
 """Parameters that a warning names."""
 
 
+LONG_PAUSE_SECONDS = 5.0
+"""A group that spent less between two steps was left behind for another reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mistake:
     name: str
@@ -82,6 +86,22 @@ def in_ranks(*, ranks: int, sharded: bool) -> Mistake | None:
         f"rank 0 with rank 0, rank 1 with rank 1",
         "run one rank a group (keepstep run --replicas N --nproc-per-replica 1), unless the script shares the work of "
         "a group's ranks itself",
+    )
+
+
+def in_pause(*, seconds: float, missed: int) -> Mistake | None:
+    """Judge the time that a group spends between two steps, in an evaluation for example.
+
+    Args:
+        seconds: from the end of a step to the request for the next quorum.
+        missed: number of steps that other groups have committed without this group since then.
+    """
+    if seconds < LONG_PAUSE_SECONDS or missed < 1:
+        return None
+    return Mistake(
+        "other groups went on without this one",
+        f"this group spent {seconds:.0f} s between two steps, and the others committed {missed} steps without it",
+        "evaluate in all groups at the same step, or raise the job's join_timeout (keepstep policy --join-timeout)",
     )
 
 

@@ -34,6 +34,12 @@ class ScriptChecker:
         self._optimizers: list[Optimizer] = []
         self._asked = False
         """Whether a quorum was requested."""
+        self._last_step: int | None = None
+        """Number of the last committed step."""
+        self._ended_at: float | None = None
+        """When it ended; None: the next quorum is requested."""
+        self._pause = 0.0
+        """Seconds between these two."""
         self._parameters_checked = False
         self._warned: set[str] = set()
         """Names of mistakes."""
@@ -50,14 +56,25 @@ class ScriptChecker:
         if not self._parameters_checked:
             self._optimizers.append(optimizer)
 
-    def quorum_requested(self) -> None:
-        """Check the registered state before the first quorum."""
+    def quorum_requested(self, now: float) -> None:
+        """Check the registered state before the first quorum. ``now``: monotonic seconds."""
+        if self._ended_at is not None:
+            self._pause, self._ended_at = now - self._ended_at, None
         if not self._asked:
             self._asked = True
             self._warn(mistakes.in_state(registered=self._state.registered))
 
-    def committed(self, groups: int, collectives: int, *, synchronized: bool) -> None:
-        """Check a committed step, see ``mistakes.in_commit``; after the first one, the parameters too."""
+    def committed(self, step: int, now: float, *, groups: int, collectives: int, synchronized: bool) -> None:
+        """Check a committed step; after the first one, the parameters too.
+
+        Args:
+            step: number of committed steps.
+            now: monotonic seconds.
+            groups: see ``mistakes.in_commit``, also for the other arguments.
+        """
+        if self._last_step is not None:
+            self._warn(mistakes.in_pause(seconds=self._pause, missed=step - self._last_step - 1))
+        self._last_step, self._ended_at, self._pause = step, now, 0.0
         if not collectives:
             self._warn(mistakes.in_commit(groups=groups, collectives=collectives, synchronized=synchronized))
         if not self._parameters_checked:

@@ -229,6 +229,7 @@ class JobCore:
         left_out = groups.counted - len(chosen)
         room = policy.max_replicas - len(chosen) if policy.max_replicas else left_out
         joiners, verify = max(0, min(left_out, room)), self._verification.wanted
+        stragglers.log_wait(state)
         announce = state.announcer.announce(chosen, state.record, joiners, state.reached, verify=verify)
         self._verification.announced(announce)
         forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]

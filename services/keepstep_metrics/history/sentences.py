@@ -55,6 +55,8 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"{detail.get('by')} readmitted {name}"
         case "replica_diverged":
             return f"{name} diverged: its weights differ from the others at step {detail.get('step')}"
+        case "waited_for":
+            return f"the others waited {_number(detail.get('seconds')):.0f} s for {name} at step {detail.get('step')}"
         case "nonfinite":
             where = "in" if detail.get("committed") else "after"  # a step that was not committed has no number
             return f"{name} contributed a NaN or an infinity {where} step {detail.get('step')}"

@@ -38,10 +38,14 @@ class Script:
             self.checker.add_module(model)
         for one in optimized:
             self.checker.add_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
-        for _ in range(2):
-            self.checker.quorum_requested()
-            self.checker.committed(2, 1, synchronized=False)
+        for step in (1, 2):
+            self.step(step)
         return self.warnings
+
+    def step(self, number: int, begins: float = 0.0, ends: float = 0.0) -> None:
+        """Commit the step ``number``; times in seconds."""
+        self.checker.quorum_requested(begins)
+        self.checker.committed(number, ends, groups=2, collectives=1, synchronized=False)
 
 
 def of(model: nn.Module) -> Callable[[], Any]:
@@ -61,7 +65,7 @@ def test_a_state_of_copies_is_recognized_by_its_values() -> None:
 
 def test_a_script_without_a_state_is_warned_at_its_first_quorum() -> None:
     script = Script()
-    script.checker.quorum_requested()
+    script.checker.quorum_requested(0.0)
     assert "cannot receive the weights of the others" in script.warnings["no state registered"]
 
 
@@ -116,3 +120,21 @@ def test_several_ranks_that_each_hold_the_whole_model_are_a_mistake() -> None:
     assert other.warnings == {}, "rank 0 warns for the group"
     assert in_ranks(ranks=8, sharded=True) is None
     assert in_ranks(ranks=1, sharded=False) is None
+
+
+@pytest.mark.parametrize(
+    ("begins", "number", "warned"),
+    [(85.0, 7, True), (85.0, 3, False), (11.0, 7, False)],
+    ids=["left behind", "the others waited", "left behind at once"],
+)
+def test_a_long_evaluation_after_which_the_others_are_ahead_is_a_mistake(
+    begins: float, number: int, warned: bool
+) -> None:
+    script = Script(of(nn.Linear(1, 1)))
+    script.step(2, begins=0.0, ends=10.0)
+    script.checker.quorum_requested(begins)
+    script.step(number, begins=begins + 3.0, ends=begins + 4.0)  # the first attempt did not commit
+    assert ("other groups went on without this one" in script.warnings) == warned
+    if warned:
+        reason = script.warnings["other groups went on without this one"]
+        assert reason == "this group spent 75 s between two steps, and the others committed 4 steps without it"

@@ -1,4 +1,4 @@
-"""Decide whether a straggler is drained. Pure.
+"""Record a group that the others waited for, and decide whether a straggler is drained. Pure.
 
 The metrics service compares groups and reports stragglers. The decision is made here, from the job's policy and from
 what this lighthouse observed: the report is not an order.
@@ -10,6 +10,19 @@ from keepstep_lighthouse.quorum.changes import orders
 from keepstep_lighthouse.quorum.events import DrainOrdered, StragglerFound
 from keepstep_lighthouse.quorum.group import HEALING
 from keepstep_lighthouse.quorum.job_state import JobState
+
+
+def log_wait(state: JobState) -> None:
+    """Log the group that asked last for the quorum that forms, if the first one waited half of the join timeout.
+
+    A group that never had an answer is left out: it starts, and the others wait for it by the policy.
+    """
+    first, asking = state.groups.first_asked(), state.groups.asking
+    if first is None or len(asking) < 2:
+        return
+    last = asking[next(reversed(asking))]
+    if last.answer is not None and last.asked_at - first > state.record.policy.join_timeout / 2:
+        state.log("waited_for", last.replica_id, seconds=round(last.asked_at - first, 1), step=last.step)
 
 
 def refusal(state: JobState, found: StragglerFound) -> str | None:
