@@ -37,13 +37,15 @@ def free_port() -> int:
 
 
 TRAINER = Path(__file__).with_name("trainer.py")
+SCRIPTS = Path(__file__).with_name("scripts.py")
+"""In place of ``TRAINER`` for a group with SCRIPTS in its environment."""
 
 
 class Rank:
     """One process of a group."""
 
     def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]], host: Host) -> None:
-        command = [*host.command, sys.executable, str(TRAINER)]
+        command = [*host.command, sys.executable, str(SCRIPTS if "SCRIPTS" in environment else TRAINER)]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )

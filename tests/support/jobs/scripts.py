@@ -1,20 +1,22 @@
 """A replica group that runs scripts of ``examples/``, one after another; several scripts are a job each.
 
-After each script it prints {"event": "finished", "script", "pid", "step", "digest", ...}. The digest covers the state
-that the script registered with its Manager. Environment variables:
+After each script it prints {"event": "finished", "script", "pid", "step", "digest"}. The digest covers model and
+optimizer. Environment variables:
 
 SCRIPTS      paths, separated by colons
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from tests.support.jobs.trainer import digest, say
+from torch.utils import _pytree as pytree
 
 
 def main() -> None:
@@ -24,26 +26,27 @@ def main() -> None:
         if len(scripts) > 1:
             os.environ["KEEPSTEP_JOB"] = script.stem
         names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
-        outcome = ""
-        try:
+        with contextlib.suppress(SystemExit):  # drained
             exec(compile(script.read_text(), script, "exec"), names)
-        except SystemExit as ended:
-            outcome = str(ended)
-            names["manager"].shutdown()
-        model, adamw = names["model"], names["adamw"]
-        say(
-            "finished",
-            script=script.stem,
-            step=names["manager"].current_step(),
-            digest=digest(*(_local(part.state_dict()) for part in (model, adamw))),
-            outcome=outcome,
-        )
+        names["manager"].shutdown()
+        line = {
+            "event": "finished",
+            "script": script.stem,
+            "pid": os.getpid(),
+            "step": names["manager"].current_step(),
+            "digest": digest([names["model"].state_dict(), names["adamw"].state_dict()]),
+        }
+        print(json.dumps(line), flush=True)
 
 
-def _local(state: Any) -> Any:
-    """Replace DTensors by the shards of this rank."""
-    if isinstance(state, dict):
-        return {key: _local(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_local(value) for value in state]
-    return state.to_local() if hasattr(state, "to_local") else state
+def digest(state: object) -> str:
+    """Return a digest of all values, and of this rank's shards of DTensors."""
+    total = hashlib.sha256()
+    for leaf in pytree.tree_leaves(state):
+        leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # noqa: PLW2901
+        total.update(leaf.detach().numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,15 @@ def finished(group: Group) -> dict[str, dict[str, object]]:
     return {event["script"]: event for event in group.lines if event["event"] == "finished"}
 
 
+def warnings(*groups: Group) -> list[str]:
+    """Lines in which the Manager warns of a mistake in the script."""
+    page = (EXAMPLES.parent / "docs" / "footguns.md").read_text()
+    table = page.partition("### Warnings of the Manager")[2].partition("\n## ")[0]
+    texts = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert len(texts) >= 5
+    return [line for group in groups for line in group.output if any(text in line for text in texts)]
+
+
 def printed(group: Group, pattern: str) -> list[re.Match[str]]:
     return [match for line in group.output if (match := re.match(pattern, line))]
 
@@ -48,6 +57,7 @@ async def test_groups_end_every_recipe_at_the_same_step_with_the_same_weights() 
         accuracies = [float(m[1]) for group in groups for m in printed(group, "step 60 accuracy of .* (\\S+)$")]
         assert len(accuracies) == 2
         assert min(accuracies) > 0.8
+        assert not warnings(*groups)
 
 
 async def test_after_a_kill_and_after_sigterm_every_batch_is_trained_on_once(tmp_path: Path) -> None:
@@ -108,6 +118,7 @@ async def test_a_sharded_group_heals_after_one_of_its_ranks_was_killed() -> None
         verified = [event["detail"]["step"] for event in events if event["kind"] == "replicas_verified"]
         assert max(verified) > int(printed(a, together)[seen][1]), "weights and optimizers of the shards are equal"
         assert not [event for event in events if event["kind"] == "replicas_differ"]
+        assert not warnings(a, b)
 
 
 def test_the_page_shows_lines_of_the_scripts() -> None:
