@@ -208,19 +208,8 @@ class Launcher:
             self._nobody_listens()
 
     def _nobody_listens(self) -> None:
-        """End the job, as any filter does when its reader has closed the pipe. Discard all further output."""
-        self._audience = Silence()
+        """End the job, as any filter does when its reader has closed the pipe. The stream discards further output."""
         self.stop(signal.SIGPIPE)
-
-
-class Silence:
-    """An audience that discards everything."""
-
-    def line(self, group: str, rank: int, text: str, *, error: bool) -> None:
-        pass
-
-    def note(self, group: str, sentence: str) -> None:
-        pass
 
 
 @contextmanager

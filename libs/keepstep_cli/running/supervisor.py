@@ -21,6 +21,8 @@ A *group* is a set of ranks that live and die together. The rules:
     refuses it if the job is finished.
 9.  The first ``Stop`` sends SIGTERM to every group, SIGKILL after ``grace``, and ends all restarts. Services end last,
     so that groups can still announce that they leave. The second ``Stop`` sends SIGKILL to everything at once.
+    SIGPIPE (no process reads the output) is no second one, and the signal after it is the first: Ctrl-C in a shell
+    pipe also ends the reader.
 
 ``handle`` takes an event, the monotonic time in seconds, and a number drawn from [0, 1). It returns the actions in
 order. ``deadline`` is the time of the next ``Tick``. The rest of this package carries the actions out.
@@ -220,6 +222,8 @@ class Supervisor:
         self._restarts = restarts
         self._groups = {spec.name: _Group(spec) for spec in groups}
         self._stops = 0
+        self._unread = False
+        """No process reads the output."""
         self._stop_signal: int = signal.SIGTERM
         self._closing = False
         """All groups have ended, and the services are ending."""
@@ -230,6 +234,10 @@ class Supervisor:
     def restarts(self, group: str) -> int:
         return self._groups[group].restarts
 
+    @property
+    def _stopping(self) -> bool:
+        return self._unread or self._stops > 0
+
     def deadline(self) -> float | None:
         """Return the monotonic time of the next ``Tick``."""
         return min((one.deadline for one in self._groups.values() if one.deadline is not None), default=None)
@@ -239,7 +247,7 @@ class Supervisor:
         phases = [one.phase for one in self._groups.values()]
         if not all(phase in OVER for phase in phases):
             return None
-        if self._stops:
+        if self._stopping:
             return 128 + self._stop_signal
         return 1 if Phase.GIVEN_UP in phases else 0
 
@@ -277,7 +285,7 @@ class Supervisor:
             assert timed or group.deadline is None, f"{name}: a deadline and nothing to wait for"
             assert group.spec.service or group.restarts <= self._restarts.max_restarts, f"{name}: too many restarts"
             waits = group.phase in WAITS
-            assert not (self._stops and waits), f"{name}: would be started after a stop"
+            assert not (self._stopping and waits), f"{name}: would be started after a stop"
 
     # ---- one group
 
@@ -301,7 +309,7 @@ class Supervisor:
         if group.alive:
             return
         group.deadline = None
-        if self._stops or self._closing:
+        if self._stopping or self._closing:
             group.phase = Phase.STOPPED
         elif group.restart_ordered:
             self._start_as_ordered(group, now, actions)
@@ -322,7 +330,7 @@ class Supervisor:
 
     def _order_restart(self, group: _Group, now: float, actions: list[Action]) -> None:
         name = group.spec.name
-        if self._stops or self._closing:
+        if self._stopping or self._closing:
             actions.append(Note(name, "not restarted: the job is ending"))
         elif group.alive:
             group.restart_ordered = True
@@ -402,15 +410,23 @@ class Supervisor:
     # ---- ending
 
     def _stop(self, event: Stop, now: float, actions: list[Action]) -> None:
-        self._stops += 1
-        if self._stops == 1:
+        ends_already, ordered = self._stopping, event.signum != signal.SIGPIPE
+        self._stops += ordered
+        self._unread |= not ordered
+        if self._stops > 1:
+            if ordered:
+                self._kill_all(actions)
+            return
+        if ordered or not ends_already:
             self._stop_signal = event.signum
-            if event.signum == signal.SIGINT:
-                actions.append(Note("run", "ending; Ctrl-C again kills at once"))
+        if event.signum == signal.SIGINT:
+            actions.append(Note("run", "ending; Ctrl-C again kills at once"))
+        if not ends_already:
             for group in self._groups.values():
                 if not group.spec.service or group.phase is Phase.WAITING:
                     self._end(group, now, actions)
-            return
+
+    def _kill_all(self, actions: list[Action]) -> None:
         for group in self._groups.values():
             if group.alive:
                 group.deadline = None

@@ -205,6 +205,17 @@ def test_ctrl_c_is_answered_with_what_a_second_one_does() -> None:
     assert run.notes == ["run: ending; Ctrl-C again kills at once"]
 
 
+@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGPIPE), (signal.SIGPIPE, signal.SIGINT)])
+def test_ctrl_c_that_also_ends_the_reader_of_the_output_is_one_stop(signals: tuple[signal.Signals, ...]) -> None:
+    run = job(GroupSpec("r0"))
+    assert run(Stop(signals[0]), 1.0) == [SignalGroup("r0", TERM)]
+    assert run(Stop(signals[1]), 1.1) == []
+    assert run(Stop(signal.SIGPIPE), 1.2) == []
+    assert run(Stop(signal.SIGINT), 2.0) == [SignalGroup("r0", KILL)]
+    run(RankExited("r0", 0, 0), 2.1)
+    assert run.core.exit_code() == 128 + signal.SIGINT
+
+
 def test_a_stop_ends_the_wait_for_a_ban() -> None:
     run = job(GroupSpec("r0"))
     run(RankExited("r0", 0, EXIT_EVICTED), 5.0)

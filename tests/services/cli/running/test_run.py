@@ -264,6 +264,35 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         assert not [line for line in process.stderr if not line.startswith(told)]
 
 
+def test_groups_leave_in_order_when_ctrl_c_also_ends_the_reader_of_the_output(tmp_path: Path) -> None:
+    """As with ``2>&1 | tee log``: groups that still print are neither killed nor broken by the pipe."""
+    script = """
+import os, pathlib, signal, time
+ending = []
+signal.signal(signal.SIGTERM, lambda *_: ending.append(1))
+print("ready", flush=True)
+while not ending:
+    time.sleep(0.01)
+for _ in range(200):
+    print("y" * 999, flush=True)
+pathlib.Path("left" + os.environ["REPLICA_GROUP_ID"]).touch()
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "keepstep_cli", "run", "--replicas", "2", "--lighthouse", "x:1", "script.py"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **streams) as process:
+        assert process.stdout is not None
+        ready: set[str] = set()
+        while len(ready) < 2:
+            line = process.stdout.readline()
+            assert line, "the run ended early"
+            ready |= {line} if line.endswith("ready\n") else set()
+        process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        assert process.wait(DEADLINE) == 128 + signal.SIGINT
+    assert sorted(one.name for one in tmp_path.glob("left*")) == ["left0", "left1"]
+
+
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
 def test_a_full_disk_under_its_output_loses_lines_and_not_the_job(tmp_path: Path, full: str) -> None:
     (tmp_path / "script.py").write_text(f'import sys\nfor _ in range(999):\n    print("y" * 999, file=sys.{full})\n')
