@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
 
+from keepstep.runtime.unread_output import tolerate_broken_pipes
 from keepstep_mesh.errors import ExitWithReason
 from keepstep_mesh.exit_codes import (
     EXIT_COLLECTIVES_DIFFER,
@@ -153,6 +154,7 @@ class TerminationFlag:
             return
         if not forked:
             self._seen = True
+            tolerate_broken_pipes()  # the signal may have ended the reader of a shell pipe too
             self._on_sigterm(SIGTERM_REASON)
         if callable(self._before):
             self._before(number, frame)
