@@ -203,6 +203,13 @@ async def no_task_is_left_behind() -> AsyncIterator[None]:
             pytest.fail("the test left behind:\n  " + "\n  ".join(told), pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def fork_server_of_scripts() -> None:
+    """Wait for the fork server that has torch, so that a test with a service in its own event loop need not."""
+    if forked.installed():
+        forked.SERVERS["scripts"].wait()
+
+
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
     """Undoes what the test configures with ``keepstep_mesh.config.logging.configure``."""

@@ -14,3 +14,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_fetch, "CHUNK_WAIT_SECONDS", 0.5)
     monkeypatch.setattr(relay_fetch, "LOST_SECONDS", 1.5)
     monkeypatch.setattr(relay_upload, "STALL_SECONDS", 1.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scripts_start_at_once(fork_server_of_scripts: None) -> None:
+    """Start peers without a wait for imports."""

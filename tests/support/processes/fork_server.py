@@ -1,9 +1,10 @@
 """A process that has imported modules and forks, for each request, a child that becomes a Python program.
 
 ``python fork_server.py LISTENER MODULE...``: LISTENER is the descriptor of a listening Unix socket. Each connection
-brings one request (see ``Request``), with the child's stdin, stdout and stderr, and gets the child's pid. The child is
-adopted by the nearest subreaper above, which is the test. It runs the program at the top level of this file and ends as
-each Python process does, with finalization. The server ends at the end of its standard input.
+brings one request (see ``Request``), with the child's stdin, stdout and stderr, and gets the child's pid; one without
+a request is closed once the imports are done. The child is adopted by the nearest subreaper above, which is the test.
+It runs the program at the top level of this file and ends as each Python process does, with finalization. The server
+ends at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def serve(listener: socket.socket) -> Request:
         connection, _ = listener.accept()
         with connection:
             head, files, _, _ = socket.recv_fds(connection, PID_BYTES, STANDARD)
+            if not head:
+                continue
             with connection.makefile("rb") as stream:
                 request: Request = json.loads(stream.read(int.from_bytes(head)))
             pid = fork()

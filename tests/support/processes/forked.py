@@ -74,6 +74,14 @@ class ForkServer:
                     pass_fds=[listener.fileno()],
                 )
 
+    def wait(self) -> None:
+        """Start it, and wait until it has imported its modules."""
+        self._start()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+
     def spawn(self, request: Request, standard: Sequence[int]) -> int:
         """Return the pid of a new process, a child of this one. ``standard``: its stdin, stdout and stderr."""
         self._start()
@@ -173,6 +181,10 @@ def install() -> None:
     """Start processes through fork servers from here on. They become children of this process, the subreaper."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def installed() -> bool:
+    return subprocess.Popen is ForkedPopen
 
 
 def close() -> None:
