@@ -41,7 +41,9 @@ TOAST = "document.querySelector('.toast')?.textContent"
 
 def row(name: str) -> str:
     """A JavaScript expression: the text of a group's row."""
-    return f"[...document.querySelectorAll('tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
+    return (
+        f"[...document.querySelectorAll('.groups tr')].find((one) => one.textContent.startsWith('{name}')).textContent"
+    )
 
 
 @asynccontextmanager

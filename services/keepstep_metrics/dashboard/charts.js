@@ -78,7 +78,9 @@ export class Chart {
             ...axis,
             size: shown ? AXIS * rem() : 0,
             ticks: { ...axis.ticks, show: shown },
-            ...(steps ? {} : { splits: (plot, _, since, until) => roundTimes(since, until, plot.over.clientWidth) }),
+            ...(steps ? {} : {
+              splits: (_plot, _axis, since, until) => roundTimes(since, until, this.width() - RIGHT - this.gutter()),
+            }),
             values: (_, ticks) => ticks.map(steps ? number : (t) => (shown ? timeText(t) : "")),
           },
           { ...axis, size: () => this.gutter(), space: 28, values: (_, ticks) => ticks.map(this.format) },

@@ -1,7 +1,7 @@
 // The table of groups, and the transfers. Both follow the stream.
 
 import { el, panel, Rows, say, table, textRow } from "./dom.js";
-import { age, byName, bytes, clock, duration, number, percent, stateName, STATES } from "./words.js";
+import { age, byName, byStableNames, bytes, clock, duration, number, percent, stateName, STATES } from "./words.js";
 
 const COLUMNS = [
   ["group", "name"],
@@ -108,7 +108,7 @@ export class Groups {
       { type: "button", class: "small", "aria-label": `readmit ${name}`, onclick: readmit },
       "readmit",
     );
-    const node = el("li", {}, `${name} is kept out `, el("span", { class: "orders" }, button));
+    const node = el("li", {}, `${byStableNames(name)} is kept out `, el("span", { class: "orders" }, button));
     return { node, update: () => {} };
   }
 

@@ -21,6 +21,8 @@ HEALS = ("heal_began", "healed", "heal_failed", "heal_given_up")
 FAILED_HEALS = ("heal_failed", "heal_given_up")
 PARTS = (*HEALS, "readmitted")
 """Events that continue an open incident of the group; without one, they stand alone."""
+REPEATED = "replicas_verified"
+"""Event of every comparison that finds no difference: those in a row are one line."""
 RANKS = {
     kind: rank
     for rank, kind in enumerate(
@@ -116,15 +118,29 @@ def fold(events: Iterable[Event]) -> list[Incident]:
             members = now
         elif event.event == "round_broken" and (away := [one for one in latest.values() if one.is_fresh(event)]):
             away[-1].events.append(event)
+        elif event.event == REPEATED and found and found[-1].last.event == REPEATED:
+            found[-1].events.append(event)
         elif event.event not in (*BEGINS, *PARTS) or not event.name:
             add(event.name, event)
         elif known is not None and not known.is_over(event):
             known.events.append(event)
         else:
+            before = found.pop().events if event.event in ENDS and _broke_just_before(found, event) else []
             one = add(event.name, event)
+            one.events = [*before, event]
             if event.event in BEGINS:
                 latest[event.name] = one
     return [_folded(one) for one in found]
+
+
+def _broke_just_before(found: list[_Incident], event: Event) -> bool:
+    """Whether the last incident is a round that broke because of the loss that ``event`` reports."""
+    return (
+        bool(found)
+        and len(found[-1].events) == 1
+        and found[-1].last.event == "round_broken"
+        and event.t - found[-1].last.t < AFTERMATH_SECONDS
+    )
 
 
 def members_of(event: Event) -> set[str]:
@@ -164,7 +180,7 @@ def _what_followed(name: str, chief: Event, events: list[Event]) -> Iterable[str
         if kind in FAILED_HEALS:
             text = f"heal failed{times}: {event.detail.get('reason', '')}"
         elif kind == chief.event:
-            text = f"{kind} again{times}"
+            text = f"{kind.replace('_', ' ')} again{times}"
         texts.pop(kind, None)
         texts[kind] = event.sentence if text is None else text
     return filter(None, texts.values())

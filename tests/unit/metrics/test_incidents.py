@@ -70,6 +70,8 @@ def test_a_round_that_a_death_breaks_belongs_to_it_and_a_reconnect_of_before_doe
     log.add(300.1, "round_broken", "a", reason="a did not commit the step").quorum(300.2, 2, "a", "c")
     incident = log.incidents[-1]
     assert [event.event for event in incident.events] == ["lost", "round_broken", "quorum"]
+    before = job_of_three().add(300, "round_broken", "a").add(300.1, "lost", "b", reason="killed").incidents[-1]
+    assert ([event.event for event in before.events], before.kind) == (["round_broken", "lost"], "lost")
     assert incident.sentence == "b was lost: killed; next quorum after 0.20 s"
 
 
@@ -100,6 +102,13 @@ def test_heals_that_fail_again_and_again_are_counted_with_the_last_reason() -> N
     incident = log.incidents[-1]
     assert incident.sentence.endswith("heal failed 14 times: no route, try 35")
     assert len(incident.sentence) < 300
+
+
+def test_comparisons_without_a_difference_are_one_line() -> None:
+    log = job_of_three()
+    for t in range(100, 400, 100):
+        log.add(t, "replicas_verified")
+    assert log.incidents[-1].sentence == "replicas verified; replicas verified again 2 times"
 
 
 def test_orders_and_events_of_the_job_stand_alone() -> None:
