@@ -10,7 +10,7 @@ import aiohttp
 from keepstep.group.agreement import first_difference
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.http import Problem, client_session, raise_for_problem, read_json_answer
-from keepstep_mesh.protocol.names import MAX_REPLICA_ID
+from keepstep_mesh.protocol.names import MAX_REPLICA_ID, name_of
 from keepstep_mesh.security.tokens import ClientToken
 
 MAX_LAYOUT_BYTES = 16 << 20
@@ -69,5 +69,5 @@ async def first_layout_difference(
     lines = answer.get("lines")
     theirs = [str(line)[:MAX_LINE_CHARACTERS] for line in lines] if isinstance(lines, list) else []
     cut = [line[:MAX_LINE_CHARACTERS] for line in ours]
-    their_settings, peer = str(answer.get("settings", "")), str(answer.get("replica_id"))[:MAX_REPLICA_ID]
+    their_settings, peer = str(answer.get("settings", "")), name_of(str(answer.get("replica_id")))[:MAX_REPLICA_ID]
     return first_difference(settings, cut, their_settings, theirs, peer)

@@ -393,8 +393,8 @@ async def test_during_a_rotation_ranks_and_peers_with_either_token_come_in(light
 async def test_the_first_difference_of_two_layouts_is_named(pair):
     pair.server.layout_lines = ["a (2,)", "b (3,)"]
     address = pair.server.address
-    assert "here 'b (4,)', in a:1 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
-    assert "only in a:1: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
+    assert "here 'b (4,)', in a 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)", "b (4,)"])
+    assert "only in a: 'b (3,)'" in await first_layout_difference(address, None, ["a (2,)"])
     assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
 
 

@@ -74,7 +74,7 @@ def test_who_changes_a_setting_on_purpose_waits_until_the_groups_with_the_old_on
     driver.leaves("a:1")
     driver.opens("a:2")
     denied = denial(driver, driver.asks("a:2", settings=SYNC))
-    assert "b:1" in denied.reason
+    assert "True in b; the job follows b" in denied.reason
     assert "restart all groups" in denied.reason
     driver.leaves("b:1")
     assert announces(driver.asks("a:2", settings=SYNC)), "the groups with the old setting are gone"

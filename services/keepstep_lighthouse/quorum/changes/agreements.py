@@ -26,7 +26,7 @@ def fits(state: JobState, group: Group, request: QuorumRequest) -> bool:
     if settings not in ("", state.settings) or layout not in ("", state.layout):
         member = next((one for one in state.groups if one is not group and _is_agreed_member(state, one, group)), None)
         if member is not None:
-            _deny(state, group, request, member, f"the job follows {member.replica_id}")
+            _deny(state, group, request, member, f"the job follows {member.name}")
             return False
         state.compared = False
     if group.is_excluded(Exclusion.LAYOUT):
@@ -85,7 +85,7 @@ def _no_majority(sides: dict[str, list[Group]]) -> str:
 
 
 def _named(groups: list[Group]) -> str:
-    return named(group.replica_id for group in groups)
+    return named(group.name for group in groups)
 
 
 def _deny(state: JobState, group: Group, request: QuorumRequest, other: Group, why: str) -> None:
@@ -105,6 +105,6 @@ def _difference(group: Group, other: Group) -> tuple[str, str, str]:
     """Return the difference, the remedy, and the group server to compare with if the difference has no details."""
     mine, its = _settings(group), _settings(other)
     if differ(mine, its):
-        what = job_settings.difference(mine, group.replica_id, its, other.replica_id)
+        what = job_settings.difference(mine, group.name, its, other.name)
         return what, "; give all groups the same value; to change it, stop and restart all groups of the job", ""
-    return f"the parameters of {group.replica_id} differ from those of {other.replica_id}", "", other.info.address
+    return f"the parameters of {group.name} differ from those of {other.name}", "", other.info.address

@@ -225,7 +225,7 @@ def test_a_group_that_treats_a_buffer_in_another_way_is_refused(lighthouse, odd,
         try:
             with manager(lighthouse, "b") as m:
                 DistributedDataParallel(m, WithBuffers(rope=torch.zeros(2)), **odd)
-                with pytest.raises(MismatchExit, match=f"here '{named}', in a:.* copied"):
+                with pytest.raises(MismatchExit, match=f"here '{named}', in a '.* copied"):
                     m.start_quorum()
         finally:
             done.set()
