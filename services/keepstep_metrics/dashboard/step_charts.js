@@ -31,7 +31,8 @@ export class StepCharts {
     this.until = until;
     const { t, seconds, quantiles, values, marks, committed_per_second: rate } = found;
     const wide = t[1] - t[0];
-    const finished = rate.map((one, i) => (t[i] + wide > until - LATE ? null : one));
+    const began = found.step.findIndex((step) => step != null);
+    const finished = rate.map((one, i) => (i < began || t[i] + wide > until - LATE ? null : one));
     this.rate.show(t, { "steps/s": finished }, marks);
     const picked = this.picked && seconds[this.picked] ? { [this.picked]: seconds[this.picked] } : {};
     this.seconds.show(t, { p50: quantiles.p50, p90: quantiles.p90, p99: quantiles.p99, ...picked }, marks);
