@@ -32,7 +32,8 @@ async def follow_heals(lighthouse: Lighthouse, job: str, groups: Iterable[str], 
         try:
             after = await _newest(lighthouse, job)
             async for event in lighthouse.follow("jobs", job, "events", after=after, told=lambda _: None, follow=1):
-                group = _local_name(name_of(event["replica_id"]), groups, names)
+                about_job = not event["replica_id"]
+                group = "run" if about_job else _local_name(name_of(event["replica_id"]), groups, names)
                 if group is not None and (sentence := story.sentence(event)) is not None:
                     note(group, sentence)
         except ClickException:
@@ -80,6 +81,11 @@ class GroupStory:
                 if times & (times - 1):
                     return None
                 return f"heal failed{f' {times} times' if times > 1 else ''}: {detail['reason']}"
+            case "left" if detail.get("cause") == "drained":
+                return f"drained at step {detail['step']}, not finished; `keepstep restart {name}` brings it back"
+            case "went_back":
+                lost = f"{detail['lost_steps']} steps are lost"
+                return f"the job went back from step {detail['from']} to {detail['to']} ({lost}): {detail['reason']}"
             case "drain" | "evicted":
                 return f"{event['kind']} ordered: {detail.get('reason', '')}"
             case "runtime_differs":

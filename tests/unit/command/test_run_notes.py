@@ -71,3 +71,12 @@ async def test_an_order_reaches_the_run_of_its_job_only() -> None:
     assert answer == {"restarted": ["r1"], "groups": ["r0", "r1"]}
     assert restarted == ["r1"]
     assert str(os.getpid()) in address
+
+
+def test_a_drained_group_is_not_finished_and_a_job_that_goes_back_is_told() -> None:
+    drained = event("left", cause="drained", step=80, reason="new cable")
+    assert GroupStory().sentence(drained) == "drained at step 80, not finished; `keepstep restart r1` brings it back"
+    assert GroupStory().sentence(event("left", cause="finished", step=80, reason="shutdown")) is None
+    back = event("went_back", **{"from": 80, "to": 0, "lost_steps": 80, "reason": "no group was left"})
+    told = "the job went back from step 80 to 0 (80 steps are lost): no group was left"
+    assert GroupStory().sentence(back) == told

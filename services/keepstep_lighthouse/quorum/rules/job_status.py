@@ -49,7 +49,8 @@ def of_job(
         waits: why the next quorum is not formed.
     """
     step = max(reached, record.step)
-    if len(groups):
+    finished = record.ended is not None and record.ended.code == "finished"
+    if len(groups) and (groups.asking_count or not finished):  # a group that only connects does not change a finish
         if any(group.member for group in groups) and not _stands(groups, now):
             return JobStatus("running", step, active_since, "")
         asked = now_unix - _waits_for(groups, now)
