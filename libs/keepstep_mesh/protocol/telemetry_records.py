@@ -227,6 +227,8 @@ class BatchHead:
     """Number of the first record; the records of a ``boot`` are numbered from 1."""
     dropped: int = 0
     """Records that this ``boot`` dropped until now."""
+    clock_offset: float = 0.0
+    """Clock of the metrics service minus the sender's, in seconds, as the sender measured it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

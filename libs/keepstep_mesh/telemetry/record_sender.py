@@ -8,14 +8,16 @@ accepts it or refuses it for good. Records are numbered, so the service counts o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 import aiohttp
 
@@ -23,10 +25,11 @@ from keepstep_mesh.config.log_limiter import LogLimiter
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import AuthError, KeepstepError
 from keepstep_mesh.net.backoff import Backoff
-from keepstep_mesh.net.http import Identity, Problem, raise_for_problem
+from keepstep_mesh.net.http import Identity, Problem, raise_for_problem, read_json_answer
 from keepstep_mesh.protocol.telemetry_records import BatchHead, Record, Source, pack_batch, pack_record
 from keepstep_mesh.security.tls import explained
 from keepstep_mesh.security.tokens import place_of
+from keepstep_mesh.telemetry.clock_offset import ClockOffset
 
 PATH = "/v1/ingest"
 MAX_QUEUED = 20_000
@@ -40,6 +43,9 @@ BATCH_SECONDS = 5.0
 BACKOFF = Backoff(first=0.5, most=15.0)
 """Before a batch is sent again after a failure."""
 FAILURE_LOG_SECONDS = 60.0
+CLOCK_LOG_SECONDS = 3600.0
+WARN_CLOCK_SECONDS = 1.0
+"""A larger offset of clocks is logged."""
 
 log = get_logger("keepstep.telemetry")
 
@@ -130,6 +136,9 @@ class Sender:
         self._interval = interval
         self._outbox = Outbox()
         self._failures_logged = LogLimiter(FAILURE_LOG_SECONDS)
+        self._clocks_logged = LogLimiter(CLOCK_LOG_SECONDS)
+        self.clock_offset = ClockOffset()
+        """Clock of the metrics service minus that of this machine."""
 
     @property
     def dropped(self) -> int:
@@ -177,7 +186,9 @@ class Sender:
         if not records:
             return False
         last = first + len(records) - 1
-        body = pack_batch(replace(self._head, first=first, dropped=self._outbox.dropped), records)
+        offset = self.clock_offset.seconds
+        head = replace(self._head, first=first, dropped=self._outbox.dropped, clock_offset=offset)
+        body, sent = pack_batch(head, records), time.time()
         async with http.post(
             f"{address}{PATH}", data=body, headers={"Content-Type": "application/msgpack"}, allow_redirects=False
         ) as answer:
@@ -186,8 +197,23 @@ class Sender:
             await raise_for_problem(answer)
             if answer.status != HTTPStatus.OK:
                 raise Problem(answer.status, "unexpected answer: is this the address of a metrics service?")
-        self._outbox.remove(last)
+            self._outbox.remove(last)
+            with contextlib.suppress(KeepstepError):  # the answer has no times, but the records are stored
+                self._compare_clocks(sent, await read_json_answer(answer), time.time())
         return True
+
+    def _compare_clocks(self, sent: float, taken: Mapping[str, Any], arrived: float) -> None:
+        """Measure the offset, and warn about a large one. An older metrics service does not tell its time."""
+        received, answered = taken.get("received"), taken.get("answered")
+        if not isinstance(received, float) or not isinstance(answered, float):
+            return
+        self.clock_offset.add(sent, received, answered, arrived)
+        offset = self.clock_offset.seconds
+        if abs(offset) > WARN_CLOCK_SECONDS and self._clocks_logged.allows(time.monotonic()):
+            log.warning(
+                "this machine's clock differs from that of the metrics service, which corrects its times; run NTP",
+                seconds_behind=round(offset, 3),
+            )
 
     def _failed(self, address: str, error: Exception) -> None:
         if self._failures_logged.allows(time.monotonic()):

@@ -40,6 +40,9 @@ class Taken:
     """Number of new records."""
     last: int
     """Number of the last stored record of the sender."""
+    received: float
+    """Unix time of the request here; with ``answered``, the sender measures the offset of its clock."""
+    answered: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class _Api:
             metrics.traffic.refused += 1
             reason = metrics.store.trouble or "too many batches wait for the disk; retry"
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, reason, retry_after=WRITE_RETRY_AFTER_SECONDS)
-        body = await read_whole(request)
+        body, received = await read_whole(request), time.time()
         try:
             batch = read_batch(body)
         except ValueError as error:
@@ -175,7 +178,7 @@ class _Api:
         except StoreError as error:
             metrics.traffic.refused += 1
             raise Problem(HTTPStatus.SERVICE_UNAVAILABLE, str(error), retry_after=WRITE_RETRY_AFTER_SECONDS) from error
-        return json_answer(Taken(taken, batch.head.first + len(batch.records) - 1))
+        return json_answer(Taken(taken, batch.head.first + len(batch.records) - 1, received, time.time()))
 
     # ---- out
 

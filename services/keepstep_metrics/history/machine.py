@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from keepstep_mesh.protocol.telemetry_records import (
@@ -61,6 +61,8 @@ class MetricsCore:
         for record in new:
             if record is None:
                 continue
+            if head.clock_offset and not isinstance(record, UploadRecord):  # an upload is known by its times
+                record = replace(record, t=record.t + head.clock_offset)  # noqa: PLW2901
             name = record.job if isinstance(record, EventRecord | UploadRecord) else head.job
             job = self._job(name, now) if name and self._counts(name, record.t, now) else None
             if job is None or (head.source == "worker" and job.group(head.name) is None):

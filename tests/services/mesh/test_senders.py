@@ -63,6 +63,21 @@ async def test_what_a_frozen_service_was_sent_is_counted_once_when_it_goes_on() 
         assert sender.dropped == 0
 
 
+async def test_a_sender_measures_the_offset_of_its_clock_and_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = time.time
+    monkeypatch.setattr(record_sender, "WARN_CLOCK_SECONDS", -1.0)
+    async with metrics_process() as (_, url), client(url) as asking, sending(url) as sender:
+        monkeypatch.setattr(record_sender.time, "time", lambda: clock() - 20)
+        tell(sender, 1)
+        await eventually(lambda: sender.clock_offset.seconds)
+        tell(sender, 1)
+        await asking.until("goodput", lambda it: it["steps_committed"] == 2)
+    assert sender.clock_offset.seconds == pytest.approx(20, abs=1)
+    assert "clock differs" in caplog.text
+
+
 async def test_a_sender_whose_token_was_changed_goes_on_with_the_new_one() -> None:
     shown = ["wrong-" * 4]
     async with (
