@@ -9,6 +9,8 @@ from keepstep.process_group.baby.baby_group import (
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.gloo import ProcessGroupGloo
 from keepstep.process_group.nccl import ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep.process_group.reconfiguration import ReconfigureOptions
+from keepstep.process_group.store_exchange import reconfigure_with_store
 from keepstep.process_group.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
@@ -33,4 +35,6 @@ __all__ = [
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
+    "ReconfigureOptions",
+    "reconfigure_with_store",
 ]

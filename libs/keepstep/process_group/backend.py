@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from keepstep.process_group.backend_work import BackendWork, plain_message
-from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.communicator import Communicator
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.config.logging import get_logger
@@ -35,9 +35,8 @@ class BackendProcessGroup(ProcessGroup):
         timeout: limit of the rendezvous and of each operation; default 60 s.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        super().__init__()
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
         self._communicator: Communicator | None = None
 
     @abstractmethod
@@ -61,7 +60,7 @@ class BackendProcessGroup(ProcessGroup):
         host: str | None = None,
     ) -> None:
         check_rank(rank, world_size)
-        self.shutdown()
+        self._end_communicator()
         store = store if store is not None else store_at(store_addr, self._timeout)
         name = f"{replica_id}/{group_rank or 0}@{quorum_id}"
         communicator = self._communicator = self._create(store, host, rank, world_size, name, global_ranks)
@@ -93,13 +92,17 @@ class BackendProcessGroup(ProcessGroup):
         return None if self._communicator is None else self._communicator.error
 
     def shutdown(self) -> None:
+        self._end_communicator()
+        super().shutdown()
+
+    def _end_communicator(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.fail(ProcessGroupAbortedError("the process group was shut down"))
             communicator.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        super().set_timeout(timeout)
         communicator = self._communicator
         if communicator is not None and communicator.backend is not None:
             communicator.timeout = timeout

@@ -26,7 +26,11 @@ from torch.distributed.distributed_c10d import (
     Work,
 )
 
+from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
+from keepstep.process_group.works import CompletedWork
 from keepstep_mesh.errors import KeepstepError
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
 
 Tensors = list[torch.Tensor]
 Plain = ReduceOp | ReduceOp.RedOpType | timedelta | int | None
@@ -51,9 +55,11 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
     works_report_all_errors = False
     """Whether ``wait`` reports every error. If False, check ``errored`` before you use the tensors of a work."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # rank and size, which this class overrides
         self._name: GroupName | None = None
+        self._timeout = timeout
+        self._handle = Handle()
 
     def configure(  # torchft's signature
         self,
@@ -92,6 +98,43 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """
         raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
 
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group has torch's ``get_reconfigure_handle`` and ``reconfigure``."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the name of this group for ``reconfigure`` of its peers.
+
+        The first call starts a store, which ``shutdown`` frees. The peers meet there, so they must reach this machine.
+        """
+        return self._handle.text()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        """Connect with the members of ``opts``, in place of the previous ones. Return when all are connected.
+
+        Args:
+            opts: the new membership. This group's rank is the index of its handle.
+
+        Returns:
+            A completed work.
+
+        Raises:
+            TypeError: the handles are a set, which has no order.
+            ValueError: this group's handle is missing, or the uuid was used before.
+            TimeoutError: not all members connected in time.
+            ProcessGroupError: the members could not connect, or ``abort`` was called in the meantime.
+        """
+        members = self._handle.rendezvous(opts)
+        timeout = self._timeout
+        if opts.timeout is not None:
+            self.set_timeout(opts.timeout)
+        try:
+            self.configure(members.store_addr, f"r{members.rank}", members.rank, members.world_size, opts.uuid)
+        finally:
+            self.set_timeout(timeout)
+        return CompletedWork([])
+
     def abort(self, reason: str | None = None) -> None:
         """End operations in flight, and a ``configure`` in progress. Does not wait; may be called from any thread.
 
@@ -107,6 +150,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
 
     def shutdown(self) -> None:
         """Abort the group and free its resources. ``configure`` makes it usable again."""
+        self._handle.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of each operation that starts from now on.
@@ -114,6 +158,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         Args:
             timeout: the limit.
         """
+        self._timeout = timeout
 
     def rendezvous_bytes(self, world_size: int, version: int) -> int:  # noqa: ARG002
         """Return the most bytes that each member stores at the rendezvous; 0: negligible.

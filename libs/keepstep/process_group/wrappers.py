@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.works import CompletedWork, JointWork
 from keepstep_mesh.config.logging import get_logger
 
@@ -36,6 +37,11 @@ class ProcessGroupDummy(ProcessGroup):
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        if len(opts.handles) != 1:
+            raise ValueError(f"invalid membership of {len(opts.handles)} handles: expected 1 in a dummy group")
+        return super().reconfigure(opts)
 
     def getBackendName(self) -> str:  # noqa: N802
         return "keepstep-dummy"
@@ -79,7 +85,22 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg
 
     def configure(self, *args: Any, store: Store | None = None, **kwargs: Any) -> None:
+        self._reset()
         self._pg.configure(*args, store=store, **kwargs)
+
+    def _reset(self) -> None:
+        """Forget what happened under the previous membership."""
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return self._pg.supports_reconfigure
+
+    def get_reconfigure_handle(self) -> str:
+        return self._pg.get_reconfigure_handle()
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        self._reset()
+        return self._pg.reconfigure(opts)
 
     def abort(self, reason: str | None = None) -> None:
         self._pg.abort(reason)
@@ -128,9 +149,8 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         super().__init__(pg)
         self._error: Exception | None = None
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
+    def _reset(self) -> None:
         self._error = None
-        super().configure(*args, **kwargs)
 
     def report_error(self, error: Exception) -> None:
         """Store the first error, and skip operations until the next ``configure``.
@@ -196,9 +216,8 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         super().__init__(pg)
         self._future_error: Exception | None = None
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
+    def _reset(self) -> None:
         self._future_error = None
-        super().configure(*args, **kwargs)
 
     def report_future_error(self, error: Exception) -> None:
         """Let the next operation run, then fail it.
@@ -251,6 +270,10 @@ class ManagedProcessGroup(ProcessGroup):
     def __init__(self, manager: ManagerLike) -> None:
         super().__init__()
         self._manager = manager
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return False
 
     def size(self) -> int:
         return self._manager.num_participants()

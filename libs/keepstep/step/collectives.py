@@ -130,7 +130,8 @@ class Collectives:
         """Report an error that the process group knows of and its works do not carry."""
         pg = self._context.reconfigurer.pg
         if self._works and not getattr(pg, "works_report_all_errors", False):
-            broken: Exception | None = pg.errored()  # type: ignore[attr-defined]
+            errored: Callable[[], Exception | None] | None = getattr(pg, "errored", None)  # not in torch's own
+            broken = None if errored is None else errored()
             if broken is not None:
                 self._report(broken)
 

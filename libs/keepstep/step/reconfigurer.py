@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.process_group import ProcessGroup
+from keepstep.process_group.store_exchange import reconfigure_over
 from keepstep.rendezvous.key_value_server import MAX_TOTAL_BYTES, VERSION, KeyValueServer, Table
 from keepstep.rendezvous.store_client import RendezvousStore
 from keepstep_mesh.errors import KeepstepError
@@ -40,6 +43,9 @@ class Reconfigurer:
         key_values: the rendezvous table, if this process serves one (rank 0).
         own_address: of that table.
         timeout: of a rebuild.
+
+    Raises:
+        ValueError: ``pg`` cannot change its members.
     """
 
     def __init__(
@@ -56,6 +62,11 @@ class Reconfigurer:
         own_address: str,
         timeout: timedelta,
     ) -> None:
+        if not (hasattr(pg, "configure") or getattr(pg, "supports_reconfigure", False)):
+            raise ValueError(
+                f"pg is a {type(pg).__name__}, which cannot change its members: pass a process group of keepstep, or "
+                "one of torch >= 2.14 that was made with enable_reconfigure=True"
+            )
         self.pg = pg
         self._job = job
         self._replica_id = replica_id
@@ -148,22 +159,25 @@ class Reconfigurer:
         )
 
     def _configure(self, plan: QuorumPlan, store: RendezvousStore) -> None:
-        address = f"{plan.store_address}/{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"
-        if isinstance(self.pg, ProcessGroup):
-            self.pg.set_timeout(self._timeout)
-        extra = (
-            {"store": store, "host": self._host} if isinstance(self.pg, ProcessGroup) else {}
-        )  # a process group written for torchft does not know these
-        configure: Callable[..., None] = self.pg.configure  # type: ignore[attr-defined]
-        configure(
-            address,
+        rank, size = plan.replica_rank, plan.replica_world_size
+        name = f"{self._job}/{plan.epoch}/{plan.quorum_id}/{self._group_rank}"
+        pg: Any = self.pg
+        if not hasattr(pg, "configure"):  # a process group of torch
+            reconfigure_over(pg, store, rank, size, self._timeout, uuid=_number(name))
+            return
+        extra: dict[str, Any] = {}
+        if isinstance(pg, ProcessGroup):  # a process group written for torchft does not know these
+            pg.set_timeout(self._timeout)
+            extra = {"store": store, "host": self._host}
+        pg.configure(
+            f"{plan.store_address}/{name}",
             self._replica_id,
-            plan.replica_rank,
-            plan.replica_world_size,
+            rank,
+            size,
             plan.quorum_id,
             self._group_rank,
             self._group_world_size,
-            [rank * self._group_world_size + self._group_rank for rank in range(plan.replica_world_size)],
+            [peer * self._group_world_size + self._group_rank for peer in range(size)],
             **extra,
         )
 
@@ -215,6 +229,11 @@ class Reconfigurer:
                 self._store.abort("shutting down")
                 self._store.close()
             self.pg.shutdown()
+
+
+def _number(name: str) -> int:
+    """Return the uuid of a membership: the same for all its members, and for no other membership."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _in_thread(name: str, work: Callable[[], None]) -> concurrent.futures.Future[None]:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store, Work
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.baby.connection import Connection
 from keepstep.process_group.backend import check_rank, store_at
-from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
+from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
 from keepstep.process_group.gloo import host_of
 from keepstep.process_group.nccl import require_accelerator
 
@@ -34,9 +34,8 @@ class ProcessGroupBaby(ProcessGroup):
     works_report_all_errors = True
     _backend: ClassVar[str]
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        super().__init__()
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
         self._spawner: Spawner | None = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
@@ -91,9 +90,10 @@ class ProcessGroupBaby(ProcessGroup):
     def shutdown(self) -> None:
         self._end_child("the process group was shut down")
         self._release_spawner()
+        super().shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        super().set_timeout(timeout)
         connection = self._connection
         if connection is not None and connection.error is None:
             connection.set_timeout(timeout)
@@ -164,7 +164,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
     _backend = "nccl"
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         require_accelerator(self._backend.upper(), type(self).__name__)
         super().__init__(timeout)
 
