@@ -57,7 +57,8 @@ SECTIONS = (
         "ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL ManagedProcessGroup ProcessGroup ProcessGroupDummy "
         "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper "
         "keepstep.process_group:ProcessGroupBabyGloo keepstep.process_group:ProcessGroupBabyNCCL "
-        "keepstep.process_group:ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby",
+        "keepstep.process_group:ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby "
+        "keepstep.process_group:ReconfigureOptions keepstep.process_group:reconfigure_with_store",
     ),
     section(
         "Transports of live state",

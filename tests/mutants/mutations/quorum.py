@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "a quorum_id raised for a failed commit is not written",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    state.persist(replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
-        "    state.record = replace(record, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
+        "    state.persist(replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms))\n",
+        "    state.record = replace(begun, quorum_id=quorum_id, members=members, created_ms=created_ms)\n"
         "    if not same:\n"
         "        state.persist(state.record)\n",
         Trace("a_quorum_id_raised_for_a_failed_commit_outlives_the_leader"),
@@ -53,7 +53,7 @@ MUTATIONS = (
     Mutation(
         "a takeover has no grace",
         f"{LIGHTHOUSE}/quorum/machine.py",
-        "        if restarted and record.members:\n",
+        "        if restarted and record.members and record.ended is None:\n",
         "        if restarted and not record:\n",
         Trace("a_stranger_asks_the_next_leader"),
     ),
@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "a quorum that lost a member between two rounds keeps its quorum_id",
         f"{LIGHTHOUSE}/quorum/changes/membership.py",
-        "    if same and not failed and not state.round.lost and not repeated",
-        "    if same and not failed and not repeated",
+        "    goes_on = record.ended is None and not state.round.lost\n",
+        "    goes_on = record.ended is None\n",
         Test(
             "tests/unit/quorum/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
