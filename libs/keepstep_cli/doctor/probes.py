@@ -49,7 +49,8 @@ async def examine(lighthouse: Lighthouse, job: str, tls: TlsFiles) -> list[Findi
         found += _of_cluster(cluster)
         replicas = await _replicas(lighthouse, job)
     except ClickException as error:
-        found.append(Finding("lighthouse", Verdict.FAIL, error.message.splitlines()[0], "see `keepstep status`"))
+        *reasons, advice = error.message.splitlines()
+        found.append(Finding("lighthouse", Verdict.FAIL, " ".join(map(str.strip, reasons)) or advice, advice))
     async with Identity(None, tls).session(timeout=PROBE_SECONDS) as http:
         probes = await asyncio.gather(*(_probe(http, kind, address) for kind, address in services))
         ports = [await _port(http, kind, port) for kind, port in USUAL_PORTS.items()]
