@@ -34,7 +34,7 @@ class Alert:
 
 
 def alerts(job: Job, now: float) -> tuple[Alert, ...]:
-    """Return the alerts that fire now, critical ones first. They are computed anew after ``FRESH_SECONDS``."""
+    """Return the alerts that fire now, critical ones first. The result is reused for ``FRESH_SECONDS``."""
     known = _known.get(job)
     if known is None or not 0 <= now - known[0] < FRESH_SECONDS:
         found = sorted(_found(job, now), key=lambda one: (one.severity != "critical", one.name))
