@@ -17,7 +17,7 @@ async def test_a_lighthouse_says_where_it_listens_and_ends_in_good_order() -> No
     flags = ("--bind", "127.0.0.1:0", "--min-replicas", "2", "--max-replicas", "3", "--join-timeout", "500ms")
     flags += ("--heal-timeout", "2m", "--heartbeat-timeout", "7", "--reconnect-grace", "1s", "--takeover-grace", "3")
     flags += ("--initial-replicas", "5", "--verify-every", "100", "--on-divergence", "drain")
-    flags += ("--drain-straggler-after", "50", "--job-ttl", "30d", "--max-jobs", "5", "--refuse-going-back")
+    flags += ("--drain-straggler-after", "50", "--job-ttl", "30d", "--max-jobs", "5", "--refuse-going-back", "true")
     async with process("lighthouse", *flags, "--log-format", "json") as service:
         address = (await first_line(service)).removeprefix("lighthouse ")
         async with Group(address):
