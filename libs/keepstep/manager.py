@@ -400,7 +400,8 @@ class Manager:
         """Reduce ``tensor`` in place over the groups that take part.
 
         Args:
-            tensor: dense, of any shape. A group that heals or is a spare contributes zeros, and gets the result.
+            tensor: dense, of any shape. A group that heals or is a spare contributes the neutral element of
+                ``reduce_op``, such as 0 to a sum, and gets the result.
             should_quantize: not supported: True raises ValueError.
             reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
                 not overflow. SUM of booleans is a logical or.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
@@ -19,6 +19,7 @@ from keepstep.process_group.base import ProcessGroupAbortedError
 from keepstep.process_group.communicator import Communicator
 from keepstep.process_group.gloo_addresses import lengthened, shortened
 from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
+from keepstep.process_group.works import AveragedWork
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.net.addresses import address_towards
@@ -59,6 +60,16 @@ class ProcessGroupGloo(BackendProcessGroup):
     ) -> Communicator:
         host = host or address_towards(host_of(store))
         return GlooCommunicator(store, host, rank, world_size, name, global_ranks, self._timeout)
+
+    def _run(self, operation: str, *args: Any) -> Work:
+        options = args[-1]
+        if getattr(options, "reduceOp", None) != ReduceOp.AVG:
+            return super()._run(operation, *args)
+        summed = type(options)()
+        summed.reduceOp, summed.timeout = ReduceOp.SUM, options.timeout
+        work = super()._run(operation, *args[:-1], summed)
+        outputs = args[0] if isinstance(args[0], list) else [args[0]]
+        return AveragedWork(work, outputs, self.size())
 
     def _wrap(self, communicator: Communicator, raw: Work, operation: str, tensors: Any) -> BackendWork:
         kind = ThreadedWork if operation in _THREADED else BackendWork

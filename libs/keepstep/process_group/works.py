@@ -1,7 +1,8 @@
-"""Works that are complete from the start, and works that combine others."""
+"""Works that are complete from the start, and works that combine or change others."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,46 @@ class CompletedWork(Work):
 
     def is_success(self) -> bool:
         return True
+
+
+class AveragedWork(Work):
+    """A sum of ``size`` ranks that becomes their average, for backends without one.
+
+    Integers are divided as by NCCL: towards zero.
+    """
+
+    def __init__(self, work: Work, tensors: list[torch.Tensor], size: int) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = tensors
+        self._size = size
+        self._dividing = threading.Lock()
+        self._divided = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        succeeded = self._work.wait(timeout)
+        self._divide()
+        return succeeded
+
+    def get_future(self) -> Future[Any]:
+        def average(future: Future[Any]) -> Any:
+            result = future.value()
+            self._divide()
+            return result
+
+        return self._work.get_future().then(average)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def _divide(self) -> None:
+        with self._dividing:
+            if self._divided:
+                return
+            self._divided = True
+            for tensor in self._tensors:
+                whole = tensor.is_floating_point() or tensor.is_complex()
+                tensor.div_(self._size, rounding_mode=None if whole else "trunc")
 
 
 class JointWork(Work):

@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
+from keepstep.step.neutral_elements import neutral_element
 from keepstep.step.step_telemetry import StepTimes
 
 
@@ -73,21 +74,17 @@ class Collectives:
             tensor: dense, of any shape.
             reduce_op: as the caller gave it.
             average: divide the sum by ``world``.
-            contributes: False: this group contributes zeros.
+            contributes: False: this group contributes the neutral element of ``reduce_op``, such as 0 to a sum.
             world: number of groups that take part.
             write_back: called by ``finish``, if the collective succeeded.
 
         Raises:
+            ValueError: ``reduce_op`` has no neutral element.
             Exception: the collective could not be started.
         """
         context = self._context
         if not contributes:
-            if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
-                raise ValueError(
-                    f"{reduce_op} has no neutral element, which a group that does not take part must contribute; use "
-                    f"ReduceOp.AVG or ReduceOp.SUM"
-                )
-            tensor.zero_()
+            tensor.fill_(neutral_element(reduce_op, tensor.dtype))
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
         summed = (whole.is_floating_point() or whole.is_complex()) and reduce_op in (ReduceOp.AVG, ReduceOp.SUM)
         if summed and contributes:

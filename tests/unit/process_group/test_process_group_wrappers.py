@@ -17,6 +17,7 @@ from keepstep.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     ManagedProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
@@ -215,6 +216,43 @@ def test_functional_collectives_work_on_a_registered_group(world, cohort) -> Non
         torch.testing.assert_close(tensor, 5 * VALUE)
         peer.result(30)
     group.unregister()
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
+def test_functional_reductions_work_on_scalars_of_floats_and_integers(world, cohort, kind) -> None:
+    ranks = cohort(2, kind=kind)
+    group = ranks.groups[0].register(kind.__name__)
+    inputs = {torch.float32: (1.5, 4.0), torch.int64: (-3, 8)}
+    expected = {
+        "sum": {torch.float32: 5.5, torch.int64: 5},
+        "avg": {torch.float32: 2.75, torch.int64: 2},
+        "max": {torch.float32: 4.0, torch.int64: 8},
+    }
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for name, results in expected.items():
+            operation = getattr(ReduceOp, name.upper())
+            for dtype, result in results.items():
+                ours, theirs = (torch.tensor(value, dtype=dtype) for value in inputs[dtype])
+                peer = pool.submit(lambda t=theirs, op=operation: ranks.groups[1].allreduce([t], op).wait())
+                reduced = functional.all_reduce(ours, name, group) + 0
+                peer.result(30)
+                assert (name, reduced.item(), reduced.dtype, theirs.item()) == (name, result, dtype, result)
+    group.unregister()
+
+
+def test_an_average_over_gloo_is_complete_in_its_future_and_in_wait(cohort) -> None:
+    ranks = cohort(2)
+
+    def run(group, rank):
+        first, second, shared = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0), torch.zeros(1)
+        assert group.allreduce([first], ReduceOp.AVG).get_future().wait()[0].tolist() == [1.5, 1.5]
+        work = group.allreduce([second], ReduceOp.AVG)
+        assert work.wait()
+        assert work.wait()  # a second wait does not divide again
+        group._reduce_scatter_base(shared, torch.tensor([2.0, 4.0]) * (rank + 1), ReduceOp.AVG).wait()
+        return first.tolist(), second.tolist(), shared.item()
+
+    assert ranks.each(run) == [([1.5, 1.5], [1.5, 1.5], 3.0), ([1.5, 1.5], [1.5, 1.5], 6.0)]
 
 
 def test_a_device_mesh_takes_a_registered_group(world) -> None:

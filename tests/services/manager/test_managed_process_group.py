@@ -1,0 +1,102 @@
+"""A registered ``ManagedProcessGroup``: torch's functional collectives over the groups of a job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed import _functional_collectives as functional
+
+from keepstep import ManagedProcessGroup, ProcessGroupDummy
+from tests.services.manager.groups import manager, together
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """``torch.distributed`` for this process alone, as under torchrun with one rank in each group."""
+    dist.Backend.register_backend("managed-world", lambda *_: ProcessGroupDummy(), devices=["cpu"])
+    dist.init_process_group("managed-world", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_functional_reductions_go_through_the_manager(world, lighthouse) -> None:
+    ready = threading.Barrier(2)
+
+    def functions(name: str) -> list[Any]:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            group = ManagedProcessGroup(m).register("managed")
+            ready.wait(30)
+            m.start_quorum()
+            results = [
+                (functional.all_reduce(torch.tensor(1.5), "sum", group) + 0).item(),
+                (functional.all_reduce(torch.tensor(1.5), "avg", group) + 0).item(),
+                (functional.all_reduce(torch.tensor(1.5), "max", group) + 0).item(),
+                (functional.all_reduce(torch.tensor(7), "sum", group) + 0).item(),
+                (functional.all_reduce(torch.tensor(7), "max", group) + 0).item(),
+                group.size(),
+                m.should_commit(),
+            ]
+            ready.wait(30)
+            group.unregister()
+            return results
+
+    def methods(name: str) -> list[Any]:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            ready.wait(30)
+            m.start_quorum()
+            results: list[Any] = []
+            for value, op in [
+                (4.5, ReduceOp.SUM),
+                (4.5, ReduceOp.AVG),
+                (4.5, ReduceOp.MAX),
+                (2, ReduceOp.SUM),
+                (2, ReduceOp.MAX),
+            ]:
+                tensor = torch.tensor(value)
+                assert m.allreduce(tensor, reduce_op=op).wait()
+                results.append(tensor.item())
+            results += [m.num_participants(), m.should_commit()]
+            ready.wait(30)
+            return results
+
+    assert together(lambda: functions("a"), lambda: methods("b")) == [[6.0, 3.0, 4.5, 9, 7, 2, True]] * 2
+
+
+def test_a_group_that_heals_does_not_change_a_maximum(lighthouse) -> None:
+    """The joiner contributes the neutral element: the maximum of the others, which are all negative, stays."""
+    joined, left = threading.Event(), threading.Event()
+
+    def first() -> set[tuple[float, int]]:
+        seen = set()
+        with manager(lighthouse, "a", {"w": torch.zeros(1)}) as m:
+            while not left.is_set():
+                m.start_quorum()
+                tensor = torch.tensor([-3.0])
+                if m.allreduce(tensor, reduce_op=ReduceOp.MAX).wait():
+                    seen.add((tensor.item(), m.num_participants()))
+                if m.should_commit() and m.current_step() > 3:
+                    joined.set()
+        return seen
+
+    def second() -> list[float]:
+        joined.wait(30)
+        results = []
+        with manager(lighthouse, "b", {"w": torch.ones(1)}) as m:
+            for _ in range(2):
+                m.start_quorum()
+                tensor = torch.tensor([-5.0])
+                m.allreduce(tensor, reduce_op=ReduceOp.MAX).wait()
+                m.should_commit()
+                results.append(tensor.item())
+        left.set()
+        return results
+
+    seen, results = together(first, second)
+    assert {value for value, _ in seen} == {-3.0}
+    assert results == [-3.0, -3.0]
