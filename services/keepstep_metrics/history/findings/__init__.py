@@ -1,0 +1,1 @@
+"""Conclusions from the history of a job: alerts, blame, goodput, incidents, marks, pace, stragglers. Pure."""

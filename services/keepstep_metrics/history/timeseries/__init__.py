@@ -1,0 +1,1 @@
+"""States and sums of one group over time. Pure."""

@@ -1,0 +1,1 @@
+"""Changes of the state of a job: sessions, requests, orders, heals, stragglers, settings."""
