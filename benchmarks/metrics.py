@@ -33,7 +33,7 @@ from keepstep_mesh.protocol.telemetry_records import BatchHead, EventRecord, Ste
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.history.series import LEVELS
+from keepstep_metrics.history.timeseries.series import LEVELS
 
 STEP_SECONDS = 0.005
 

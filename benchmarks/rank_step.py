@@ -19,9 +19,9 @@ from figures import Figure, Limit, p50
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings
-from keepstep.group.rank_lists import ListKeeper
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings
+from keepstep.group.ranks.rank_lists import ListKeeper
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankQuorum
 from keepstep_mesh.protocol.membership import Member, MemberInfo

@@ -18,7 +18,7 @@ from keepstep_cli.commands.relay_command import relay
 from keepstep_cli.commands.restart import restart
 from keepstep_cli.commands.run import run
 from keepstep_cli.commands.serve import lighthouse, up
-from keepstep_cli.running.standard_output import check_standard_output
+from keepstep_cli.running.console.standard_output import check_standard_output
 
 
 class Keepstep(click.Group):

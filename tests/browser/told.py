@@ -24,7 +24,7 @@ from keepstep_mesh.serving.openapi import plain
 from keepstep_mesh.serving.service import Endpoint, Service, serving
 from keepstep_metrics.api import dashboard_page, log_views
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.marks import marks
+from keepstep_metrics.history.findings.marks import marks
 from tests.browser.devtools import Browser, chromium
 
 JOB = "digits"

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from keepstep.checkpointing.direct.direct_fetch import DirectChunks
-from keepstep.checkpointing.direct.http_server import CheckpointServer
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import ChunkSource, Transfer
 from keepstep.checkpointing.state.restoring import Spare
 from keepstep.checkpointing.state.staging import Snapshot, StagingArea

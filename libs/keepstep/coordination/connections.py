@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_client import RankClient
+from keepstep.group.ranks.rank_client import RankClient
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError

@@ -9,8 +9,8 @@ from datetime import timedelta
 from keepstep.coordination.connections import Connections, leave
 from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.runtime.environment import restart_count
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
 from keepstep_mesh.config.settings import bind_address, split_addresses

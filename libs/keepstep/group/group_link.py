@@ -16,8 +16,8 @@ import torch
 from torch.distributed import Store
 
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings, RankLink
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings, RankLink
 from keepstep.rendezvous.launcher_store import LauncherStore
 from keepstep.runtime import environment
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread

@@ -17,8 +17,8 @@ from aiohttp import web
 from keepstep.group.group_listener import GroupListener
 from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks, merge_healing
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.group.rank_connections import RankConnections
-from keepstep.group.rank_link import GroupSettings, Leaving, denial
+from keepstep.group.ranks.rank_connections import RankConnections
+from keepstep.group.ranks.rank_link import GroupSettings, Leaving, denial
 from keepstep.group.slow_quorum_log import SlowQuorumLog
 from keepstep.rendezvous.key_value_server import VERSION as RENDEZVOUS_VERSION
 from keepstep.rendezvous.key_value_server import KeyValueServer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from keepstep.checkpointing.relayed.relay_transport import RelayTransport
 from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.group_link import connect_group
-from keepstep.group.rank_link import RankLink
+from keepstep.group.ranks.rank_link import RankLink
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.runtime.exits import EvictedExit
@@ -20,8 +20,8 @@ from keepstep.step.context import StepContext
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
-from keepstep.step.step_log import StepLog
-from keepstep.step.step_telemetry import StepTelemetry
+from keepstep.step.reporting.step_log import StepLog
+from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import Banned
 from keepstep_mesh.protocol.lineage import NEW

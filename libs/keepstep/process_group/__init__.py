@@ -7,10 +7,10 @@ from keepstep.process_group.baby.baby_group import (
     ProcessGroupBabyXCCL,
 )
 from keepstep.process_group.base import ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.gloo import ProcessGroupGloo
-from keepstep.process_group.nccl import ProcessGroupNCCL, ProcessGroupXCCL
 from keepstep.process_group.reconfiguration import ReconfigureOptions
 from keepstep.process_group.store_exchange import reconfigure_with_store
+from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
+from keepstep.process_group.torch_backends.nccl import ProcessGroupNCCL, ProcessGroupXCCL
 from keepstep.process_group.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,

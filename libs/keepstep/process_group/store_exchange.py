@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Store, Work
 
-from keepstep.process_group.backend import store_at
 from keepstep.process_group.base import DEFAULT_TIMEOUT
 from keepstep.process_group.reconfiguration import ReconfigureOptions
+from keepstep.process_group.torch_backends.backend import store_at
 
 UUID_BITS = 63
 

@@ -27,7 +27,7 @@ from keepstep.step.context import StepContext
 from keepstep.step.healing import StateExchange
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.quorum_request import QuorumRequest
-from keepstep.step.step_telemetry import StepTimes
+from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError, SessionClosed
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.lineage import is_diverged

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.neutral_elements import neutral_element
-from keepstep.step.step_telemetry import StepTimes
+from keepstep.step.reporting.step_telemetry import StepTimes
 
 
 class Collectives:

@@ -14,14 +14,14 @@ from keepstep.checkpointing.transport import CheckpointTransport
 from keepstep.group.agreement import layout_digest
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
-from keepstep.group.rank_link import RankLink
+from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.exits import StateMismatchExit
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep.step.live_state import LiveState
 from keepstep.step.progress import GroupProgress
 from keepstep.step.reconfigurer import Reconfigurer
-from keepstep.step.step_log import StepLog
-from keepstep.step.step_telemetry import StepTelemetry
+from keepstep.step.reporting.step_log import StepLog
+from keepstep.step.reporting.step_telemetry import StepTelemetry
 from keepstep_mesh.config.logging import Logger
 from keepstep_mesh.errors import ExitWithReason, KeepstepError
 from keepstep_mesh.protocol.group_messages import RankAsk

@@ -18,8 +18,8 @@ from keepstep.group.group_peers import checkpoint_metadata
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
-from keepstep.step.heal_meter import REPORT_SECONDS, HealMeter, log_fields
-from keepstep.step.step_telemetry import StepTimes
+from keepstep.step.reporting.heal_meter import REPORT_SECONDS, HealMeter, log_fields
+from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.heal_limit import heal_limit
 

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from keepstep.group.group_peers import first_layout_difference
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.group.rank_link import Leaving
+from keepstep.group.ranks.rank_link import Leaving
 from keepstep.runtime.exits import CollectivesExit, EvictedExit, GroupFailedExit, MismatchExit, StartRefusedExit
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step.context import StepContext
-from keepstep.step.step_telemetry import StepTimes
+from keepstep.step.reporting.step_telemetry import StepTimes
 from keepstep_mesh.errors import Banned, CollectivesMismatch, Drained, LayoutMismatch, SessionClosed, StartRefused
 
 MISMATCH_LINGER_SECONDS = 0.5

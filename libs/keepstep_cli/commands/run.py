@@ -13,7 +13,7 @@ from keepstep_cli.running.supervisor import MAX_RESTARTS, Restarts
 
 if TYPE_CHECKING:
     from keepstep_cli.asking.rest import Lighthouse
-    from keepstep_cli.running.console_audience import ConsoleAudience
+    from keepstep_cli.running.console.console_audience import ConsoleAudience
     from keepstep_mesh.security.tls import TlsFiles
 
 ASK_FIRST_SECONDS = 5.0
@@ -123,7 +123,7 @@ def run(
     from keepstep_cli.asking.rest import Lighthouse, read_token
     from keepstep_cli.running import embedded
     from keepstep_cli.running.bans import ask_ban, ask_finished
-    from keepstep_cli.running.console_audience import ConsoleAudience
+    from keepstep_cli.running.console.console_audience import ConsoleAudience
     from keepstep_cli.running.heal_notes import follow_heals
     from keepstep_cli.running.launcher import Launcher, Program, replica_programs, stop_on_signals
     from keepstep_cli.running.ranks import JobSpec, command_line, program_problem

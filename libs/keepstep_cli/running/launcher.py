@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from keepstep_cli.running import ranks
-from keepstep_cli.running.output import read_lines
+from keepstep_cli.running.console.output import read_lines
 from keepstep_cli.running.supervisor import (
     AskBan,
     AskFinished,

@@ -1,8 +1,8 @@
 """The quorum state machine of one job. Pure: events in, decisions out, time is an argument.
 
 This file orders what ``rules`` and ``changes`` do: ``rules/quorum_rules`` decides whether a quorum forms,
-``changes/membership`` its id, ``group`` and ``groups`` which groups count, ``changes/health`` which are lost.
-``changes/arrivals``, ``requests`` and ``departures`` handle the messages of groups. Rules that all of them keep:
+``changes/membership`` its id, ``group`` and ``groups`` which groups count, ``changes/presence`` which are lost.
+``changes/presence`` and ``changes/requests`` handle the messages of groups. Rules that all of them keep:
 
 * **Persistence.** ``Persist`` precedes everything that depends on it: a new quorum_id, an eviction, a ban, a policy,
   a higher quorum_id that a hello reports. A confirmed quorum is not written.
@@ -31,12 +31,8 @@ from dataclasses import replace
 
 from keepstep_lighthouse.quorum.changes import (
     agreements,
-    arrivals,
-    departures,
     divergence,
     heals,
-    health,
-    job_end,
     membership,
     orders,
     reports,
@@ -44,6 +40,7 @@ from keepstep_lighthouse.quorum.changes import (
     starts,
     stragglers,
 )
+from keepstep_lighthouse.quorum.changes.presence import arrivals, departures, health, job_end
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep_metrics.history import goodput
-from keepstep_metrics.history.alerts import Alert, alerts
-from keepstep_metrics.history.blame import Blame, blame
+from keepstep_metrics.history.findings import goodput
+from keepstep_metrics.history.findings.alerts import Alert, alerts
+from keepstep_metrics.history.findings.blame import Blame, blame
+from keepstep_metrics.history.findings.pace import sparks, steps_per_second
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.job import Job
-from keepstep_metrics.history.pace import sparks, steps_per_second
-from keepstep_metrics.history.timeline import State
+from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.lighthouse.live_status import Live, StateOfJob
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.incidents import fold
+from keepstep_metrics.history.findings.incidents import fold
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.transfers import Transfer
 from keepstep_metrics.lighthouse.live_status import Live, LiveUpload

@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from keepstep_mesh.serving.process_metrics import registry_of
-from keepstep_metrics.history import goodput
+from keepstep_metrics.history.findings import goodput
 from keepstep_metrics.history.job import Job
-from keepstep_metrics.history.timeline import LIVING
+from keepstep_metrics.history.timeseries.timeline import LIVING
 from keepstep_metrics.node import MetricsNode
 
 WINDOW_SECONDS = 300.0

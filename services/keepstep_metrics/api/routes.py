@@ -18,8 +18,8 @@ from keepstep_mesh.serving.openapi import Shape
 from keepstep_mesh.serving.rest import bad, json_answer, known_names, number
 from keepstep_metrics.api import dashboard_page, job_views, log_views, span_views
 from keepstep_metrics.api.stream import stream
-from keepstep_metrics.history import marks, straggler_view
 from keepstep_metrics.history.events import MAX_INTEGER
+from keepstep_metrics.history.findings import marks, straggler_view
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.lighthouse.live_status import StateOfJob
 from keepstep_metrics.lighthouse.service_vitals import Vitals

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.goodput import group_seconds, ratio, shares
+from keepstep_metrics.history.findings.goodput import group_seconds, ratio, shares
+from keepstep_metrics.history.findings.marks import Mark, marks
 from keepstep_metrics.history.histogram import BINS, quantile
 from keepstep_metrics.history.job import Job
-from keepstep_metrics.history.marks import Mark, marks
-from keepstep_metrics.history.timeline import merged
+from keepstep_metrics.history.timeseries.timeline import merged
 
 MARK_PIXELS = 3
 """Marks that are closer together than this in a chart become one."""

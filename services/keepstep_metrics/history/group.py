@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from keepstep_mesh.protocol.telemetry_records import StateRecord, StepRecord
-from keepstep_metrics.history.series import Series
-from keepstep_metrics.history.timeline import State, Timeline
+from keepstep_metrics.history.timeseries.series import Series
+from keepstep_metrics.history.timeseries.timeline import State, Timeline
 
 RECENT_STEPS = 64
 MAX_ENDS = 4

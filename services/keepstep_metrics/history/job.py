@@ -8,15 +8,16 @@ from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.protocol.telemetry_records import MAX_VALUES, EventRecord, StateRecord, StepRecord
-from keepstep_metrics.history import lost_steps, stragglers
+from keepstep_metrics.history import stragglers
 from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.histogram import BINS, bin_of
 from keepstep_metrics.history.sentences import sentence
-from keepstep_metrics.history.series import Series
 from keepstep_metrics.history.stragglers import Standing
-from keepstep_metrics.history.timeline import State
+from keepstep_metrics.history.timeseries import lost_steps
+from keepstep_metrics.history.timeseries.series import Series
+from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.history.transfers import TransferLog
 
 MAX_GROUPS = 5000

@@ -17,7 +17,7 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity, raise_for_problem, read_json_answer
 from keepstep_mesh.security.tls import explained
-from keepstep_metrics.history import straggler_view
+from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import Job
 
 STRAGGLER_CHECK_SECONDS = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutation import Mutation, Seeds, Test, Trace
 
 LIGHTHOUSE = "services/keepstep_lighthouse"
-SETTINGS = "tests/unit/quorum/test_core_settings.py"
-HEAL_ROUNDS = "tests/unit/quorum/test_core_heal_rounds.py"
+SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
+HEAL_ROUNDS = "tests/unit/quorum/changes/test_core_heal_rounds.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
 MUTATIONS = (
@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a lighthouse does not raise quorum_id above the one that a group has seen",
-        f"{LIGHTHOUSE}/quorum/changes/arrivals.py",
+        f"{LIGHTHOUSE}/quorum/changes/presence/arrivals.py",
         "    if seen > state.record.quorum_id:\n",
         "    if seen < 0:\n",
         Test(
@@ -62,7 +62,7 @@ MUTATIONS = (
         f"{LIGHTHOUSE}/quorum/machine.py",
         "departures.move(state, group, now)",
         'departures.lose(state, group, "moved", now)',
-        Test("tests/unit/quorum/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
+        Test("tests/unit/quorum/changes/test_core_sessions.py::test_moving_to_another_lighthouse_is_no_loss"),
     ),
     Mutation(
         "a cancelled request stays open",
@@ -77,7 +77,7 @@ MUTATIONS = (
         "    goes_on = record.ended is None and not state.round.lost\n",
         "    goes_on = record.ended is None\n",
         Test(
-            "tests/unit/quorum/test_core_rules.py::"
+            "tests/unit/quorum/rules/test_core_rules.py::"
             "test_quorum_id_grows_with_another_membership_a_failed_commit_or_a_lost_member_and_else_stays"
         ),
     ),
@@ -120,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "members do not hear of a lost member",
-        f"{LIGHTHOUSE}/quorum/changes/departures.py",
+        f"{LIGHTHOUSE}/quorum/changes/presence/departures.py",
         "    if sessions := state.member_sessions(lambda _: True):\n",
         "    if sessions := ():\n",
         Seeds(1, 0, 200),
@@ -227,7 +227,7 @@ MUTATIONS = (
         "    repeated = any(",
         "    repeated = False and any(",
         Test(
-            "tests/unit/quorum/test_core_lineages.py::"
+            "tests/unit/quorum/rules/test_core_lineages.py::"
             "test_a_quorum_that_goes_on_from_a_state_that_begins_anew_gets_another_quorum_id"
         ),
     ),
@@ -237,7 +237,7 @@ MUTATIONS = (
         "where_it_was == (group.step, group.lineage) and session",
         "request.step <= answer.announce.step and session",
         Test(
-            "tests/unit/quorum/test_core_lineages.py::"
+            "tests/unit/quorum/rules/test_core_lineages.py::"
             "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
         ),
     ),

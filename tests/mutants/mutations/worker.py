@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a source serves all joiners at once",
-        "libs/keepstep/checkpointing/direct/admission.py",
+        "libs/keepstep/checkpointing/direct/sending/admission.py",
         "            if self.ahead(reader) >= self._at_once - self._working(now):\n",
         "            if self.ahead(reader) < 0:\n",
         Test("tests/unit/checkpointing/test_admission.py::test_the_next_has_a_turn_when_one_ends"),
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rank 0 omits a member list that has changed",
-        "libs/keepstep/group/rank_lists.py",
+        "libs/keepstep/group/ranks/rank_lists.py",
         "        if known == self._number:\n",
         "        if known:\n",
         Test("tests/unit/group/test_rank_lists.py::test_a_changed_list_is_sent_once_on_every_connection"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.coordination import LighthouseServer
-from keepstep.process_group import disposal
+from keepstep.process_group.torch_backends import disposal
 from keepstep_history.reading import check_files
 from keepstep_history.report import violation_lines
 

@@ -15,8 +15,8 @@ import pytest
 from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings, Leaving
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings, Leaving
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from keepstep_lighthouse.quorum.views import HealView
@@ -209,7 +209,7 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
 
 
 async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
-    monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
+    monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
     for where in ("rank_link", "rank_connections", "rank_client"):
         monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", 0.5)
     group = Group(lighthouse, 2)

@@ -17,8 +17,8 @@ import pytest
 
 from keepstep.group.group_server import GroupServer
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.rendezvous.key_value_server import VERSION, RendezvousError, Table
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankQuorum, RankReady

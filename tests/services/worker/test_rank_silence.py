@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_client import RankClient
-from keepstep.group.rank_link import GroupSettings
+from keepstep.group.ranks.rank_client import RankClient
+from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import Policy, PolicyOrdered
@@ -28,7 +28,7 @@ LEAST = 0.5
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.group.rank_link.RANK_BEAT", 0.05)
+    monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
     for where in ("rank_link", "rank_connections", "rank_client"):
         monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", LEAST)
 

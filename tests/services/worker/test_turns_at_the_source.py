@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from keepstep.checkpointing import HTTPTransport
-from keepstep.checkpointing.direct import admission
-from keepstep.checkpointing.direct.admission import READERS_AT_ONCE
+from keepstep.checkpointing.direct.sending import admission
+from keepstep.checkpointing.direct.sending.admission import READERS_AT_ONCE
 from keepstep.checkpointing.errors import TransferTimeout
 from tests.support.checkpoints.checkpoint_ends import MIB, RawReader, blank, same
 from tests.support.checkpoints.checkpoint_peer import MINUTE, state_of

@@ -64,7 +64,7 @@ class Logs:
         return self._last_event.get(log, 0)
 
     def step(self, worker: Worker, event: str, **detail: Any) -> None:
-        """Append an entry to the step log of ``worker``; ``detail`` as in ``keepstep.step.step_log``."""
+        """Append an entry to the step log of ``worker``; ``detail`` as in ``keepstep.step.reporting.step_log``."""
         plan, who = worker.plan, worker.replica_id
         quorum = (plan.epoch, plan.quorum_id) if plan is not None else (0, 0)
         if plan is not None and self._quorum_of.get(who) != quorum:

@@ -10,8 +10,8 @@ from typing import Any
 import click
 import pytest
 
+from keepstep_cli.running.console.log_folder import LogFolder
 from keepstep_cli.running.heal_notes import GroupStory
-from keepstep_cli.running.log_folder import LogFolder
 from keepstep_cli.running.run_control import accepting_orders, order_restart, running_here
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.group.rank_lists import ListKeeper, ListSender
+from keepstep.group.ranks.rank_lists import ListKeeper, ListSender
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankHello, RankQuorum

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from keepstep_metrics.api import job_views, span_views
-from keepstep_metrics.history.alerts import alerts
-from keepstep_metrics.history.blame import blame
+from keepstep_metrics.history.findings.alerts import alerts
+from keepstep_metrics.history.findings.blame import blame
+from keepstep_metrics.history.findings.pace import sparks, steps_per_second
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.history.pace import sparks, steps_per_second
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.unit.metrics.test_metrics_core import T, World, joined
 

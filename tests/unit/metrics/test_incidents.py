@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_metrics.history.events import Event
-from keepstep_metrics.history.incidents import Incident, fold
-from keepstep_metrics.history.marks import marks
+from keepstep_metrics.history.findings.incidents import Incident, fold
+from keepstep_metrics.history.findings.marks import marks
 from keepstep_metrics.history.sentences import sentence
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import job_views, log_views, span_views
-from keepstep_metrics.history import goodput, straggler_view
+from keepstep_metrics.history.findings import goodput, straggler_view
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS, Job
 from keepstep_metrics.history.machine import MetricsCore
-from keepstep_metrics.history.timeline import State
+from keepstep_metrics.history.timeseries.timeline import State
 from keepstep_metrics.lighthouse.live_status import NOTHING
 from tests.support.services.metrics_driver import JOB, Teller, event, step
 

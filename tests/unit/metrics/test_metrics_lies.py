@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_mesh.serving.openapi import plain
 from keepstep_metrics.api import job_views, log_views, span_views
-from keepstep_metrics.history import straggler_view
+from keepstep_metrics.history.findings import straggler_view
 from keepstep_metrics.history.job import MAX_GROUPS
 from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.lighthouse.live_status import NOTHING

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_metrics.history.timeline import LIVING, State, Timeline, merged
+from keepstep_metrics.history.timeseries.timeline import LIVING, State, Timeline, merged
 
 TICKS = 40
 CHANGES = st.lists(st.tuples(st.integers(0, TICKS - 1), st.integers(0, 12), st.sampled_from(State)), max_size=30)

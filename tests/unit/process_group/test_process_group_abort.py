@@ -20,9 +20,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, Work
 
-from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo, communicator
-from keepstep.process_group.backend_work import BackendWork
-from keepstep.process_group.gloo_sockets import GlooRank, shut_down
+from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupGloo
+from keepstep.process_group.torch_backends import communicator
+from keepstep.process_group.torch_backends.backend_work import BackendWork
+from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, shut_down
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 LONG = timedelta(minutes=10)

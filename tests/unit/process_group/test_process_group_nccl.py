@@ -14,7 +14,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from keepstep.process_group import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNCCL, ProcessGroupXCCL
-from keepstep.process_group.nccl import AcceleratorCommunicator, AcceleratorWork
+from keepstep.process_group.torch_backends.nccl import AcceleratorCommunicator, AcceleratorWork
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 on_gpu = pytest.mark.skipif(

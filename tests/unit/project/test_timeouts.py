@@ -15,7 +15,8 @@ import yaml
 
 from keepstep.checkpointing.direct import transfer
 from keepstep.checkpointing.relayed import relay_fetch, relay_upload
-from keepstep.group import group_server, rank_link, slow_quorum_log
+from keepstep.group import group_server, slow_quorum_log
+from keepstep.group.ranks import rank_link
 from keepstep.lifecycle import membership
 from keepstep.manager import SHUTDOWN_SECONDS, Manager
 from keepstep.runtime import exits
@@ -27,7 +28,7 @@ from keepstep_lighthouse.api import event_stream
 from keepstep_lighthouse.jobs import job_endings, sessions
 from keepstep_lighthouse.leadership import leader_link, term
 from keepstep_lighthouse.quorum import policies
-from keepstep_lighthouse.quorum.changes import health
+from keepstep_lighthouse.quorum.changes.presence import health
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_lighthouse.settings import MIN_LEASE, LighthouseSettings
 from keepstep_lighthouse.store import etcd_store, sqlite_store

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep_lighthouse.quorum.changes.health import LATE_TICK_SECONDS
+from keepstep_lighthouse.quorum.changes.presence.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.events import Announce, Decision, EndSession, Policy, Tell
 from keepstep_lighthouse.quorum.policies import ON_DIVERGENCE
 from keepstep_lighthouse.quorum.views import ReplicaState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.step.heal_meter import HealMeter, log_fields
+from keepstep.step.reporting.heal_meter import HealMeter, log_fields
 from keepstep_mesh.telemetry.throughput import ThroughputMeter
 
 MIB = 1 << 20

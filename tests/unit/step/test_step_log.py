@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.step.step_log import STEP_LOG_ENV, StepLog
+from keepstep.step.reporting.step_log import STEP_LOG_ENV, StepLog
 from keepstep_history.records import StepRecord, parse
 from keepstep_mesh.protocol.membership import Member, MemberInfo, Quorum
 
@@ -119,7 +119,7 @@ def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> No
     script = """
 import os
 import resource
-from keepstep.step.step_log import StepLog
+from keepstep.step.reporting.step_log import StepLog
 
 log = StepLog("night", "a:1", 0)
 log.write("started", 0, 0, lineage="x")

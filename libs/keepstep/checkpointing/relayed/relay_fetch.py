@@ -18,8 +18,8 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpointing.direct.connection import BrokenConnection, Endpoint
-from keepstep.checkpointing.direct.http_server import CheckpointServer
 from keepstep.checkpointing.direct.peer_choice import RELAY, SOURCE, Swarm
+from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.checkpointing.direct.transfer import Transfer
 from keepstep.checkpointing.errors import TransferError
 from keepstep.checkpointing.relayed.fetch_state import FetchState

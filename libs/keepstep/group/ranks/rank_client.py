@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
-from keepstep.group.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
-from keepstep.group.rank_lists import ListKeeper
+from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
+from keepstep.group.ranks.rank_lists import ListKeeper
 from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger

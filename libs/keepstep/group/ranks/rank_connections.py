@@ -9,8 +9,8 @@ from typing import Protocol
 from aiohttp import WSMsgType, web
 
 from keepstep.group.quorum_plan import QuorumPlan
-from keepstep.group.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, GroupSettings, denied, rank_beats
-from keepstep.group.rank_lists import ListSender
+from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, GroupSettings, denied, rank_beats
+from keepstep.group.ranks.rank_lists import ListSender
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import ProtocolError

@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import Store, Work
 
 from keepstep.process_group.baby.children import Spawner
 from keepstep.process_group.baby.connection import Connection
-from keepstep.process_group.backend import check_rank, store_at
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.gloo import host_of
-from keepstep.process_group.nccl import require_accelerator
+from keepstep.process_group.torch_backends.backend import check_rank, store_at
+from keepstep.process_group.torch_backends.gloo import host_of
+from keepstep.process_group.torch_backends.nccl import require_accelerator
 
 
 class ProcessGroupBaby(ProcessGroup):

@@ -18,8 +18,8 @@ from keepstep.process_group.baby.operations import UnpackedCall
 from keepstep.process_group.baby.remote_store import RemoteStore
 from keepstep.process_group.baby.shared_memory import Segment
 from keepstep.process_group.base import ProcessGroup
-from keepstep.process_group.gloo import ProcessGroupGloo
-from keepstep.process_group.nccl import ProcessGroupNCCL, ProcessGroupXCCL
+from keepstep.process_group.torch_backends.gloo import ProcessGroupGloo
+from keepstep.process_group.torch_backends.nccl import ProcessGroupNCCL, ProcessGroupXCCL
 
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from keepstep.process_group.backend_work import BackendWork, plain_message
 from keepstep.process_group.base import DEFAULT_TIMEOUT, ProcessGroup, ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.communicator import Communicator
+from keepstep.process_group.torch_backends.backend_work import BackendWork, plain_message
+from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep.process_group.works import JointWork
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError

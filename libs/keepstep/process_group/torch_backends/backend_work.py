@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
-from keepstep.process_group.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
+from keepstep.process_group.torch_backends.communicator import LOOK, PEER_IS_GONE, SLICE, STALL, Communicator
 from keepstep.runtime.failed_future import fail_future
 
 NO_TIMEOUT = timedelta(0)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from torch.distributed.distributed_c10d import Backend, Work
 
 from keepstep.process_group.base import ProcessGroupError
-from keepstep.process_group.disposal import dispose
+from keepstep.process_group.torch_backends.disposal import dispose
 from keepstep_mesh.net.fork_safety import fork_error, never_free, tell_children
 
 SLICE = timedelta(milliseconds=25)

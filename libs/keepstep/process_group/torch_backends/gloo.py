@@ -13,12 +13,12 @@ from torch.distributed.distributed_c10d import PrefixStore, ReduceOp, Store, Wor
 from torch.distributed.distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from keepstep.futures import context_timeout
-from keepstep.process_group.backend import BackendProcessGroup
-from keepstep.process_group.backend_work import BackendWork, ThreadedWork
 from keepstep.process_group.base import ProcessGroupAbortedError
-from keepstep.process_group.communicator import Communicator
-from keepstep.process_group.gloo_addresses import lengthened, shortened
-from keepstep.process_group.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
+from keepstep.process_group.torch_backends.backend import BackendProcessGroup
+from keepstep.process_group.torch_backends.backend_work import BackendWork, ThreadedWork
+from keepstep.process_group.torch_backends.communicator import Communicator
+from keepstep.process_group.torch_backends.gloo_addresses import lengthened, shortened
+from keepstep.process_group.torch_backends.gloo_sockets import GlooRank, connections, greet, shut_down, sockets
 from keepstep.process_group.works import AveragedWork
 from keepstep.rendezvous.interruptible_store import InterruptibleStore
 from keepstep_mesh.config.logging import get_logger

@@ -21,10 +21,10 @@ from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
 from keepstep.futures import context_timeout
-from keepstep.process_group.backend import BackendProcessGroup
-from keepstep.process_group.backend_work import NO_TIMEOUT, BackendWork
 from keepstep.process_group.base import ProcessGroupError
-from keepstep.process_group.communicator import Communicator
+from keepstep.process_group.torch_backends.backend import BackendProcessGroup
+from keepstep.process_group.torch_backends.backend_work import NO_TIMEOUT, BackendWork
+from keepstep.process_group.torch_backends.communicator import Communicator
 from keepstep_mesh.config.logging import get_logger
 
 log = get_logger("keepstep.process_group")

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from keepstep.group.group_link import LinkSettings
-from keepstep.group.rank_link import RankLink
+from keepstep.group.ranks.rank_link import RankLink
 from keepstep.runtime.loop_thread import LoopThread
 from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.net.http import Identity

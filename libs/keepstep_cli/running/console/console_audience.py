@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from keepstep_cli.running.log_folder import LogFolder
-from keepstep_cli.running.output import PrefixedOutput
+from keepstep_cli.running.console.log_folder import LogFolder
+from keepstep_cli.running.console.output import PrefixedOutput
 
 
 class ConsoleAudience:

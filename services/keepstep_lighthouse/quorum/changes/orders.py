@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.changes import departures
+from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.events import DrainOrdered, EvictOrdered, PolicyOrdered, ReadmitOrdered
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState

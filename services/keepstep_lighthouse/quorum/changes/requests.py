@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep_lighthouse.quorum.changes import agreements, departures, heals, reports
+from keepstep_lighthouse.quorum.changes import agreements, heals, reports
+from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_mesh.protocol.messages import QuorumRequest

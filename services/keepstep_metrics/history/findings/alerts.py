@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from keepstep_metrics.history import goodput
-from keepstep_metrics.history.blame import blame
+from keepstep_metrics.history.findings import goodput
+from keepstep_metrics.history.findings.blame import blame
 from keepstep_metrics.history.job import Job
 
 NO_COMMIT_SECONDS = 120.0

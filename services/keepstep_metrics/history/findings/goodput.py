@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from keepstep_metrics.history.job import Job
-from keepstep_metrics.history.timeline import LIVING, State
+from keepstep_metrics.history.timeseries.timeline import LIVING, State
 
 
 def group_seconds(job: Job, since: float, until: float) -> dict[State, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep_metrics.history.series import Series
-from keepstep_metrics.history.timeline import State, Timeline
+from keepstep_metrics.history.timeseries.series import Series
+from keepstep_metrics.history.timeseries.timeline import State, Timeline
 
 
 def reached_at(steps: Series, step: int, before: float) -> float | None:

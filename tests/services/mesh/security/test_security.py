@@ -24,7 +24,7 @@ from tests.support.services.asking_group import quorum_request
 from tests.support.services.command import environment
 
 DEADLINE = 60.0
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "security.md"
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "security.md"
 
 RANK = """
 import asyncio, os, signal

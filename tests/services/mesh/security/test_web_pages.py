@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from keepstep.checkpointing.direct.http_server import CheckpointServer
+from keepstep.checkpointing.direct.sending.http_server import CheckpointServer
 from keepstep.group.group_server import GroupServer
-from keepstep.group.rank_link import GroupSettings
+from keepstep.group.ranks.rank_link import GroupSettings
 from keepstep_mesh.errors import ProtocolError
 from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tokens import ClientToken, Tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_lighthouse.quorum.changes.departures import MAX_LOSSES_TOLD
-from keepstep_lighthouse.quorum.changes.health import LATE_TICK_SECONDS
+from keepstep_lighthouse.quorum.changes.presence.departures import MAX_LOSSES_TOLD
+from keepstep_lighthouse.quorum.changes.presence.health import LATE_TICK_SECONDS
 from keepstep_lighthouse.quorum.events import (
     Asked,
     Cancelled,

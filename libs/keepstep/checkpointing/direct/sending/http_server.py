@@ -30,10 +30,10 @@ from keepstep.checkpointing.direct.http_requests import (
     parse_request,
     read_head,
 )
-from keepstep.checkpointing.direct.leases import LEASE_ENDED, Lease, Leases
 from keepstep.checkpointing.direct.peer_choice import PEERS_AT_ONCE
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
-from keepstep.checkpointing.direct.response_writer import ResponseWriter, join_short
+from keepstep.checkpointing.direct.sending.leases import LEASE_ENDED, Lease, Leases
+from keepstep.checkpointing.direct.sending.response_writer import ResponseWriter, join_short
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from keepstep.checkpointing.direct.admission import Admission
 from keepstep.checkpointing.direct.http_requests import RequestError
+from keepstep.checkpointing.direct.sending.admission import Admission
 from keepstep.checkpointing.state.staging import Snapshot
 from keepstep_mesh.config.logging import get_logger
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from keepstep_lighthouse.quorum import bans
-from keepstep_lighthouse.quorum.changes import departures, membership
+from keepstep_lighthouse.quorum.changes import membership
+from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.events import Opened
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState

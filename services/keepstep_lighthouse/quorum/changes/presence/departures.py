@@ -6,7 +6,8 @@ while it holds that quorum's answer. ``leave`` and ``moved`` are not losses: no 
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.changes import heals, job_end
+from keepstep_lighthouse.quorum.changes import heals
+from keepstep_lighthouse.quorum.changes.presence import job_end
 from keepstep_lighthouse.quorum.events import LeftOnPurpose
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState

@@ -9,7 +9,7 @@ A tick that is late means that frames may be unread, so every group gets ``LATE_
 
 from __future__ import annotations
 
-from keepstep_lighthouse.quorum.changes import departures
+from keepstep_lighthouse.quorum.changes.presence import departures
 from keepstep_lighthouse.quorum.groups import NEVER
 from keepstep_lighthouse.quorum.job_state import JobState
 
