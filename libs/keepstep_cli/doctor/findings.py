@@ -9,8 +9,8 @@ from typing import Any
 
 from keepstep_cli.asking.units import seconds_text
 
-WARN_CLOCK_SECONDS = 0.1
-FAIL_CLOCK_SECONDS = 5.0
+WARN_OFFSET_SECONDS = 0.1
+FAIL_OFFSET_SECONDS = 5.0
 """Beyond this, bans and the times of events are wrong for people. No decision on a quorum depends on clocks."""
 WARN_ROUND_TRIP_SECONDS = 0.05
 FEW_OPEN_FILES = 4096
@@ -76,9 +76,9 @@ def of_clock(probe: Probe) -> list[Finding]:
     offset = abs(probe.clock_offset)
     direction = "ahead of" if probe.clock_offset > 0 else "behind"
     check = f"clock of {probe.address}"
-    if offset <= max(WARN_CLOCK_SECONDS, probe.round_trip):
+    if offset <= max(WARN_OFFSET_SECONDS, probe.round_trip):
         return [Finding(check, Verdict.OK, f"within {seconds_text(max(offset, probe.round_trip / 2))}")]
-    verdict = Verdict.FAIL if offset > FAIL_CLOCK_SECONDS else Verdict.WARN
+    verdict = Verdict.FAIL if offset > FAIL_OFFSET_SECONDS else Verdict.WARN
     found = f"{seconds_text(offset)} {direction} this machine"
     return [Finding(check, verdict, found, "run NTP or chrony on both machines; times in events are wrong")]
 
