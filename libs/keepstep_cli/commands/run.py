@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from keepstep_cli.asking import options
-from keepstep_cli.running.supervisor import MAX_RESTARTS, Restarts
+from keepstep_cli.running.supervisor_events import MAX_RESTARTS, Restarts
 
 if TYPE_CHECKING:
     from keepstep_cli.asking.rest import Lighthouse

@@ -10,7 +10,7 @@ from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.errors import Refused
-from keepstep_cli.running.supervisor import BanLearned
+from keepstep_cli.running.supervisor_events import BanLearned
 
 LEAST_SECONDS = 0.5
 """Seconds to wait if a ban is over by the local clock, but the lighthouse still reports it."""

@@ -15,7 +15,7 @@ from keepstep_cli.asking.defaults import DEFAULT_PORT
 from keepstep_cli.errors import Missing
 from keepstep_cli.running.launcher import Program
 from keepstep_cli.running.ranks import free_port
-from keepstep_cli.running.supervisor import GroupSpec
+from keepstep_cli.running.supervisor_events import GroupSpec
 
 NAME = "lighthouse"
 MAX_HEALTH_BYTES = 4096

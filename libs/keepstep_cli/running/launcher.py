@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from keepstep_cli.running import ranks
 from keepstep_cli.running.console.output import read_lines
-from keepstep_cli.running.supervisor import (
+from keepstep_cli.running.supervisor import Supervisor
+from keepstep_cli.running.supervisor_events import (
     AskBan,
     AskFinished,
     BanLearned,
@@ -34,7 +35,6 @@ from keepstep_cli.running.supervisor import (
     SignalGroup,
     StartGroup,
     Stop,
-    Supervisor,
     Tick,
 )
 

@@ -24,8 +24,9 @@ A *group* is a set of ranks that live and die together. The rules:
     SIGPIPE (no process reads the output) is no second one, and the signal after it is the first: Ctrl-C in a shell
     pipe also ends the reader.
 
-``handle`` takes an event, the monotonic time in seconds, and a number drawn from [0, 1). It returns the actions in
-order. ``deadline`` is the time of the next ``Tick``. The rest of this package carries the actions out.
+``handle`` takes an event (``supervisor_events``), the monotonic time in seconds, and a number drawn from [0, 1). It
+returns the actions in order. ``deadline`` is the time of the next ``Tick``. The rest of this package carries the
+actions out.
 """
 
 from __future__ import annotations
@@ -35,133 +36,25 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from keepstep_cli.running.supervisor_events import (
+    Action,
+    AskBan,
+    AskFinished,
+    BanLearned,
+    Begin,
+    Event,
+    FinishLearned,
+    GroupSpec,
+    Note,
+    OrderRestart,
+    RankExited,
+    Restarts,
+    SignalGroup,
+    StartGroup,
+    Stop,
+    Tick,
+)
 from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED
-from keepstep_mesh.net.backoff import Backoff
-
-MAX_RESTARTS = 100
-RESTART_BACKOFF = Backoff(first=0.1, most=30.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """Limits and delays of restarts, in seconds."""
-
-    max_restarts: int = MAX_RESTARTS
-    backoff: Backoff = RESTART_BACKOFF
-    ran_well: float = 30.0
-    grace: float = 10.0
-    """Time from SIGTERM to SIGKILL."""
-    ban_check: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    name: str
-    ranks: int = 1
-    service: bool = False
-
-
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The first event."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankExited:
-    """A rank ended. ``code``: negative for a signal. ``hopeless``: it did not start, and never will."""
-
-    group: str
-    rank: int
-    code: int
-    hopeless: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A request to end the job. The exit code is 128 + ``signum``."""
-
-    signum: int = signal.SIGTERM
-
-
-@dataclass(frozen=True, slots=True)
-class BanLearned:
-    """Answer to ``AskBan``: seconds until the ban ends; 0: not banned; None: no lighthouse answered.
-
-    ``name``: the name of the group at the lighthouse, if it differs.
-    """
-
-    group: str
-    seconds_left: float | None
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OrderRestart:
-    """A request to restart a group, in whatever phase it is."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class FinishLearned:
-    """Answer to ``AskFinished``. ``step``: at which the job finished; 0: not finished, or no lighthouse answered."""
-
-    group: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """The deadline has passed. At any other time it has no effect."""
-
-
-Event = Begin | RankExited | BanLearned | FinishLearned | Stop | OrderRestart | Tick
-
-# ---- actions
-
-
-@dataclass(frozen=True, slots=True)
-class StartGroup:
-    """Start all ranks. ``restart`` is 0 the first time."""
-
-    group: str
-    restart: int
-
-
-@dataclass(frozen=True, slots=True)
-class SignalGroup:
-    """Send a signal to the ranks that still run."""
-
-    group: str
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskBan:
-    """Ask the lighthouse whether the name of this group is banned."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskFinished:
-    """Ask the lighthouse whether the job is finished."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A message for the operator."""
-
-    group: str
-    sentence: str
-
-
-Action = StartGroup | SignalGroup | AskBan | AskFinished | Note
 
 
 class Phase(enum.Enum):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep_cli.running.supervisor import (
+from keepstep_cli.running.supervisor import Phase, Supervisor, describe_exit
+from keepstep_cli.running.supervisor_events import (
     Action,
     AskBan,
     AskFinished,
@@ -17,15 +18,12 @@ from keepstep_cli.running.supervisor import (
     GroupSpec,
     Note,
     OrderRestart,
-    Phase,
     RankExited,
     Restarts,
     SignalGroup,
     StartGroup,
     Stop,
-    Supervisor,
     Tick,
-    describe_exit,
 )
 from keepstep_mesh.exit_codes import ENDS_THE_SAME, EXIT_EVICTED, EXIT_GROUP_FAILED
 from keepstep_mesh.net.backoff import Backoff

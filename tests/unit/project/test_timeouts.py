@@ -23,7 +23,7 @@ from keepstep.runtime import exits
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS
 from keepstep.step import healing
 from keepstep_cli.asking import rest
-from keepstep_cli.running.supervisor import Restarts
+from keepstep_cli.running.supervisor_events import Restarts
 from keepstep_lighthouse.api import event_stream
 from keepstep_lighthouse.jobs import job_endings, sessions
 from keepstep_lighthouse.leadership import leader_link, term

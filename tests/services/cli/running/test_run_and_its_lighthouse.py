@@ -9,7 +9,7 @@ from pathlib import Path
 from keepstep_cli.asking.rest import Lighthouse
 from keepstep_cli.running import embedded
 from keepstep_cli.running.bans import ask_ban
-from keepstep_cli.running.supervisor import BanLearned
+from keepstep_cli.running.supervisor_events import BanLearned
 from keepstep_mesh.security.tls import TlsFiles
 from keepstep_mesh.security.tokens import Tokens
 from tests.services.cli.scene import ADMIN, WORKER, keepstep, line_of, running
