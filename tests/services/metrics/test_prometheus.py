@@ -198,6 +198,7 @@ FIRING = {
     "JobFailed": ['keepstep_events_total{job="j",kind="job_failed"} 0+1x60'],
     "HealsFail": ['keepstep_events_total{job="j",kind="heal_failed"} 0+1x60'],
     "ContributionNotFinite": ['keepstep_events_total{job="j",kind="nonfinite"} 0+1x60'],
+    "CollectivesDiffer": ['keepstep_events_total{job="j",kind="collectives_differ"} 0+1x60'],
     "ReplicasDiffer": ['keepstep_events_total{job="j",kind="replicas_differ"} 0+1x60'],
     "NobodyLeads": ['keepstep_lighthouse_ready{instance="a"} 0x60'],
     "TwoLead": ['keepstep_lighthouse_ready{instance="a"} 1x60', 'keepstep_lighthouse_ready{instance="b"} 1x60'],

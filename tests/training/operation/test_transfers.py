@@ -59,7 +59,7 @@ async def test_a_slow_heal_is_seen_while_it_runs_and_its_end_as_what_it_was(tmp_
         (listed,) = json.loads(await transfers(job, "--json"))["heals"]
         assert one["bytes_done"] <= listed["bytes_done"] < listed["bytes_total"] == one["bytes_total"]
         text = await transfers(job)
-        rate = r"(\d+\.\d MiB/s +\d+ s|0 B/s +-)"  # the second when the heal is held for longer than rates look back
+        rate = r"(\d+\.\d MiB/s +[\d.]+ s|0 B/s +-)"  # the second when the heal is held for longer than rates look back
         assert re.search(rf" b:\w{{8}} +\d+ +a:\w{{8}} +direct +\d\d% of \d\d\.\d MiB +{rate} ", text), text
 
         (tmp_path / "go-on").touch()

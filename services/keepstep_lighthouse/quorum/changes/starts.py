@@ -4,7 +4,8 @@ The step of a quorum is the highest of its members; all others heal. It is below
 had that step are gone, and no checkpoint of it was loaded:
 
 * **The job is finished.** A group that died near the end would train the whole job again. Its request is denied if it
-  begins more than a tenth below the step at which groups finished. A smaller distance is that of an older checkpoint.
+  begins far below the step at which groups finished: by more than a tenth, and by more than ``FEW_STEPS``. A smaller
+  distance is that of an older checkpoint, or of a trial of a few steps.
 * **The job goes back.** With ``refuse_going_back`` the requests are denied. One step is allowed: after a failure,
   groups may differ by one step. Otherwise the job goes back, and an event says so.
 """
@@ -17,6 +18,8 @@ from keepstep_mesh.protocol.messages import Denied
 
 FAR_BELOW = 10
 """A start is far below the step at which groups finished if it is below by more than one part of so many."""
+FEW_STEPS = 10
+"""A smaller distance is never far."""
 
 
 def settle(state: JobState) -> bool:
@@ -33,7 +36,7 @@ def settle(state: JobState) -> bool:
 def _refusal(state: JobState, step: int) -> str:
     """Return why no quorum may begin at ``step``; empty: it may."""
     reached, finished = state.reached, state.finished_step
-    if step < finished - finished // FAR_BELOW:
+    if step < finished - max(finished // FAR_BELOW, FEW_STEPS):
         return (
             f"the job finished at step {finished}, and a start at step {step} would train it again; to go on, load a "
             f"checkpoint of step {finished}; to begin again, delete the job (keepstep job rm JOB) or name another job"

@@ -73,13 +73,15 @@ def _found(job: Job, now: float) -> list[Alert]:
         add(
             "HealsFail", f"{kinds['heal_failed'] + kinds['heal_given_up']} heals failed in ten minutes; {last.sentence}"
         )
-    for kind, name in (("replicas_differ", "ReplicasDiffer"), ("went_back", "JobWentBack")):
+    for kind, name, severity in (
+        ("replicas_differ", "ReplicasDiffer", "critical"),
+        ("went_back", "JobWentBack", "critical"),
+        ("nonfinite", "ContributionNotFinite", "warning"),
+        ("collectives_differ", "CollectivesDiffer", "warning"),
+    ):
         if kinds[kind]:
             last = next(event for event in reversed(recent) if event.event == kind)
-            add(name, last.sentence, "critical")
-    if kinds["nonfinite"]:
-        last = next(event for event in reversed(recent) if event.event == "nonfinite")
-        add("ContributionNotFinite", last.sentence)
+            add(name, last.sentence, severity)
     return found
 
 
