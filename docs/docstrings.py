@@ -61,6 +61,12 @@ SECTIONS = (
         "keepstep.process_group:ReconfigureOptions keepstep.process_group:reconfigure_with_store",
     ),
     section(
+        "Sharded models",
+        "[Groups of several ranks](training.md#groups-of-several-ranks) has an example.",
+        "keepstep.device_mesh",
+        "average_over_groups all_reduce_hook ft_init_device_mesh ManagedDeviceMesh",
+    ),
+    section(
         "Transports of live state",
         "The `Manager` creates a `RelayTransport` by itself. [The relay](relay.md#healing) describes the path of a "
         "heal.",

@@ -1,0 +1,195 @@
+"""HSDP: FSDP2 shards a model over the ranks of a group, and keepstep averages its gradients over the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from keepstep.manager import Manager
+from keepstep.process_group import ManagedProcessGroup
+
+
+def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:
+    """Return a hook for ``FSDPModule.set_all_reduce_hook`` that averages gradients over the groups.
+
+    FSDP2 calls it in the backward pass, with the gradient shard of each of its units after the reduce-scatter inside
+    the group. An error fails the step and does not raise.
+
+    Args:
+        manager: the Manager of this rank.
+    """
+
+    def average(shard: torch.Tensor) -> None:
+        manager.allreduce(shard).wait()
+
+    return average
+
+
+def average_over_groups(model: nn.Module, manager: Manager) -> None:
+    """Average the gradients of an FSDP2 model over the groups, in each backward pass.
+
+    Call it once, after ``fully_shard`` and before the first step. The other groups compare names, shapes, dtypes, and
+    placements of the parameters, and a group that differs is refused.
+
+    Args:
+        model: a model with at least one module that ``fully_shard`` has sharded.
+        manager: the Manager of this rank.
+
+    Raises:
+        ValueError: ``fully_shard`` was not called, or a trainable parameter is in no sharded module, so that its
+            gradient would not be averaged.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("the model has no sharded module: call torch.distributed.fsdp.fully_shard on it first")
+    plain = [name for name, one in model.named_parameters() if one.requires_grad and not isinstance(one, DTensor)]
+    if plain:
+        raise ValueError(
+            f"{len(plain)} parameters are in no sharded module, such as {plain[0]!r}, and their gradients would not be "
+            "averaged: call fully_shard on the whole model too"
+        )
+    hook = all_reduce_hook(manager)
+    for module in sharded:
+        module.set_all_reduce_hook(hook)
+    manager.add_layout([_line(name, parameter) for name, parameter in model.named_parameters()])
+
+
+def _line(name: str, parameter: nn.Parameter) -> str:
+    line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+    if isinstance(parameter, DTensor):
+        placements = [
+            f"sharded by {one.dim}" if isinstance(one, Shard) else "replicated" for one in parameter.placements
+        ]
+        line += f" {', '.join(placements)} on {tuple(parameter.device_mesh.shape)}"
+    return line
+
+
+class ManagedDeviceMesh:
+    """A device mesh whose replicate dimension is the groups of the job. ``ft_init_device_mesh`` returns it.
+
+    Index it with names: one name gives a ``DeviceMesh``; several names give a ``DeviceMesh``, or a
+    ``ManagedDeviceMesh`` if the replicate dimension is among them.
+
+    Args:
+        inner: mesh of the ranks of this group.
+        names: names of all dimensions, in order.
+        replicate_name: name of the replicate dimension.
+        manager: the Manager of this rank.
+    """
+
+    def __init__(self, inner: DeviceMesh, names: tuple[str, ...], replicate_name: str, manager: Manager) -> None:
+        self.inner = inner
+        self.mesh_dim_names = names
+        self.replicate_dim_name = replicate_name
+        self._manager = manager
+        self._group = ManagedProcessGroup(manager)
+        self._group.register(replicate_name)
+        self._replicate = DeviceMesh.from_group(self._group, inner.device_type, mesh_dim_names=(replicate_name,))
+
+    @property
+    def device_type(self) -> str:
+        """Type of the devices, such as ``"cuda"``."""
+        return self.inner.device_type
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, with the replicate dimension."""
+        return len(self.mesh_dim_names)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension; that of the replicate dimension changes with the quorum."""
+        return tuple(self.size(name) for name in self.mesh_dim_names)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the size of a dimension, or the number of ranks of all dimensions."""
+        if mesh_dim is None:
+            return self._group.size() * self.inner.size()
+        name = self._name(mesh_dim)
+        return self._group.size() if name == self.replicate_dim_name else self.inner[name].size()
+
+    def get_group(self, mesh_dim: int | str) -> dist.ProcessGroup:
+        """Return the process group of a dimension; that of the replicate dimension goes through the Manager."""
+        name = self._name(mesh_dim)
+        return self._group if name == self.replicate_dim_name else self.inner.get_group(name)
+
+    def get_local_rank(self, mesh_dim: int | str) -> int:
+        """Return this rank's index in a dimension; in the replicate dimension 0 while the group does not take part."""
+        name = self._name(mesh_dim)
+        if name == self.replicate_dim_name:
+            return self._manager.participating_rank() or 0
+        return self.inner.get_local_rank(name)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh | ManagedDeviceMesh:
+        wanted = (names,) if isinstance(names, str) else names
+        for name in wanted:
+            self._name(name)
+        rest = tuple(name for name in wanted if name != self.replicate_dim_name)
+        if rest == wanted:
+            return self.inner[wanted]
+        if not rest:
+            return self._replicate
+        mesh = ManagedDeviceMesh.__new__(ManagedDeviceMesh)
+        mesh.__dict__.update(self.__dict__, inner=self.inner[rest], mesh_dim_names=wanted)
+        return mesh
+
+    def _name(self, mesh_dim: int | str) -> str:
+        if isinstance(mesh_dim, int) and mesh_dim in range(self.ndim):
+            return self.mesh_dim_names[mesh_dim]
+        if mesh_dim not in self.mesh_dim_names:
+            raise KeyError(f"no dimension {mesh_dim!r} in this mesh; it has {', '.join(self.mesh_dim_names)}")
+        return str(mesh_dim)
+
+    def __repr__(self) -> str:
+        return f"ManagedDeviceMesh({self.inner!r}, {self.replicate_dim_name} over the groups)"
+
+
+def ft_init_device_mesh(
+    *,
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    mesh_dim_names: tuple[str, ...],
+    replicate_dim: int,
+    manager: Manager,
+) -> ManagedDeviceMesh:
+    """Make a device mesh of the ranks of this group, with the groups of the job as its replicate dimension.
+
+    ``torch.distributed`` must be initialised with the ranks of this group alone.
+
+    Args:
+        device_type: ``"cuda"`` or ``"cpu"``.
+        mesh_shape: size of each dimension. That of the replicate dimension is ignored: the quorum decides it.
+        mesh_dim_names: name of each dimension.
+        replicate_dim: index of the replicate dimension.
+        manager: the Manager of this rank.
+
+    Returns:
+        The mesh. Pass ``mesh["dp_shard"]`` to ``fully_shard`` and the model to ``average_over_groups``.
+
+    Raises:
+        ValueError: ``mesh_shape``, ``mesh_dim_names`` and ``replicate_dim`` do not fit each other, or the group has
+            another number of ranks.
+    """
+    if len(mesh_shape) != len(mesh_dim_names) or replicate_dim not in range(len(mesh_shape)):
+        raise ValueError(
+            f"mesh_shape {mesh_shape}, mesh_dim_names {mesh_dim_names} and replicate_dim {replicate_dim} do not fit: "
+            "give one name for each dimension, and the index of one of them"
+        )
+    rest = [index for index in range(len(mesh_shape)) if index != replicate_dim]
+    shape, names = tuple(mesh_shape[index] for index in rest), tuple(mesh_dim_names[index] for index in rest)
+    if not rest:
+        shape, names = (1,), ("",)
+    ranks = torch.Size(shape).numel()
+    if ranks != dist.get_world_size():
+        raise ValueError(
+            f"the dimensions {dict(zip(names, shape, strict=True))} need {ranks} ranks, and this group has "
+            f"{dist.get_world_size()}: initialise torch.distributed with the ranks of this group alone"
+        )
+    inner = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return ManagedDeviceMesh(inner, mesh_dim_names, mesh_dim_names[replicate_dim], manager)

@@ -1,0 +1,120 @@
+"""The device mesh over ranks and groups, and the gradients of a sharded model, in a world of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp, Work
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from keepstep.device_mesh import ManagedDeviceMesh, average_over_groups, ft_init_device_mesh
+from keepstep.process_group import ProcessGroupDummy
+from keepstep.process_group.works import CompletedWork
+
+
+class ThreeGroups:
+    """A manager whose average over three groups is a third of this group's values: the others contribute zeros."""
+
+    def __init__(self) -> None:
+        self.layout: list[str] = []
+        self.reduced = 0
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any = ReduceOp.AVG) -> Work:
+        assert reduce_op == ReduceOp.AVG
+        self.reduced += 1
+        tensor.div_(3)
+        return CompletedWork(tensor)
+
+    def num_participants(self) -> int:
+        return 3
+
+    def participating_rank(self) -> int | None:
+        return 2
+
+    def add_layout(self, lines: list[str]) -> None:
+        self.layout += lines
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Not with torch's Gloo: FSDP makes torch keep the world, sockets and all."""
+    dist.Backend.register_backend("mesh-world", lambda *_: ProcessGroupDummy(), devices=["cpu"])
+    dist.init_process_group("mesh-world", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of(manager: Any, **changes: Any) -> ManagedDeviceMesh:
+    arguments: dict[str, Any] = {
+        "device_type": "cpu",
+        "mesh_shape": (2, 1, 1),
+        "mesh_dim_names": ("dp_replicate", "dp_shard", "tp"),
+        "replicate_dim": 0,
+    }
+    return ft_init_device_mesh(manager=manager, **{**arguments, **changes})
+
+
+def test_a_mesh_has_the_groups_as_one_dimension(world) -> None:
+    manager = ThreeGroups()
+    mesh = mesh_of(manager)
+    assert (mesh.ndim, mesh.shape, mesh.size(), mesh.device_type) == (3, (3, 1, 1), 3, "cpu")
+    assert [mesh.size(name) for name in mesh.mesh_dim_names] == [mesh.size(index) for index in range(3)] == [3, 1, 1]
+    assert (mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("tp")) == (2, 0)
+    assert isinstance(mesh["dp_shard"], DeviceMesh)
+    assert mesh["dp_shard", "tp"].shape == (1, 1)
+    both = mesh["dp_replicate", "dp_shard"]
+    assert isinstance(both, ManagedDeviceMesh)
+    assert (both.mesh_dim_names, both.shape) == (("dp_replicate", "dp_shard"), (3, 1))
+    tensor = torch.tensor([6.0])
+    dist.all_reduce(tensor, ReduceOp.AVG, group=mesh["dp_replicate"].get_group())
+    assert tensor.item() == 2
+    dist.all_reduce(tensor, group=mesh.get_group("dp_shard"))
+    assert (tensor.item(), manager.reduced) == (2, 1)
+    with pytest.raises(KeyError, match="no dimension 'pp' in this mesh; it has dp_replicate, dp_shard, tp"):
+        mesh["pp"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mesh_shape": (2, 1)}, "do not fit: give one name"),
+        ({"replicate_dim": 3}, "do not fit: give one name"),
+        ({"mesh_shape": (2, 2, 1)}, "need 2 ranks, and this group has 1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(world, changes, reason) -> None:
+    with pytest.raises(ValueError, match=reason):
+        mesh_of(ThreeGroups(), **changes)
+
+
+def test_gradients_of_a_sharded_model_are_averaged_over_the_groups(world) -> None:
+    manager = ThreeGroups()
+    torch.manual_seed(0)
+    plain, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, mesh=mesh_of(manager)["dp_shard"])
+    average_over_groups(model, manager)  # type: ignore[arg-type]
+    for one in (plain, model):
+        one(torch.ones(4, 3)).square().sum().backward()
+    for expected, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.to_local(), expected.grad / 3)
+    assert manager.layout == [
+        "weight (2, 3) torch.float32 sharded by 0 on (1,)",
+        "bias (2,) torch.float32 sharded by 0 on (1,)",
+    ]
+
+
+def test_a_model_that_is_not_sharded_whole_is_refused(world) -> None:
+    manager: Any = ThreeGroups()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"no sharded module: call torch.distributed.fsdp.fully_shard"):
+        average_over_groups(model, manager)
+    fully_shard(model[0], mesh=mesh_of(manager)["dp_shard"])
+    with pytest.raises(ValueError, match=r"2 parameters are in no sharded module, such as '1.weight'"):
+        average_over_groups(model, manager)
