@@ -53,7 +53,7 @@ class Announcer:
         if last is not None and last.uniform and uniform and same:
             listed, version = last.listed, last.version
         else:
-            listed = tuple(_member(group, request) for group, request in asked)
+            listed = members_of(chosen)
             version = 1 if last is None else last.version + 1
             if not uniform:
                 step, lineage = reference_state(listed)
@@ -75,6 +75,11 @@ class Announcer:
             went_back_from=reached if step < reached else 0,
         )
         return self.last
+
+
+def members_of(chosen: list[Group]) -> tuple[Member, ...]:
+    """Return the members of a quorum of ``chosen``, which all ask."""
+    return tuple(_member(group, group.request) for group in chosen if group.request is not None)
 
 
 def _member(group: Group, said: QuorumRequest) -> Member:

@@ -174,7 +174,8 @@ class Policy:
     """None: the heartbeat timeout."""
     initial_replicas: int = 0
     """Number of groups that the first quorum of the job waits for, up to ``join_timeout`` and up to half of the time
-    limit of the open requests; 0: the number that the groups tell. Later quorums do not wait for it."""
+    limit of the open requests; 0: the number that the groups tell. A later quorum waits for it only with
+    ``refuse_going_back``, after the loss of all members."""
     verify_every: int = 1000
     """Compare root digests at each step that is a multiple of this, and before the first one at the steps 10 and 100;
     0: only when ordered."""

@@ -199,7 +199,7 @@ class JobCore:
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
         record = state.record
-        until, first = self._takeover.until, record.quorum_id == record.first_quorum_id
+        until, first = self._takeover.until, starts.waits_for_all(state)
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)
         if self._verdict.code in ANNOUNCING and agreements.settle(state):
             self._verdict = judge(self._groups, len(record.members), record.policy, until, now)
@@ -232,7 +232,7 @@ class JobCore:
         forbid_heal = [g.replica_id for g in chosen if g.request is not None and not g.request.allow_heal]
         groups.close_round(announce, chosen, now)
         state.decisions.append(announce)
-        starts.note(state, announce.step, ended)
+        starts.note(state, announce, ended)
         self._takeover.forget_answers()
         state.round = Round()
         if left_behind:

@@ -9,6 +9,11 @@ SETTINGS = "tests/unit/quorum/changes/test_core_settings.py"
 HEAL_ROUNDS = "tests/unit/quorum/changes/test_core_heal_rounds.py"
 VERIFICATION = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says[30_verify_replicas]"
 
+REPORTS = "tests/unit/quorum/changes/test_step_reports.py"
+SCENARIO = "tests/scenarios/test_scenarios.py::test_the_lighthouse_decides_as_the_scenario_says"
+FINISHED = f"{SCENARIO}[32_finished_jobs_do_not_start_again]"
+GOING_BACK = f"{SCENARIO}[33_going_back]"
+
 MUTATIONS = (
     Mutation(
         "a quorum_id raised for a failed commit is not written",
@@ -240,5 +245,75 @@ MUTATIONS = (
             "tests/unit/quorum/rules/test_core_lineages.py::"
             "test_a_member_above_the_step_of_an_answer_that_it_never_had_leaves_nobody_waiting"
         ),
+    ),
+    Mutation(
+        "a finished job trains again",
+        f"{LIGHTHOUSE}/quorum/changes/starts.py",
+        "    if step < finished - max(finished // FAR_BELOW, FEW_STEPS):\n",
+        "    if step < 0:\n",
+        Test(FINISHED),
+    ),
+    Mutation(
+        "a group one step below those that finished is refused",
+        f"{LIGHTHOUSE}/quorum/changes/starts.py",
+        "finished - max(finished // FAR_BELOW, FEW_STEPS)",
+        "finished - finished // FAR_BELOW",
+        Test(FINISHED),
+    ),
+    Mutation(
+        "the step at which a group finished is not written",
+        f"{LIGHTHOUSE}/quorum/changes/presence/job_end.py",
+        "        state.persist(replace(state.record, finished_step=said.step))\n",
+        "        state.record = replace(state.record, finished_step=said.step)\n",
+        Test(FINISHED),
+    ),
+    Mutation(
+        "the end of a job is not written",
+        f"{LIGHTHOUSE}/quorum/changes/presence/job_end.py",
+        "    state.persist(replace(record, step=step, ended=JobEnd(code, step, now_unix, why)))\n",
+        "    state.record = replace(record, step=step, ended=JobEnd(code, step, now_unix, why))\n",
+        Test(FINISHED),
+    ),
+    Mutation(
+        "a step that one group committed and the others did not counts as going back",
+        f"{LIGHTHOUSE}/quorum/changes/starts.py",
+        "    if announce.step < state.reached - usual:\n",
+        "    if announce.step < state.reached:\n",
+        Test(GOING_BACK),
+    ),
+    Mutation(
+        "the first group that starts again decides that the job goes back",
+        f"{LIGHTHOUSE}/quorum/changes/starts.py",
+        "    return state.record.policy.refuse_going_back and not any(group.member for group in state.groups)\n",
+        "    return False\n",
+        Test(GOING_BACK),
+    ),
+    Mutation(
+        "only settings are compared in the first quorum",
+        f"{LIGHTHOUSE}/quorum/changes/agreements.py",
+        "    state.layout, layout_denied = _settle(state, _layout, state.layout)\n",
+        "    layout_denied = False\n",
+        Test(f"{SCENARIO}[26_layout]"),
+    ),
+    Mutation(
+        "fewer collectives in a failed step count as a difference",
+        f"{LIGHTHOUSE}/quorum/rules/step_reports.py",
+        "            if completed is not None and report.collectives > completed.collectives:\n",
+        "            if completed is not None and report.collectives != completed.collectives:\n",
+        Test(f"{REPORTS}::test_a_step_that_failed_with_no_more_collectives_proves_nothing"),
+    ),
+    Mutation(
+        "a single difference in collectives ends a group",
+        f"{LIGHTHOUSE}/quorum/rules/step_reports.py",
+        "                repeated = not self._differed.isdisjoint(began)\n",
+        "                repeated = True\n",
+        Test(f"{REPORTS}::test_a_single_difference_is_named_and_ends_no_group"),
+    ),
+    Mutation(
+        "every group with a NaN is named as its origin",
+        f"{LIGHTHOUSE}/quorum/rules/step_reports.py",
+        "        return not follows\n",
+        "        return True\n",
+        Test(f"{REPORTS}::test_only_the_group_with_the_first_nan_is_named_and_every_contribution_is_counted"),
     ),
 )

@@ -3,8 +3,9 @@
     0 takeover   after a takeover, members of the stored quorum are absent       -> wait for their grace
     1 fast       every member of the previous quorum is asking                   -> announce
     2 minimum    fewer candidates than min_replicas, or none                     -> wait (rule 1 too)
-      initial    first quorum of the job: fewer than initial_replicas are asking, and neither join_timeout nor half
-                 of the requests' time limit is over                             -> wait
+      initial    first quorum of the job, or the next one after the loss of all members with refuse_going_back:
+                 fewer than initial_replicas are asking, and neither join_timeout nor half of the requests' time
+                 limit is over                                                   -> wait
     3 majority   no more than half of the healthy groups are asking              -> wait
     4 stragglers a healthy group is not asking, join_timeout is not over         -> wait
       healing    only healing groups are not asking, heal_timeout is not over    -> wait
@@ -58,7 +59,7 @@ def judge(
     Args:
         quorum_size: number of members of the previous quorum; 0: none.
         grace_until: end of the takeover grace; None: no grace.
-        first: the job never had a quorum.
+        first: the job never had a quorum, or this one waits as its first one did.
     """
     asking = groups.asking_count
     if asking == 0:
