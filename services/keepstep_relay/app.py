@@ -31,8 +31,8 @@ from keepstep_relay.recovery import recover
 from keepstep_relay.settings import RelaySettings
 from keepstep_relay.tiers.allocator import keep_freed_memory
 from keepstep_relay.tiers.chunks import GoneError
-from keepstep_relay.tiers.disk_tier import DamagedError, DiskError, DiskTier
-from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskError
+from keepstep_relay.tiers.durable_tier import DurableError
 from keepstep_relay.tiers.memory_tier import MemoryFullError
 
 READ_AHEAD_BYTES = 1 << 20
@@ -81,11 +81,11 @@ class Relay(RelayNode, Embedded):
         if self.settings.lighthouses:
             watched_client_context(self.settings.peer_tls)  # unusable files fail the start
         async with contextlib.AsyncExitStack() as stack:
-            if self.settings.data_dir is not None:
-                self.chunks.disk = await asyncio.to_thread(DiskTier, self.settings.data_dir)
+            if self.chunks.disk is not None:
                 stack.callback(self.chunks.disk.close)
-            if self.settings.durable is not None:
-                self.chunks.durable = await asyncio.to_thread(DurableTier, self.settings.durable)
+                await asyncio.to_thread(self.chunks.disk.open)
+            if self.chunks.durable is not None:
+                await asyncio.to_thread(self.chunks.durable.open)
             await stack.enter_async_context(self.chunks.running())
             await recover(self.checkpoints)
             await stack.enter_async_context(self.checkpoints.running())

@@ -40,8 +40,9 @@ from keepstep_relay.core.events import (
 )
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.tiers.chunks import ROOM_SECONDS, ChunkStore
-from keepstep_relay.tiers.disk_tier import DamagedError, Record
+from keepstep_relay.tiers.disk_tier import DamagedError, DiskTier, Record
 from keepstep_relay.tiers.durable_copies import DurableCopies
+from keepstep_relay.tiers.durable_tier import DurableTier
 
 COMMIT_SECONDS = 600.0
 """A request for a commit that is already under way waits for it this long."""
@@ -54,11 +55,21 @@ log = get_logger("keepstep.relay.checkpoints")
 
 
 class CheckpointStore:
-    """``on_upload`` is called with each upload that ended, and when it began (Unix time)."""
+    """Checkpoints in the given tiers.
 
-    def __init__(self, core: RelayCore, memory_bytes: int, on_upload: Callable[[UploadEnded, float], None]) -> None:
+    ``on_upload`` is called with each upload that ended, and when it began (Unix time).
+    """
+
+    def __init__(
+        self,
+        core: RelayCore,
+        memory_bytes: int,
+        disk: DiskTier | None,
+        durable: DurableTier | None,
+        on_upload: Callable[[UploadEnded, float], None],
+    ) -> None:
         self.core = core
-        self.chunks = ChunkStore(core, memory_bytes, make_room=self._make_room, forget=self._forget)
+        self.chunks = ChunkStore(core, memory_bytes, disk, durable, make_room=self._make_room, forget=self._forget)
         self.copies = DurableCopies(self.chunks, on_copied=lambda key: self.step(Copied(key)))
         self.records: dict[Key, Record] = {}
         self.manifests: dict[tuple[Key, int], bytes] = {}

@@ -13,6 +13,8 @@ from keepstep_relay.checkpoint_store import CheckpointStore
 from keepstep_relay.core.events import Key, UploadEnded
 from keepstep_relay.core.machine import RelayCore
 from keepstep_relay.settings import RelaySettings
+from keepstep_relay.tiers.disk_tier import DiskTier
+from keepstep_relay.tiers.durable_tier import DurableTier
 
 MAX_WAITS = 10_000
 MAX_MANIFESTS_COMING = 8
@@ -43,7 +45,9 @@ class RelayNode:
     def __init__(self, settings: RelaySettings, on_upload: Callable[[UploadEnded, float], None]) -> None:
         self.settings = settings
         self.core = RelayCore(settings.limits)
-        self.checkpoints = CheckpointStore(self.core, settings.memory, on_upload)
+        disk = None if settings.data_dir is None else DiskTier(settings.data_dir)
+        durable = None if settings.durable is None else DurableTier(settings.durable)
+        self.checkpoints = CheckpointStore(self.core, settings.memory, disk, durable, on_upload)
         self.chunks = self.checkpoints.chunks
         self.traffic = Traffic()
         self.registrar: Registrar | None = None

@@ -65,6 +65,8 @@ class ChunkStore:
     Args:
         core: The state machine.
         memory_bytes: Size of the memory tier.
+        disk: The disk tier; None: without one.
+        durable: The durable tier; None: without one.
         make_room: Frees so many bytes of memory, as far as possible.
         forget: Deletes the files of a dropped checkpoint.
     """
@@ -73,13 +75,15 @@ class ChunkStore:
         self,
         core: RelayCore,
         memory_bytes: int,
+        disk: DiskTier | None,
+        durable: DurableTier | None,
         make_room: Callable[[int], None],
         forget: Callable[[Key], Awaitable[None]],
     ) -> None:
         self.core = core
         self.memory = MemoryTier(memory_bytes, make_room)
-        self.disk: DiskTier | None = None
-        self.durable: DurableTier | None = None
+        self.disk = disk
+        self.durable = durable
         self.notifier = Notifier()
         """Keys: checkpoints and digests of chunks."""
         self.locks = KeyedLock()

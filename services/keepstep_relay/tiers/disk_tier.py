@@ -74,7 +74,7 @@ def decode_record(text: bytes) -> tuple[Key, Record]:
 
 
 class DiskTier:
-    """Raises ``DiskError`` if the folder cannot be used, ``KeepstepError`` if another relay uses it."""
+    """Usable between ``open`` and ``close``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,23 +84,35 @@ class DiskTier:
         self._numbers = itertools.count()
         self.unreadable = 0
         """Checkpoints whose record or manifest is unreadable: their chunks are unknown and must not be deleted."""
+        self._lock: int | None = None
+        """Descriptor of the lock file while the tier is open."""
+
+    def open(self) -> None:
+        """Create the folder, and lock it for this process.
+
+        Raises ``DiskError`` if the folder cannot be used, ``KeepstepError`` if another relay uses it.
+        """
+        folder = self.folder
         with _explained(f"cannot use the data directory {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._chunks, self._checkpoints, self._partial):
                 path.mkdir(parents=True, exist_ok=True)
             for number in range(256):
                 (self._chunks / f"{number:02x}").mkdir(exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
+            os.close(lock)
             raise KeepstepError(f"another relay uses {folder}; give each relay its own --data-dir") from error
+        self._lock = lock
         for left in self._partial.iterdir():
             left.unlink()
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # ---- chunks
 

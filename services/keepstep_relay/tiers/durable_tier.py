@@ -25,19 +25,25 @@ class DurableError(KeepstepError):
 
 
 class DurableTier:
-    """``url``: ``file:///path``, ``s3://bucket/path`` ... Raises ``DurableError`` if fsspec cannot open it."""
+    """Usable after ``open``. ``url``: ``file:///path``, ``s3://bucket/path`` ..."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
+        self._files: Any = None
+        """The file system of fsspec; None: not open."""
+        self._path = ""
+
+    def open(self) -> None:
+        """Find the file system. Raises ``DurableError`` if fsspec cannot open the URL."""
         try:
             import fsspec  # noqa: PLC0415 - optional dependency
         except ImportError as error:
             raise DurableError("--durable needs fsspec: pip install -e '.[durable]' in keepstep's folder") from error
         try:
-            files, path = fsspec.core.url_to_fs(url)
+            files, path = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError, OSError) as error:
-            raise DurableError(f"--durable {url}: {error}") from error
-        self.url = url
-        self._files: Any = files
+            raise DurableError(f"--durable {self.url}: {error}") from error
+        self._files = files
         self._path = str(path).rstrip("/")
 
     def write_chunk(self, key: Key, digest: bytes, data: memoryview) -> None:

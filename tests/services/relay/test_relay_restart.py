@@ -170,7 +170,7 @@ async def test_an_upload_that_ended_while_its_manifest_was_written_can_begin_aga
 async def test_two_relays_do_not_share_a_folder(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path):
         with pytest.raises(KeepstepError, match="another relay uses"):
-            DiskTier(tmp_path)
+            DiskTier(tmp_path).open()
 
 
 # ---- a disk that rots
