@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from http import HTTPStatus
 
 from aiohttp import web
@@ -23,7 +22,7 @@ from keepstep_lighthouse.leadership.forwarding import Forwarding
 from keepstep_lighthouse.leadership.leader_link import PATH as LINK_PATH
 from keepstep_lighthouse.leadership.leader_link import LeaderLink
 from keepstep_lighthouse.settings import LighthouseSettings
-from keepstep_lighthouse.store.opening import open_store
+from keepstep_lighthouse.store.opening import store_at
 from keepstep_mesh.net.addresses import reachable
 from keepstep_mesh.net.http import Identity, Problem, Route
 from keepstep_mesh.protocol import names
@@ -47,8 +46,14 @@ class Lighthouse(LighthouseNode, Embedded):
     """A lighthouse. ``start`` and ``stop`` run it within a running event loop; ``service`` is for the command."""
 
     def __init__(self, settings: LighthouseSettings) -> None:
-        LighthouseNode.__init__(self, settings)
+        path = settings.event_log
+        events = EventLog(self._report) if path is None else FiledEventLog(path, self._report)
+        LighthouseNode.__init__(self, settings, store_at(settings.store), events)
         Embedded.__init__(self, "lighthouse", settings)
+        self._identity = Identity(settings.own_token, settings.peer_tls)
+        self._sender = Sender(
+            "lighthouse", self.node, self.metrics_address, self._identity, interval=EVENT_BATCH_SECONDS
+        )
         self._forwarding = Forwarding(self.leader_elsewhere, settings.peer_tls)
 
     def routes(self) -> list[Route]:
@@ -70,21 +75,19 @@ class Lighthouse(LighthouseNode, Embedded):
     @contextlib.asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            self.store = await open_store(self.settings.store)
+            await self.store.open()
             stack.push_async_callback(self.store.close)
             await stack.enter_async_context(self.registry.following(self.store))
-            identity = Identity(self.settings.own_token, self.settings.peer_tls)
-            sender = Sender("lighthouse", self.node, self.metrics_address, identity, interval=EVENT_BATCH_SECONDS)
-            self.events = await self._open_event_log(partial(_send, sender))
+            await self.events.open()
             stack.push_async_callback(self.events.close)
-            stack.push_async_callback(sender.flush, GOODBYE_SECONDS)
-            telling = asyncio.create_task(sender.run(), name="keepstep lighthouse telemetry")
+            stack.push_async_callback(self._sender.flush, GOODBYE_SECONDS)
+            telling = asyncio.create_task(self._sender.run(), name="keepstep lighthouse telemetry")
             stack.push_async_callback(cancelled, telling)
             expiring = asyncio.create_task(self.endings.run(), name="keepstep lighthouse expiry")
             stack.push_async_callback(cancelled, expiring)
             if self.store.exclusive:
                 await self.begin_term()
-            keep = self.keep_term() if self.store.exclusive else self._listen_and_stand_by(LeaderLink(identity))
+            keep = self.keep_term() if self.store.exclusive else self._listen_and_stand_by(LeaderLink(self._identity))
             keeper = asyncio.create_task(keep, name="keepstep lighthouse term")
             self.serving = True
             try:
@@ -94,14 +97,25 @@ class Lighthouse(LighthouseNode, Embedded):
                 self.events.wake()
                 await cancelled(keeper)
 
-    async def _open_event_log(self, on_event: Callable[[Happened], None]) -> EventLog:
-        path = self.settings.event_log
-        return EventLog(on_event) if path is None else await FiledEventLog.open(path, on_event)
-
     async def _listen_and_stand_by(self, link: LeaderLink) -> None:
         await self._listening.wait()
         address = self.settings.advertise or reachable(self.address)
         await self.stand_by(address, link)
+
+    def _report(self, one: Happened) -> None:
+        """Send an event to the metrics service, once one is registered."""
+        if one.job:
+            self._sender.record(
+                EventRecord(
+                    t=one.time,
+                    id=one.id,
+                    job=one.job,
+                    event=one.kind,
+                    replica_id=one.replica_id,
+                    epoch=one.epoch,
+                    detail=one.detail,
+                )
+            )
 
     # ---- other lighthouses
 
@@ -124,22 +138,6 @@ class Lighthouse(LighthouseNode, Embedded):
         self.add_session(session)
         await session.ended()
         return response
-
-
-def _send(sender: Sender, one: Happened) -> None:
-    """Send an event to the metrics service, once one is registered."""
-    if one.job:
-        sender.record(
-            EventRecord(
-                t=one.time,
-                id=one.id,
-                job=one.job,
-                event=one.kind,
-                replica_id=one.replica_id,
-                epoch=one.epoch,
-                detail=one.detail,
-            )
-        )
 
 
 def hosted_lighthouse(settings: LighthouseSettings, started: Callable[[Endpoint], None]) -> Hosted:

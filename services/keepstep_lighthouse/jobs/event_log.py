@@ -162,12 +162,15 @@ class EventLog:
             news.set()
         self._news.clear()
 
+    async def open(self) -> None:
+        """Load the events of earlier processes, if a file has them; call it once, first."""
+
     async def close(self) -> None:
         """Wait until everything is written."""
 
 
 class FiledEventLog(EventLog):
-    """Also append each event to a file of JSON lines, in a thread of its own. Created by ``open``."""
+    """Also append each event to a file of JSON lines, in a thread of its own."""
 
     def __init__(self, path: Path, on_event: Callable[[Happened], None] = lambda _: None) -> None:
         super().__init__(on_event)
@@ -178,21 +181,18 @@ class FiledEventLog(EventLog):
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._writing: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def open(cls, path: Path, on_event: Callable[[Happened], None] = lambda _: None) -> FiledEventLog:
+    async def open(self) -> None:
         """Load the end of the file. Raise ``StoreError`` if the file cannot be used."""
-        loop = asyncio.get_running_loop()
-        events = cls(path, on_event)
+        loop, path = asyncio.get_running_loop(), self._path
         try:
-            for happened in await loop.run_in_executor(events._thread, _tail, path):
-                events._keep(happened)
-                events._last_id = max(events._last_id, happened.id)
+            for happened in await loop.run_in_executor(self._thread, _tail, path):
+                self._keep(happened)
+                self._last_id = max(self._last_id, happened.id)
                 if happened.kind == "job_deleted":
-                    events.forget(happened.job)
+                    self.forget(happened.job)
         except OSError as error:
-            events._thread.shutdown()
+            self._thread.shutdown()
             raise StoreError(f"the event log {path} cannot be used: {error}; give another --event-log") from error
-        return events
 
     def begin_epoch(self, epoch: int) -> None:
         super().begin_epoch(epoch)

@@ -53,13 +53,13 @@ log = get_logger("keepstep.lighthouse")
 
 
 class LighthouseNode:
-    """``store`` is set before ``keep_term`` (a store of its own) or ``stand_by`` (a shared one) runs."""
+    """Open ``store`` and ``events`` before ``keep_term`` (a store of its own) or ``stand_by`` (a shared one)."""
 
-    def __init__(self, settings: LighthouseSettings) -> None:
+    def __init__(self, settings: LighthouseSettings, store: Store, events: EventLog) -> None:
         self.settings = settings
         self.jobs: dict[str, Job] = {}
         self.sessions: dict[int, Session] = {}
-        self.events = EventLog()
+        self.events = events
         self.term: Term | None = None
         """None: this lighthouse may not decide now; ``trouble`` has the reason."""
         self.trouble: str | None = "the lighthouse is starting"
@@ -75,7 +75,7 @@ class LighthouseNode:
         self.registry = Registry(self._tell_services)
         self.followers = FollowerLinks(self._offered_elsewhere)
         self.endings = JobEndings(self)
-        self.store: Store
+        self.store = store
         self._numbers = itertools.count(1)
         self._welcomed: set[tuple[str, str]] = set()
         """(job, replica_id) of groups that got the epoch of this term here."""

@@ -113,6 +113,10 @@ class Store(ABC):
     exclusive = True
     """Whether only one process can use the store; it then leads without an election."""
 
+    async def open(self) -> None:
+        """Make the store usable; call it once, first. Raise ``StoreError`` if the store cannot be used."""
+        return
+
     @abstractmethod
     async def get(self, key: str) -> bytes | None: ...
 

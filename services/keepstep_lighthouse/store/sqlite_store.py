@@ -43,16 +43,13 @@ class SqliteStore(MemoryStore):
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
 
-    @classmethod
-    async def open(cls, path: Path) -> SqliteStore:
+    async def open(self) -> None:
         """Open the file. Raise ``StoreError`` if it cannot be used, or another process uses it."""
-        store = cls(path)
         try:
-            await store._uncancelled(store._read())
+            await self._uncancelled(self._read())
         except BaseException:
-            store._thread.shutdown()
+            self._thread.shutdown()
             raise
-        return store
 
     # ---- the contract, where it differs from memory's
 

@@ -55,10 +55,10 @@ class Node:
         self.loop = ProcessLoop(sim.time, rate, sim.on_fault)  # type: ignore[abstract]  # only what services call
         self.sockets: dict[Socket, None] = {}
         self.store = StoreClient(sim.store, self.loop, sim.time, sim.random, exclusive=alone)
-        self.lighthouse = LighthouseNode(LighthouseSettings(store="shared://", policy=sim.policy, lease=lease))
+        settings = LighthouseSettings(store="shared://", policy=sim.policy, lease=lease)
+        events = _Events(self, EVENTS if alone else f"{name}.jsonl")
+        self.lighthouse = LighthouseNode(settings, self.store, events)
         self.lighthouse.node = f"{name}:{number}"
-        self.lighthouse.store = self.store
-        self.lighthouse.events = _Events(self, EVENTS if alone else f"{name}.jsonl")
         self.loop.create_task(self._run())
 
     async def _run(self) -> None:

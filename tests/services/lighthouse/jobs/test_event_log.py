@@ -23,6 +23,12 @@ def fill(events: EventLog, count: int, job: str = "job") -> list[int]:
     return [events.add(job, "joined", f"r{number}", {"number": number}, 1.5).id for number in range(count)]
 
 
+async def opened(path: Path) -> FiledEventLog:
+    events = FiledEventLog(path)
+    await events.open()
+    return events
+
+
 def ids(events: EventLog, job: str = "job", after: int = 0) -> list[int]:
     return [one.id for one in events.after(job, after, 1_000_000)]
 
@@ -74,7 +80,7 @@ async def written(events: FiledEventLog) -> None:
 
 async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "events.jsonl"
-    events = await FiledEventLog.open(path)
+    events = await opened(path)
     events.begin_epoch(1)
     made = fill(events, 100)
     await events.close()
@@ -82,7 +88,7 @@ async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Pat
     assert [line["id"] for line in written] == made
     assert (term["id"], term["job"], term["kind"]) == (made[0] - 1, "", "term")
 
-    again = await FiledEventLog.open(path)
+    again = await opened(path)
     again.begin_epoch(1)
     assert ids(again) == made
     assert fill(again, 1)[0] > made[-1], "a lighthouse with a new store numbers on from the file"
@@ -91,14 +97,14 @@ async def test_the_file_brings_back_what_happened_before_a_restart(tmp_path: Pat
 
 async def test_the_file_brings_back_only_the_end_of_a_job_that_was_deleted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    events = await FiledEventLog.open(path)
+    events = await opened(path)
     events.begin_epoch(1)
     fill(events, 3)
     end = events.add("job", "job_deleted", "", {"by": "admin"}, 1.5)
     events.forget("job")
     await events.close()
 
-    again = await FiledEventLog.open(path)
+    again = await opened(path)
     again.begin_epoch(2)
     assert again.endings == {"job": end}
     assert ids(again) == [end.id]
@@ -110,7 +116,7 @@ async def test_the_file_brings_back_only_the_end_of_a_job_that_was_deleted(tmp_p
 async def test_what_two_terms_and_a_kill_between_them_leave_in_the_file_is_a_valid_history(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for epoch in (1, 7):
-        events = await FiledEventLog.open(path)
+        events = await opened(path)
         events.begin_epoch(epoch)
         fill(events, 3)
         events.begin_epoch(epoch + 5)  # a worker knew a higher one
@@ -130,7 +136,7 @@ async def test_a_log_without_its_first_part_is_a_valid_history_that_begins_in_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "MAX_FILE_BYTES", 2000)
-    events = await FiledEventLog.open(tmp_path / "events.jsonl")
+    events = await opened(tmp_path / "events.jsonl")
     events.begin_epoch(1)
     for _ in range(20):
         fill(events, 10)
@@ -143,16 +149,16 @@ async def test_a_log_without_its_first_part_is_a_valid_history_that_begins_in_th
 
 async def test_half_a_line_from_a_kill_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    events = await FiledEventLog.open(path)
+    events = await opened(path)
     made = fill(events, 2)
     await events.close()
     with path.open("ab") as file:
         file.write(b'{"id": 3, "ti\n\xff\xfe\n[]\n{"id": 4}')
-    again = await FiledEventLog.open(path)
+    again = await opened(path)
     assert ids(again) == made
     more = fill(again, 1)
     await again.close()
-    third = await FiledEventLog.open(path)
+    third = await opened(path)
     assert ids(third) == made + more
     await third.close()
 
@@ -160,21 +166,21 @@ async def test_half_a_line_from_a_kill_does_no_harm(tmp_path: Path) -> None:
 async def test_the_file_is_rotated_and_its_size_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_FILE_BYTES", 2000)
     path = tmp_path / "events.jsonl"
-    events = await FiledEventLog.open(path)
+    events = await opened(path)
     made = []
     for _ in range(20):
         made += fill(events, 10)
         await written(events)
     await events.close()
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]  # noqa: PTH208
-    again = await FiledEventLog.open(path)
+    again = await opened(path)
     assert ids(again) == made[-len(ids(again)) :]
     await again.close()
 
 
 async def test_a_disk_that_takes_nothing_costs_events_of_the_file_only(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    events = await FiledEventLog.open(path)
+    events = await opened(path)
     path.unlink()
     path.mkdir()
     made = fill(events, 3)
@@ -188,7 +194,8 @@ from pathlib import Path
 from keepstep_lighthouse.jobs.event_log import FiledEventLog
 
 async def main(path: Path) -> None:
-    events = await FiledEventLog.open(path)
+    events = FiledEventLog(path)
+    await events.open()
     events.begin_epoch(1)
     for number in range(6):
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -212,14 +219,14 @@ def test_what_a_full_disk_lost_shows_as_a_gap_and_the_next_line_is_whole(tmp_pat
 
 async def test_a_path_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="give another --event-log"):
-        await FiledEventLog.open(tmp_path)
+        await opened(tmp_path)
 
 
 async def test_events_that_a_slow_disk_leaves_out_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_log, "MAX_UNWRITTEN", 5)
-    events = await FiledEventLog.open(tmp_path / "events.jsonl")
+    events = await opened(tmp_path / "events.jsonl")
     fill(events, 8)
     await events.close()
     assert "the disk is too slow" in caplog.text

@@ -89,11 +89,7 @@ class FaultyStore(MemoryStore):
 @asynccontextmanager
 async def faulty_lighthouse(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Lighthouse, FaultyStore]]:
     store = FaultyStore()
-
-    async def opened(_url: str) -> FaultyStore:
-        return store
-
-    monkeypatch.setattr(app, "open_store", opened)
+    monkeypatch.setattr(app, "store_at", lambda _url: store)
     async with lighthouse(policy=Policy(min_replicas=1, reconnect_grace=DEADLINE)) as one:
         yield one, store
 
