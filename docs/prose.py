@@ -15,7 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT = ("libs", "services", "docs", "examples", "benchmarks", "deploy", "README.md", "CONTRIBUTING.md")
+DEFAULT = (
+    "libs",
+    "services",
+    "docs",
+    "examples",
+    "benchmarks",
+    "deploy",
+    "tests/support",
+    "README.md",
+    "CONTRIBUTING.md",
+)
 SUFFIXES = (".py", ".md", ".js", ".html", ".sh", ".yml", ".toml")
 IGNORED = ("/vendor/", "/node_modules/", "docs/reference.md", "docs/python.md", "docs/prose.py")
 LINE, CELL, CELL_SENTENCES = 120, 110, 2

@@ -273,8 +273,9 @@ class Job:
         await self.until(lambda: common() >= steps, f"{names}: {steps} steps together after step {start}", seconds)
 
     def assert_identical(self, *groups: Group) -> int:
-        """Whoever committed a step in the same quorum holds the same weights after it; ``check_history`` finds steps
-        that two quorums counted. Returns how many steps were compared.
+        """Check that groups which committed a step in the same quorum hold the same weights after it.
+
+        Return the number of compared steps. ``check_history`` finds steps that two quorums counted.
         """
         compared = 0
         seen: dict[tuple[int, int], tuple[str, str]] = {}

@@ -126,18 +126,18 @@ class Mesh(Job):
                     metrics = await _get(http, f"{address}/metrics")
                     if all(f"\n{one}\n" in metrics for one in wanted):
                         return number
-                await asyncio.sleep(0.02)  # nobody tells
+                await asyncio.sleep(0.02)  # no event says so
 
     async def not_ready(self, number: int, why: str) -> None:
         """Wait until lighthouse ``number`` gives this reason why it is not ready."""
         async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as http:
-            while why not in await _get(http, f"{self.addresses[number]}/readyz"):  # noqa: ASYNC110 - nobody tells
+            while why not in await _get(http, f"{self.addresses[number]}/readyz"):  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0.02)
 
     async def succeeded(self, leader: int) -> int:
         """Wait until another lighthouse than ``leader`` leads; return its number."""
         async with asyncio.timeout(DEADLINE):
-            while (found := await self.leader()) == leader:  # noqa: ASYNC110 - nobody tells
+            while (found := await self.leader()) == leader:  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0.02)
         return found
 
@@ -189,7 +189,7 @@ class Mesh(Job):
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> str:
-    """Return the body, or an empty text when there is no answer."""
+    """Return the body, or an empty text without an answer."""
     try:
         async with http.get(url, timeout=aiohttp.ClientTimeout(1)) as answer:
             return await answer.text()

@@ -71,7 +71,7 @@ class Peer:
     def changes_within(self, seconds: float) -> bool:
         """Whether something still writes to the tensor of the last operation."""
         before = self.tensor.clone()
-        time.sleep(seconds)  # a write that comes late tells nobody
+        time.sleep(seconds)  # no event says that a write is late
         return not torch.equal(before, self.tensor)
 
     def usage(self) -> dict[str, int]:

@@ -1,15 +1,15 @@
 """Every short history of a few replica groups: commits, partial commits, cuts, deaths, resumes, zombies.
 
-Explored breadth first with the real ``GroupProgress``, ``make_plan`` and order of states. What is abstract: weights are
+Explored breadth first with the real ``GroupProgress``, ``make_plan`` and order of states. Abstract parts: weights are
 the events that made them; the lighthouse is its rule for quorum_ids; a group that takes no part in a round is cut off
-or frozen, so whoever comes back later with an old state is a zombie.
+or frozen, so a group that comes back later with an old state is a zombie.
 
-Beside the lineages, which are to be judged, each state carries the truth about itself. What must hold:
+Beside the lineages, which the model judges, each state carries the truth about itself. The invariants:
 
 * ``equal``: over all states that were ever held, equal (step, lineage) means equal weights.
 * ``resume``: work that was done after a resume is never given up for older work.
 * ``progress``: else the job goes on from the highest step that is there.
-* ``sound``: nobody heals from a state while a sounder one is there.
+* ``sound``: no group heals from a state while a sounder one is there.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Violation(NamedTuple):
 class Model:
     """Args:
     init_sync: else groups begin with equal weights.
-    behind: there are rounds in which nobody heals, with and without ``mark_synchronized``.
+    behind: some rounds end without a heal, with and without ``mark_synchronized``.
     lineages: checkpoints keep them; else those that are loaded are torchft's, of the common steps.
     in_process: checkpoints are loaded by running groups, too.
     broken: states tear and diverge, those of one incarnation once.
@@ -108,7 +108,7 @@ class Model:
         self._start = self._noted(World(groups, 0, (), frozenset(), frozenset()))
 
     def explore(self, depth: int, common_steps: int = 0) -> Violation | None:
-        """The first violation, if there is any within ``depth`` events after ``common_steps`` steps of all groups."""
+        """Return the first violation, if any, within ``depth`` events after ``common_steps`` steps of all groups."""
         world, everybody = self._start, tuple(range(len(self._start.groups)))
         for number in range(1, common_steps + 1):
             world = self._round(world, number, everybody, everybody, None)[0]
@@ -134,7 +134,7 @@ class Model:
                     changed, broken = self._round(world, number, members, committing, marked)
                     names = [[world.groups[i].replica_id for i in some] for some in (members, committing, marked or ())]
                     what = f"quorum {changed.quorum_id} of {names[0]}, {names[1]} commit"
-                    yield what if marked is None else f"{what}, nobody heals, {names[2]} mark", changed, broken
+                    yield what if marked is None else f"{what}, no group heals, {names[2]} mark", changed, broken
         for i, group in enumerate(world.groups):
             name = group.replica_id.partition(":")[0]
             fresh = self._new(name, number)
@@ -188,7 +188,7 @@ class Model:
         committing: tuple[int, ...],
         marked: tuple[int, ...] | None,
     ) -> tuple[World, str | None]:
-        """``marked``: who says so, in a round in which nobody heals; None: all heal that have to."""
+        """``marked``: groups that call ``mark_synchronized`` in a round without heals; None: a round with heals."""
         groups = [world.groups[i] for i in members]
         listed = tuple(Member(one.replica_id, one.step, one.lineage, 0, False, INFO) for one in groups)
         plan = _plan(listed)

@@ -188,5 +188,5 @@ def _sweep() -> None:
     for namespace in _existing("keepstep-"):
         owner = re.match(r"keepstep-(\d+)-", namespace)
         if owner is not None and not Path(f"/proc/{owner[1]}").exists():
-            with contextlib.suppress(NamespaceError):  # somebody else sweeps too
+            with contextlib.suppress(NamespaceError):  # another process sweeps too
                 _remove(namespace)

@@ -1,4 +1,4 @@
-"""The network goes between two of those who take part. Training goes on, nobody exits, the history holds.
+"""The network between two parts of a job fails. Training goes on, no process exits, the history holds.
 
 Each cut is made twice: by proxies, which end or hold the connections that go through them; and, where there can be
 network namespaces, by a router that drops every packet, as networks do.

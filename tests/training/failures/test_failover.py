@@ -1,4 +1,4 @@
-"""The coordinator dies, freezes, is cut off; etcd loses nodes. Training goes on, nobody exits, the history holds.
+"""The coordinator dies, freezes, is cut off; etcd loses nodes. Training goes on, no process exits, the history holds.
 
 That quorum_id and epoch only grow, that no step is counted twice and no deposed leader acts is what ``check-history``
 finds in the logs at the end of each test (``Job``).

@@ -170,7 +170,7 @@ async def test_a_store_restored_from_a_backup_does_not_stop_the_job():
         await job.advance(a, b)
         job.assert_all_live()
         assert job.assert_identical() >= 10
-        # the lighthouse counted anew until it was told better; in what the groups did there is nothing wrong
+        # the lighthouse gave out numbers again until a group reported higher ones; the groups' own logs are right
         (job.logs / "events.jsonl").rename(job.directory / "events")
         report = check_files([job.logs])
         assert report.fine, violation_lines(report)

@@ -24,7 +24,7 @@ from tests.support.jobs import process_group_peer
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 TIMEOUT = 60.0
-"""Of the groups. What an abort frees must not have waited for it: it is as long as all waits here together may be."""
+"""Timeout of the groups, longer than all waits here together: only an abort can end an operation in time."""
 DEADLINE = 40.0
 LARGE = 40_000_000
 """Floats, on their way for a good part of a second."""
@@ -121,7 +121,7 @@ async def store() -> AsyncIterator[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lasting(store: str) -> AsyncIterator[list[Peer]]:
-    """Three ranks that outlive the tests: each test configures them anew, after whatever became of them in the last."""
+    """Three ranks that outlive the tests: each test configures them again, in whatever state the last one left them."""
     peers = list(await asyncio.gather(*(Peer.start(rank, store) for rank in range(3))))
     yield peers
     await asyncio.gather(*(peer.end() for peer in peers))

@@ -30,7 +30,7 @@ async def asks(group: Group, url: str) -> None:
     port, process = int(url.rsplit(":", 1)[1]), psutil.Process(group.ranks[0].pid)
     async with asyncio.timeout(DEADLINE):
         while not any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # nobody tells
+            await asyncio.sleep(0.01)  # no event says so
 
 
 async def test_a_killed_group_heals_through_the_relay_and_without_it_when_that_is_killed_too() -> None:

@@ -1,1 +1,1 @@
-"""What an operator does with a running job, and what the operator sees of it."""
+"""Orders of an operator to a running job, and the operator's view of it."""

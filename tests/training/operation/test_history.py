@@ -45,7 +45,7 @@ EVERY = 10
 
 
 def changes(logs: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """What was done, the file, its lines: each line taken out, commits changed in each of their facts.
+    """Yield each change with its file and lines: every line removed once, commits changed in each of their facts.
 
     Not the last line that a process wrote: without it all looks as if the kill had come a moment earlier.
     """

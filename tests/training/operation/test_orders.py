@@ -1,4 +1,4 @@
-"""What an administrator orders, as real trainers and `keepstep run` carry it out."""
+"""Orders of an administrator, as real trainers and `keepstep run` carry them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.jobs.job import DEADLINE, Group, Job, discarded
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
 PATIENT = ("--reconnect-grace", "30", "--join-timeout", "30", "--heartbeat-timeout", "30")
-"""Who had to wait for a group would wait for so long."""
+"""Flags with which the other groups wait 30 s for a group that is gone without a leave."""
 
 
 async def tell_to_leave(job: Job, group: Group, how: str) -> None:
@@ -54,7 +54,7 @@ async def test_a_planned_replacement_costs_no_step_and_nobody_waits(how: str) ->
         for mine in (steps["b"], steps["c"]):
             times = [one["t"] for one in mine if one["event"] == "committed" and one["step"] > since]
             gaps = [later - earlier for earlier, later in pairwise(times)]
-            assert max(gaps) < 10, "a wait for somebody takes 30 s; a step and a join take less than one"
+            assert max(gaps) < 10, "a wait for a group takes 30 s; a step and a join take less than one"
         kinds = [event["kind"] for event in (await job.order("GET", "/events"))["events"]]
         assert not {"lost", "suspect", "round_broken", "denied"} & set(kinds)
         assert kinds.count("left") == 1

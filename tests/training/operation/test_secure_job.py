@@ -47,7 +47,7 @@ async def test_new_tokens_and_certificates_cost_no_step_and_let_in_who_comes_bac
         authority.certificate("127.0.0.1").replace(service.cert)
         await read_again(job)
         token.write_text(f"{NEW}\n{OLD}\n")
-        # Who comes shows the new one, to the lighthouse and to the group that it heals from.
+        # A new group shows the new one, to the lighthouse and to the group that it heals from.
         b.kill()
         await job.advance(a)
         await job.start("b", **variables)
@@ -55,7 +55,7 @@ async def test_new_tokens_and_certificates_cost_no_step_and_let_in_who_comes_bac
 
         token.write_text(f"{NEW}\n")
         tokens.write_text(f"worker = {NEW}\n")
-        # Who has been there all the time comes back with it too.
+        # A group that was there all the time comes back with it too.
         await job.stop_lighthouse()
         await job.start_lighthouse()
         await job.advance(a, b)

@@ -127,7 +127,7 @@ def test_a_joiner_is_told_at_once_that_the_source_has_nothing_to_send(cohort: Ca
 
 
 class DamagingGroup:
-    """Passes on, but for one bit of the chunk with this number."""
+    """Passes everything on, except one bit of the chunk with this number."""
 
     def __init__(self, group: Any, chunk: int) -> None:
         self._group = group

@@ -1,7 +1,7 @@
 """The format does not change unnoticed.
 
 When it has to change: raise ``manifest.VERSION``, describe the new one in docs/checkpoint-format.md, and write
-the files anew with ``python tests/unit/checkpointing/test_serialization_golden.py``.
+the files again with ``python tests/unit/checkpointing/test_serialization_golden.py``.
 """
 
 from __future__ import annotations

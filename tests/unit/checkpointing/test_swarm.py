@@ -1,4 +1,4 @@
-"""Who asks whom for which chunk: the rules one by one, then whole swarms in virtual time."""
+"""Choice of the peer for each chunk: the rules one by one, then whole swarms in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who the demo kills and when, and what it says about it at the end."""
+"""Kills of the demo: which group, when, and the report at the end."""
 
 from typing import Any
 

@@ -114,7 +114,7 @@ def test_an_evicted_group_starts_again_when_its_ban_is_over() -> None:
     run = job(GroupSpec("r0", 2))
     run(RankExited("r0", 1, EXIT_EVICTED), 5.0)
     assert run(RankExited("r0", 0, 75), 6.0) == [AskBan("r0")]
-    assert run(Tick(), 50.0) == [], "nothing before there is an answer"
+    assert run(Tick(), 50.0) == [], "nothing before an answer"
     assert run(BanLearned("r0", 7.0), 50.0) == []
     assert (run.core.phase("r0"), run.core.deadline(), run.core.exit_code()) == (Phase.BANNED, 55.0, None)
     assert run(Tick(), 55.0) == [AskBan("r0")]

@@ -1,4 +1,4 @@
-"""Tables fit a terminal of 80 columns, and nothing in them that is to be copied is broken."""
+"""Tables fit a terminal of 80 columns, and break no text that a person copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of one group must have in common, and what one rank decides for all."""
+"""Values that the ranks of one group must have in common, and decisions of one rank for all."""
 
 from __future__ import annotations
 

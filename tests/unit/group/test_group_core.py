@@ -1,4 +1,4 @@
-"""What the ranks of one group agree on."""
+"""Requests, heals, and votes of the ranks of one group, merged."""
 
 from __future__ import annotations
 

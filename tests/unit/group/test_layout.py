@@ -1,4 +1,4 @@
-"""What the groups of a job compare, and the first difference as a sentence."""
+"""Values that the groups of a job compare, and the first difference as a sentence."""
 
 from __future__ import annotations
 

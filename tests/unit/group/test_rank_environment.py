@@ -1,4 +1,4 @@
-"""What a rank is told of tokens and certificates: files, which it can read again, and no secret."""
+"""Tokens and certificates in the environment of a rank: files, which it can read again, and no secret."""
 
 from __future__ import annotations
 

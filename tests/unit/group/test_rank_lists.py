@@ -76,7 +76,7 @@ def test_a_new_connection_gets_the_list_that_others_have() -> None:
 def test_every_connection_has_the_right_list_whatever_was_sent_before(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    """Lists come and go, some connections miss some answers, and some are made anew."""
+    """Lists come and go, some connections miss some answers, and some are made again."""
     lists = [members(2), members(3), members(2, step=5)]
     sender, connections = ListSender(), [Connection() for _ in range(3)]
     for request, (number, which, anew) in enumerate(steps):

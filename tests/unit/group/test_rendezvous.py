@@ -78,7 +78,7 @@ async def call(function, *args):
 async def begun(awaitable: Awaitable[object]) -> asyncio.Task[object]:
     """A task that is given time to get to where it waits."""
     task = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(0.2)  # a thread that waits tells nobody; too short, the test sees less and passes
+    await asyncio.sleep(0.2)  # no event shows that a thread waits; too short, the test sees less and passes
     assert not task.done()
     return task
 

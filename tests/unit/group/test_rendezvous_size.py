@@ -1,4 +1,4 @@
-"""What a rebuild stores at the rendezvous: how it grows with the world, and what happens at the limit."""
+"""Size of the values that a rebuild stores at the rendezvous: its growth with the world, and its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no violation: odd but fair histories, and logs that are missing, begin late or end early."""
+"""Histories without a violation: odd but fair ones, and logs that are missing, begin late or end early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leads: the rules of the election, with time as a number."""
+"""The rules of the election, with time as a number."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_job_with_sessions_never_expires() -> None:
 
 def test_a_job_to_which_groups_may_come_back_does_not_expire() -> None:
     assert expired([replace(IDLE, awaited=True)], 1e9) == []
-    assert due_at(replace(IDLE, awaited=True)) == 110, "it is looked at all the same"
+    assert due_at(replace(IDLE, awaited=True)) == 110, "it is checked anyway"
 
 
 def test_a_ttl_of_0_is_never() -> None:

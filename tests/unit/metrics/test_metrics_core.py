@@ -1,4 +1,4 @@
-"""What the metrics service makes of what it is told: dialogues of records, at times of our own."""
+"""Records in, the state of a job out: dialogues with the core of the metrics service, with time as a number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = 1_700_000_000.0
 
 
 class World:
-    """A core and its senders; each record is told ``late`` seconds after it happened."""
+    """A core and its senders; each record arrives ``late`` seconds after its event."""
 
     def __init__(self) -> None:
         self.core = MetricsCore()

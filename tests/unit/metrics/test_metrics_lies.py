@@ -1,4 +1,4 @@
-"""What senders that lie, or whose clocks do: a batch is refused or taken, and the core goes on as before."""
+"""Senders with false records or false clocks: the core refuses or accepts a batch, and goes on as before."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_a_child_that_floods_is_killed(scripted) -> None:
     connection, theirs, process = scripted
     work = connection.run("allreduce", ([torch.ones(2)], dist.AllreduceOptions()))
     theirs.setblocking(False)
-    with contextlib.suppress(OSError):  # nobody reads
+    with contextlib.suppress(OSError):  # no process reads
         while True:
             theirs.sendall(frame({"do": "done", "id": 7, "kind": None}) * 100)
     with pytest.raises(ProcessGroupError, match="allreduce failed"):

@@ -31,7 +31,7 @@ LONG = timedelta(minutes=10)
 
 
 def published(host: str, port: int, size: int) -> bytes:
-    """What a Gloo rank that listens there would publish."""
+    """Return the bytes that a Gloo rank with this address publishes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = struct.pack("=H", family) + struct.pack("!H", port)
     address += bytes(4) + socket.inet_pton(family, host) if family == socket.AF_INET6 else socket.inet_aton(host)
@@ -62,7 +62,7 @@ class Configuring:
             self.error = error
 
     def is_stuck(self) -> bool:
-        self._thread.join(0.3)  # a wait that goes on tells nobody
+        self._thread.join(0.3)  # no event shows that a wait goes on
         return self._thread.is_alive()
 
     def freed(self) -> Exception | None:
@@ -148,7 +148,7 @@ def test_abort_frees_a_configure_over_a_store_that_knows_no_abort() -> None:
 
     thread = threading.Thread(target=configure)
     thread.start()
-    thread.join(0.3)  # by then it waits for the others, in C++, which tells nobody
+    thread.join(0.3)  # by then it waits for the others, in C++, without an event
     group.abort("enough")
     thread.join(60)
     assert "enough" in str(errors[0])
@@ -461,7 +461,7 @@ def test_two_hundred_reconfigurations_leave_nothing_behind(cohort) -> None:
         return tuple(sum(1 for _ in Path("/proc/self", what).iterdir()) for what in ("task", "fd"))
 
     def settled(most: tuple[int, ...]) -> bool:
-        """What is disposed of ends a moment later, in native code that nobody can join."""
+        """Disposal ends a moment later, in native code that a test cannot join."""
         deadline = time.monotonic() + 30
         while any(one > limit for one, limit in zip(counts(), most, strict=True)) and time.monotonic() < deadline:
             time.sleep(0.01)  # threads and descriptors of native code: nothing tells when they are gone

@@ -251,7 +251,7 @@ def test_barrier_lets_nobody_through_before_the_last(lasting) -> None:
 def test_what_is_sent_is_received(lasting) -> None:
     size = len(lasting.groups)
     if size == 1:
-        pytest.skip("one rank has nobody to send to")
+        pytest.skip("one rank has no other to send to")
 
     def run(group, rank):
         received = torch.zeros(2, 3)

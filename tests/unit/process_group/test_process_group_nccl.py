@@ -1,4 +1,4 @@
-"""NCCL on the GPU that there is: one rank, since two cannot share a device."""
+"""NCCL on the GPU of this machine: one rank, since two cannot share a device."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_future_holds_the_value_that_its_operation_leaves(alone) -> None:
 
 
 class Operation(Work):
-    """What torch gives for a collective, done when the test says so."""
+    """A Work as torch returns it for a collective; the test completes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Operation(Work):
 
 
 class Expecting(AcceleratorCommunicator):
-    """Notes when a stream is expected to be through, where there is none."""
+    """Notes the waits for a stream, on a machine without streams."""
 
     def __init__(self) -> None:
         super().__init__(None, None, dist.HashStore(), 0, 1, timedelta(seconds=7))
@@ -213,7 +213,7 @@ def test_abort_frees_a_configure_that_waits_for_a_peer(alone) -> None:
 
     thread = threading.Thread(target=configure)
     thread.start()
-    thread.join(2)  # by then it waits for the others, in C++, which tells nobody
+    thread.join(2)  # by then it waits for the others, in C++, without an event
     assert thread.is_alive()
     begun = time.monotonic()
     one.group.abort("r1 was lost")

@@ -1,4 +1,4 @@
-"""docs/cli.md has every command and exit code, docs/reference.md every flag, and no page one that there is not."""
+"""docs/cli.md has every command and exit code, docs/reference.md every flag, and no page an unknown one."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What import-linter cannot see (docs/dependencies.md): that packages work without torch, and import nothing early."""
+"""Imports that import-linter cannot see (docs/dependencies.md): packages work without torch, and import late."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""What the code offers stands in the documentation: variables, routes, events, metrics, exit codes."""
+"""The documentation has all variables, routes, events, metrics, and exit codes of the code."""
 
 from __future__ import annotations
 

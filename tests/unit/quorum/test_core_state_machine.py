@@ -64,7 +64,7 @@ class Onlooker(RuleBasedStateMachine):
                 case Tell(to, message):
                     for session in to:
                         ended = EndSession(session) in decisions
-                        assert ended or self.driver.session_of.get(sessions[session]) == session, "told nobody"
+                        assert ended or self.driver.session_of.get(sessions[session]) == session, "no receiver"
                         if isinstance(message, Denied):
                             assert self.requests.pop(sessions[session]) == message.request
                 case EndSession(session):
@@ -215,7 +215,7 @@ class Onlooker(RuleBasedStateMachine):
             views = self.driver.core.replicas(self.driver.now)
             kept_out = {view.replica_id for view in views if view.reason is not None}
             asking = set(self.driver.core.quorum_view(self.driver.now).asking)
-            assert asking <= set(self.requests), "somebody asks who did not"
+            assert asking <= set(self.requests), "a group asks that did not"
             assert set(self.requests) <= asking | kept_out, "a request was forgotten"
 
     @invariant()

@@ -1,4 +1,4 @@
-"""What a relay decides: uploads, commits, retention, room, expiry. Each test is a table of events and what follows."""
+"""Decisions of a relay: uploads, commits, retention, room, expiry. Each test is a table of events and decisions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_upload_from_its_beginning_to_its_commit():
     assert relay.core.inventory.missing(table(A, B, LAST)) == (bytes([0b101]), 2)
     relay(ChunkArrived(A, MEMORY), ChunkArrived(LAST, DISK), at=2.0)
     assert relay(CommitAsked(C1)) == [Seal(C1, (A, B, LAST))]
-    assert relay(CommitAsked(C1)) == [], "somebody is about it already"
+    assert relay(CommitAsked(C1)) == [], "another request does it already"
     assert relay(Sealed(C1), at=4.0) == [
         UploadEnded(C1, ONE, True, "", 2 * CHUNK_BYTES + 100, 2 * CHUNK_BYTES + 100, CHUNK_BYTES + 50, 2.0),
         Wake((C1,)),
@@ -188,7 +188,7 @@ def test_a_part_is_not_waited_for_nor_committed_and_goes_when_nobody_has_read_fr
     assert relay.core.deadline() == 10, "rank 1 is waited for"
     (told,) = relay(RankReported(C1, 1, part=True), at=6)
     assert (told.committed, told.error, told.bytes_done) == (False, "", CHUNK_BYTES)
-    assert relay(RankReported(C1, 1, part=True), at=6) == [], "it is told once"
+    assert relay(RankReported(C1, 1, part=True), at=6) == [], "one decision, once"
     assert relay.core.checkpoints[C1].state is State.PART
     relay.refused(CommitAsked(C1), Cause.CONFLICT, "2 missing chunks")
     relay(ChunkHeld(A), ChunkReleased(A), at=25)
@@ -279,7 +279,7 @@ def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
     assert relay(ChunkLost(A, DISK)) == []
     assert relay.core.checkpoints[C1].missing == {0: 1}
     assert relay.core.inventory.wanted(A) == CHUNK_BYTES
-    assert not relay.core.is_coming(A), "nobody is uploading it"
+    assert not relay.core.is_coming(A), "no upload brings it"
     relay(ChunkArrived(A, MEMORY))
     assert relay.core.checkpoints[C1].complete
 

@@ -69,7 +69,7 @@ class Onlooker(RuleBasedStateMachine):
         self.sealing: dict[Key, tuple[bytes, ...]] = {}
         self.committed: set[Key] = set()
         self.told: set[Key] = set()
-        """Of whose end somebody was told."""
+        """Uploads whose end was reported."""
 
     def step(self, event: Event) -> list[Decision]:
         deadline = self.core.deadline()
@@ -102,7 +102,7 @@ class Onlooker(RuleBasedStateMachine):
                     assert 0 <= done <= total
                     self.told.add(key)
                 case Forget(key):
-                    assert key in self.told, "nobody was told how the upload ended"
+                    assert key in self.told, "the end of the upload was not reported"
                     self.told.remove(key)
                     assert asked or deadline <= self.now or isinstance(event, Sealed), "nothing was due"
                     self.committed.discard(key)

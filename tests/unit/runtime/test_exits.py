@@ -1,4 +1,4 @@
-"""A rank that is to end ends, whoever listens."""
+"""A rank that must end ends, with or without a reader of its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who heals from whom, and who counts: the same quorum gives all members plans that fit together."""
+"""Sources and joiners of heals, and participants: one quorum gives all members plans that fit together."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ lists = st.lists(states, min_size=1, max_size=len(NAMES)).map(
 
 @st.composite
 def rounds(draw: st.DrawFn) -> list[Quorum]:
-    """What a session hands out: a new list now and then, and after it answers that refer to it."""
+    """Quorums as a session returns them: now and then a new list, then answers that refer to it."""
     found: list[Quorum] = []
     for number in range(draw(st.integers(1, 6))):
         fresh = not found or draw(st.booleans())

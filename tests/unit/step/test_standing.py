@@ -103,7 +103,7 @@ def test_a_checkpoint_without_a_lineage_is_of_no_known_lineage_unless_nothing_wa
 
 @pytest.mark.parametrize("lineage", ["behind:a:1:1", "diverged:a:1", "torn:a:1"])
 def test_what_is_wrong_with_a_state_is_wrong_with_its_checkpoint(lineage):
-    """So two groups that load it are equal, and whoever loads another checkpoint of that step is not."""
+    """So two groups that load it are equal, and a group that loads another checkpoint of that step is not."""
     saved = at(5, lineage).state_dict()
     assert saved["lineage"] == lineage
     assert {restored(saved, one).lineage for one in ("b:1", "c:1")} == {f"loaded:{lineage}"}

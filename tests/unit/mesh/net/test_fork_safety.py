@@ -25,7 +25,7 @@ SECONDS = 30
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a forked child, or how it failed."""
+    """Return the result of ``work`` in a forked child, or its failure."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Who is written into the audit log."""
+"""The caller in a line of the audit log."""
 
 from __future__ import annotations
 

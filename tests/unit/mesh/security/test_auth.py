@@ -1,4 +1,4 @@
-"""Tokens: who they speak for, where they come from, and that nobody listens to the world without one."""
+"""Tokens: their roles, their sources, and the refusal to listen beyond this machine without one."""
 
 from __future__ import annotations
 

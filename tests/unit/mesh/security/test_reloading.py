@@ -1,4 +1,4 @@
-"""What is made of files is made again when they change, and not by half."""
+"""Objects made of files are made again when the files change, and never of half a change."""
 
 from __future__ import annotations
 

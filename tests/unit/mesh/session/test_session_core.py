@@ -1,4 +1,4 @@
-"""What a worker concludes from what lighthouses say, and which of them it tries next."""
+"""Conclusions of a worker from the messages of lighthouses, and the lighthouse that it tries next."""
 
 from __future__ import annotations
 

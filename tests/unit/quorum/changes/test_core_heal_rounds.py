@@ -29,7 +29,7 @@ def driver() -> Driver:
 
 def test_the_step_begins_under_the_same_quorum_when_all_have_healed(driver: Driver) -> None:
     before = driver.record.quorum_id
-    assert driver.asks("a", 0, "a") == [], "nobody is told that the round is broken"
+    assert driver.asks("a", 0, "a") == [], "no group gets RoundBroken"
     assert driver.core.reason(driver.now).code == "healing"
     driver.reports("b", HEALED)
     assert driver.asks("b", 0, "a") == []

@@ -1,4 +1,4 @@
-"""What the lighthouse says of heals: those under way, and how each began and ended."""
+"""Heals in the lighthouse: those under way, and how each began and ended."""
 
 from __future__ import annotations
 

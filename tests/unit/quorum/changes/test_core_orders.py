@@ -1,4 +1,4 @@
-"""What people order, what is written before it is announced, and what a restarted lighthouse does."""
+"""Orders of administrators: their effects, their writes before an announcement, and a restarted lighthouse."""
 
 from __future__ import annotations
 

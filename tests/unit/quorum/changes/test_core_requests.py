@@ -26,7 +26,7 @@ def test_a_request_resent_for_an_answer_that_is_out_of_date_is_asked_anew() -> N
     driver.closes("b")
     driver.fails("c")
     driver.opens("b")
-    assert not announces(driver.asks("b", request=1)), "c is lost, nobody can complete that round"
+    assert not announces(driver.asks("b", request=1)), "c is lost, no group can complete that round"
     assert announced(driver.asks("a", failures=1)).quorum_id == 2
 
 
@@ -70,7 +70,7 @@ def test_deadlines_fire_in_their_own_order() -> None:
 
 
 def broken_for(driver: Driver, decisions: list[Decision]) -> list[str]:
-    """Who is told that its round is broken."""
+    """Return the groups that get ``RoundBroken``."""
     messages = told(driver, decisions)
     return [who for who, heard in messages.items() if any(isinstance(message, RoundBroken) for message in heard)]
 

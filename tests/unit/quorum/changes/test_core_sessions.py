@@ -1,4 +1,4 @@
-"""Sessions of the core: who is there, who is lost, who is told."""
+"""Sessions of the core: present groups, lost groups, and the messages about them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ SYNC = "arithmetic 1\nuse_async_quorum False\nworld_size_mode DYNAMIC"
 
 
 def denial(driver: Driver, decisions: list) -> Denied:
-    """What the only group that was told something was told."""
+    """Return the denial, which is the only message."""
     ((message,),) = told(driver, decisions).values()
     assert isinstance(message, Denied)
     return message
@@ -128,7 +128,7 @@ def test_a_round_is_without_healing_for_all_when_one_member_allows_none() -> Non
         in driver.core.quorum_view(driver.now).reason.sentence
     )
     driver.asks("a", 2)
-    assert announced(driver.asks("b", 1)).allow_heal, "the next round is decided anew"
+    assert announced(driver.asks("b", 1)).allow_heal, "the next round is decided again"
 
 
 def test_steady_rounds_say_whether_healing_is_allowed_without_another_list() -> None:

@@ -1,4 +1,4 @@
-"""What the lighthouse makes of lineages: which quorum_id a round gets, and who holds an answer."""
+"""Lineages in the lighthouse: the quorum_id of a round, and the holders of an answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_was_resumed_last_is_gone_on_from_and_a_member_may_go_back() -> Non
 
 
 def broken(driver: Driver, replica_id: str, step: int, lineage: int | str) -> bool:
-    """Whether the others of its round are told that it cannot be completed, when it asks on a new connection."""
+    """Whether the others of its round get ``RoundBroken`` when it asks on a new connection."""
     driver.closes(replica_id)
     driver.opens(replica_id)
     told = [one for one in driver.asks(replica_id, step, lineage) if isinstance(one, Tell)]

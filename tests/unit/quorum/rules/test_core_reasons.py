@@ -1,4 +1,4 @@
-"""What people are told: reasons as sentences, and the pictures of the quorum and of each group."""
+"""Reasons as sentences, and the views of the quorum and of each group."""
 
 from __future__ import annotations
 
