@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_lighthouse.quorum.events import Decision, JobRecord, LogEntry, Persist, Policy
-from keepstep_lighthouse.quorum.policies import policy_problem
-from keepstep_lighthouse.quorum.views import ReplicaState
+from keepstep_lighthouse.quorum.events import Decision, JobRecord, Policy
 from keepstep_mesh.protocol.heal_limit import heal_limit
-from tests.support.models.core_driver import Driver, announced, announces, logged, members
+from tests.support.models.core_driver import Driver, announced, announces, members
 
 TWO = Policy(min_replicas=2, join_timeout=10)
 THREE = Policy(join_timeout=10, initial_replicas=3)
@@ -273,143 +271,6 @@ def test_a_quorum_dropped_for_a_slow_heal_says_whom_it_dropped() -> None:
     reason = driver.core.reason(driver.now)
     assert reason.code == "stragglers_dropped"
     assert reason.sentence == "quorum 2, 1 member: the wait for b timed out"
-
-
-@pytest.mark.parametrize(
-    ("policy", "problem"),
-    [
-        (Policy(), None),
-        (Policy(3, 3, 0, 0, 0.1, 0, 0), None),
-        (Policy(min_replicas=0), "min_replicas must be at least 1"),
-        (Policy(max_replicas=-1), "max_replicas must be 0"),
-        (Policy(min_replicas=3, max_replicas=2), "max_replicas 2 is less than min_replicas 3"),
-        (Policy(join_timeout=-1), "join_timeout must be"),
-        (Policy(heal_timeout=float("nan")), "heal_timeout must be"),
-        (Policy(reconnect_grace=float("inf")), "reconnect_grace must be"),
-        (Policy(takeover_grace=-0.1), "takeover_grace must be"),
-        (Policy(heartbeat_timeout=0), "heartbeat_timeout must be at least 0.1 s, not 0"),
-        (Policy(min_replicas=10**400), "min_replicas must be at least 1 (at most 100000)"),
-        (Policy(heal_timeout=1e300), "heal_timeout must be"),
-        (Policy(join_timeout=10**400), "join_timeout must be"),
-    ],
-)
-def test_a_policy_that_cannot_work_is_named(policy: Policy, problem: str | None) -> None:
-    found = policy_problem(policy)
-    assert (found is None) if problem is None else (found is not None and found.startswith(problem))
-
-
-def test_an_unusable_policy_changes_nothing() -> None:
-    driver = Driver(min_replicas=1)
-    assert driver.sets_policy(Policy(min_replicas=0)) == []
-    assert driver.core.record.policy == Policy(min_replicas=1)
-
-
-def test_a_policy_change_is_written_and_can_complete_a_quorum() -> None:
-    driver = Driver(min_replicas=2)
-    driver.open_all("a")
-    driver.asks("a")
-    decisions = driver.sets_policy(replace(driver.record.policy, min_replicas=1))
-    assert driver.record.policy.min_replicas == 1
-    assert members(announced(decisions)) == ["a"]
-    (entry,) = [one for one in decisions if isinstance(one, LogEntry) and one.kind == "policy"]
-    assert entry.detail == {
-        "by": "ann",
-        "changed": {"min_replicas": 1},
-        "before": {"min_replicas": 2},
-        "quorum_id": 0,
-    }
-    kinds = [type(one) for one in decisions]
-    assert kinds.index(Persist) < kinds.index(LogEntry), "written before anybody can hear of it"
-    assert driver.sets_policy(driver.record.policy) == [], "once is enough"
-
-
-def test_a_shorter_join_timeout_ends_a_wait_that_began_before() -> None:
-    driver = Driver(min_replicas=1, join_timeout=100)
-    driver.open_all("a", "b", "c")
-    driver.asks("a")
-    driver.asks("b")
-    driver.passes(20)
-    driver.sets_policy(replace(driver.record.policy, join_timeout=30))
-    assert not announces(driver.passes(9.9))
-    assert members(announced(driver.passes(0.1))) == ["a", "b"]
-
-
-def test_a_shorter_heartbeat_timeout_counts_from_when_workers_can_know_of_it() -> None:
-    driver = Driver(min_replicas=1, heartbeat_timeout=60)
-    driver.start("a", "b")
-    driver.passes(10, silent=["b"])
-    driver.sets_policy(replace(driver.record.policy, heartbeat_timeout=5))
-    assert driver.passes(4.9, silent=["b"]) == []
-    assert [one.replica_id for one in driver.core.replicas(driver.now) if one.state is not ReplicaState.GONE] == [
-        "a",
-        "b",
-    ]
-    driver.passes(0.1, silent=["b"])
-    assert ("lost", "b") in logged(driver.log)
-    assert ("lost", "a") not in logged(driver.log)
-
-
-def fenced(takeover_grace: float | None = None) -> Driver:
-    """a and b were a quorum; the leader before may be alive for 9 s more."""
-    driver = Driver(min_replicas=1, takeover_grace=takeover_grace)
-    driver.start("a", "b")
-    driver.restart(fenced_until=driver.now + 9)
-    return driver
-
-
-def test_under_a_fence_nothing_is_decided_before_the_lease_of_the_leader_before_is_over() -> None:
-    driver = fenced(takeover_grace=2)
-    driver.opens("c")
-    driver.asks("c")
-    assert not announces(driver.passes(8.9))
-    assert ("lost", "a") not in logged(driver.log)
-    assert members(announced(driver.passes(0.2))) == ["c"]
-
-
-def test_a_member_that_speaks_under_the_new_epoch_lifts_the_fence_and_one_that_has_only_come_does_not() -> None:
-    driver = fenced(takeover_grace=2)
-    driver.opens("a")
-    assert not announces(driver.passes(3, silent=["a"]))
-    assert ("lost", "b") not in logged(driver.log)
-    decisions = driver.asks("a", failures=1) + driver.passes(0.5)
-    assert ("lost", "b") in logged(driver.log)
-    assert members(announced(decisions)) == ["a"]
-
-
-def test_members_that_are_all_back_decide_once_one_of_them_has_spoken() -> None:
-    driver = fenced()
-    driver.open_all("a", "b")
-    driver.evicts("b")
-    assert members(announced(driver.asks("a", failures=1))) == ["a"]
-
-
-def test_a_shorter_takeover_grace_lifts_no_fence() -> None:
-    driver = fenced(takeover_grace=100)
-    driver.opens("c")
-    driver.asks("c")
-    driver.sets_policy(replace(driver.record.policy, takeover_grace=1.0))
-    assert not announces(driver.passes(8.9))
-    assert members(announced(driver.passes(0.2))) == ["c"]
-
-
-def test_a_stranger_that_speaks_lifts_no_fence() -> None:
-    driver = fenced(takeover_grace=2)
-    driver.opens("c")
-    driver.asks("c")
-    driver.beats("c")
-    assert not announces(driver.passes(5))
-
-
-def test_a_shorter_takeover_grace_ends_one_that_is_under_way() -> None:
-    driver = Driver(min_replicas=1, takeover_grace=100)
-    driver.start("a", "b")
-    driver.restart()
-    driver.opens("a")
-    driver.asks("a", failures=1)
-    driver.passes(10)
-    driver.sets_policy(replace(driver.record.policy, takeover_grace=15.0))
-    assert not announces(driver.passes(4.9))
-    assert members(announced(driver.passes(0.1))) == ["a"]
 
 
 groups = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
