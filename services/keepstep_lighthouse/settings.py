@@ -57,16 +57,13 @@ def read_like(default: object) -> Callable[[Any], Any]:
     return readers.get(type(default), duration)
 
 
-def read_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
-) -> LighthouseSettings:
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> LighthouseSettings:
     """Read the settings of a lighthouse.
 
     Args:
         flags: by name: ``store``, ``lease``, ``max_jobs``, ``event_log``, the fields of ``Policy`` (times in seconds),
             and those of ``read_listen_settings``.
         environ: has them as ``KEEPSTEP_LIGHTHOUSE_<NAME>``.
-        file: has them as ``lighthouse_<name>``.
 
     Raises:
         ValueError: a value is invalid.
@@ -74,7 +71,7 @@ def read_settings(
         StoreError: the kind of store is unknown.
     """
     given = {f"lighthouse_{name}": value for name, value in flags.items()}
-    settings = Settings(flags=given, environ=environ, file=file or {})
+    settings = Settings(flags=given, environ=environ)
     default = LighthouseSettings()
 
     limits: dict[str, Any] = {}

@@ -32,21 +32,18 @@ class MetricsSettings(RegisteredSettings):
     snapshot_every: float = 300.0
 
 
-def read_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
-) -> MetricsSettings:
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> MetricsSettings:
     """Return the settings of a metrics service.
 
     Args:
         flags: The flags of ``read_listen_settings``, fields of ``MetricsSettings``, ``lighthouse``.
         environ: Variables ``KEEPSTEP_METRICS_<NAME>`` and ``KEEPSTEP_LIGHTHOUSE``.
-        file: Keys ``metrics_<name>``.
 
     Raises:
         ValueError: A value is invalid; the message names its source.
         AuthError: The tokens are invalid.
     """
-    settings = settings_of_service(MetricsSettings.service, flags, environ, file)
+    settings = settings_of_service(MetricsSettings.service, flags, environ)
     default = MetricsSettings()
     times = {
         name: settings.get(f"metrics_{name}", duration, getattr(default, name))

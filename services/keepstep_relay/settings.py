@@ -51,21 +51,18 @@ NOT_ZERO = ("upload_timeout", "body_timeout", "max_checkpoints", "max_chunks")
 MIN_MEMORY = 64 << 20
 
 
-def read_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Mapping[str, Any] | None = None
-) -> RelaySettings:
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RelaySettings:
     """Return the settings of a relay.
 
     Args:
         flags: The flags of ``read_listen_settings``, fields of ``RelaySettings``, ``lighthouse``, keys of ``LIMITS``.
         environ: Variables ``KEEPSTEP_RELAY_<NAME>`` and ``KEEPSTEP_LIGHTHOUSE``.
-        file: Keys ``relay_<name>``.
 
     Raises:
         ValueError: A value is invalid; the message names its source.
         AuthError: The tokens are invalid.
     """
-    settings = settings_of_service(RelaySettings.service, flags, environ, file)
+    settings = settings_of_service(RelaySettings.service, flags, environ)
     default = RelaySettings()
 
     given = {

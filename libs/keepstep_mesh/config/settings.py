@@ -1,4 +1,4 @@
-"""Where a setting comes from: a flag, else the environment, else a file, else its default; and how its text is read.
+"""Where a setting comes from: a flag, else the environment, else its default; and how its text is read.
 
 A variable ``KEEPSTEP_<NAME>`` is found under ``TORCHFT_<NAME>`` too, so that launchers written for torchft serve.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +32,10 @@ def from_environment(name: str, environ: Mapping[str, str] = os.environ) -> tupl
 
 @dataclass(frozen=True)
 class Settings:
-    """``flags`` beat ``environ`` beats ``file``. Names are snake_case; a flag that is None was not given."""
+    """``flags`` beat ``environ``. Names are snake_case; a flag that is None was not given."""
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    file: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, name: str, read: Callable[[str], T], default: T) -> T:
         """The setting. ``read`` turns text into it; a flag is taken as it is. ``ValueError`` names the source."""
@@ -45,8 +43,6 @@ class Settings:
         if flag is not None:
             return flag
         found = from_environment(name.upper(), self.environ)
-        if found is None and name in self.file:
-            found = f"{name} of the settings file", str(self.file[name])
         if found is None:
             return default
         source, text = found
@@ -57,14 +53,6 @@ class Settings:
 
     def path(self, name: str) -> Path | None:
         return self.get(name, lambda text: Path(text), None)  # noqa: PLW0108 - mypy
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A TOML file of settings. ``ValueError`` says what is wrong with it."""
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"settings file {path}: {error}") from error
 
 
 def split_addresses(text: str) -> tuple[str, ...]:

@@ -63,14 +63,10 @@ class RegisteredSettings(ListenSettings):
         return self.name or f"{host}-{port}"
 
 
-def settings_of_service(
-    service: str, flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None
-) -> Settings:
-    """``flags`` as ``<service>_<name>``, like the variables ``KEEPSTEP_<SERVICE>_<NAME>`` and what stands in ``file``;
-    but ``lighthouse`` is everybody's.
-    """
+def settings_of_service(service: str, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Name ``flags`` as the variables are, ``<service>_<name>``; only ``lighthouse`` has one name for all services."""
     given = {name if name == "lighthouse" else f"{service}_{name}": value for name, value in flags.items()}
-    return Settings(flags=given, environ=environ, file=file or {})
+    return Settings(flags=given, environ=environ)
 
 
 def read_registered_settings(settings: Settings, service: str, bind: str) -> dict[str, Any]:

@@ -159,14 +159,16 @@ async def test_with_tls_it_speaks_https_and_its_bytes_are_the_same(tmp_path: Pat
         assert await worker.pack() == big.pack
 
 
-def test_settings_come_from_flags_environment_and_file(tmp_path: Path) -> None:
+def test_settings_come_from_flags_and_environment(tmp_path: Path) -> None:
     environ = {
         "KEEPSTEP_RELAY_MEMORY": "2GiB",
         "KEEPSTEP_RELAY_DATA_DIR": str(tmp_path),
         "KEEPSTEP_RELAY_UPLOAD_TIMEOUT": "2m",
+        "KEEPSTEP_RELAY_KEEP_LIVE": "9",
+        "KEEPSTEP_RELAY_MAX_WAIT": "5s",
         "KEEPSTEP_LIGHTHOUSE": "a:1,b:2",
     }
-    read = read_settings({"memory": None, "keep_live": 7}, environ, {"relay_keep_live": 9, "relay_max_wait": "5s"})
+    read = read_settings({"memory": None, "keep_live": 7}, environ)
     assert (read.memory, read.data_dir, read.max_wait) == (2 << 30, tmp_path, 5.0)
     assert (read.limits.keep_live, read.limits.upload_seconds) == (7, 120.0)
     assert read.lighthouses == ("http://a:1", "http://b:2")

@@ -11,18 +11,16 @@ from keepstep_mesh.config.settings import (
     byte_size,
     duration,
     from_environment,
-    read_file,
     split_addresses,
     whole,
 )
 
 
-def test_flags_beat_environment_beats_file_beats_default() -> None:
-    flags, environ, file = {"join_timeout": 1.0}, {"KEEPSTEP_JOIN_TIMEOUT": "2s"}, {"join_timeout": "3s"}
-    assert Settings(flags, environ, file).get("join_timeout", duration, 4.0) == 1.0
-    assert Settings({"join_timeout": None}, environ, file).get("join_timeout", duration, 4.0) == 2.0
-    assert Settings({}, {}, file).get("join_timeout", duration, 4.0) == 3.0
-    assert Settings({}, {}, {}).get("join_timeout", duration, 4.0) == 4.0
+def test_flags_beat_environment_beats_default() -> None:
+    environ = {"KEEPSTEP_JOIN_TIMEOUT": "2s"}
+    assert Settings({"join_timeout": 1.0}, environ).get("join_timeout", duration, 4.0) == 1.0
+    assert Settings({"join_timeout": None}, environ).get("join_timeout", duration, 4.0) == 2.0
+    assert Settings({}, {}).get("join_timeout", duration, 4.0) == 4.0
 
 
 def test_names_of_torchft_serve_where_ours_are_not_set() -> None:
@@ -35,19 +33,6 @@ def test_names_of_torchft_serve_where_ours_are_not_set() -> None:
 def test_a_bad_value_names_where_it_came_from() -> None:
     with pytest.raises(ValueError, match=r"KEEPSTEP_MIN_REPLICAS='two': not a whole number"):
         Settings({}, {"KEEPSTEP_MIN_REPLICAS": "two"}).get("min_replicas", whole, 1)
-    with pytest.raises(ValueError, match="min_replicas of the settings file='two'"):
-        Settings({}, {}, {"min_replicas": "two"}).get("min_replicas", whole, 1)
-
-
-def test_a_settings_file_is_toml(tmp_path) -> None:
-    file = tmp_path / "keepstep.toml"
-    file.write_text('join_timeout = "5s"\nmin_replicas = 2\n')
-    assert Settings({}, {}, read_file(file)).get("min_replicas", whole, 1) == 2
-    file.write_text("join_timeout = = 5")
-    with pytest.raises(ValueError, match=r"keepstep\.toml"):
-        read_file(file)
-    with pytest.raises(ValueError, match="No such file"):
-        read_file(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
