@@ -120,5 +120,5 @@ def test_the_help_of_the_command_imports_next_to_nothing() -> None:
     assert not loaded & {"torch", "numpy", "aiohttp", "rich", "asyncio", "structlog", "msgpack"}
     assert loaded & PACKAGES == {"keepstep_cli", "keepstep_mesh"}
     of_mesh = {name for name in done.stdout.split() if name.startswith("keepstep_mesh")}
-    light = {"keepstep_mesh", "keepstep_mesh.exit_codes", "keepstep_mesh.net", "keepstep_mesh.net.backoff"}
+    light = {"keepstep_mesh", "keepstep_mesh.net", "keepstep_mesh.net.backoff"}
     assert of_mesh == light, "these import nothing"
