@@ -296,3 +296,4 @@ def reference() -> str:
 if __name__ == "__main__":
     PAGE.write_text(reference())
     runpy.run_path(str(PAGE.with_name("docstrings.py")), run_name="__main__")
+    runpy.run_path(str(PAGE.with_name("parity.py")), run_name="__main__")
