@@ -25,6 +25,7 @@ from keepstep_lighthouse.api.prometheus import FROM_ZERO
 from keepstep_lighthouse.quorum.events import Policy
 from keepstep_mesh.protocol.messages import Healing, Welcome
 from keepstep_mesh.security.tokens import Tokens
+from keepstep_metrics.history.findings.alerts import SEVERITIES
 from tests.support.services import metrics_driver
 from tests.support.services.command import killed_at_the_end
 from tests.support.services.etcd_server import EtcdCluster, free_ports
@@ -183,6 +184,13 @@ def test_every_kind_of_event_that_a_query_names_is_logged_by_the_lighthouse_and_
     kinds = {kind for text in asked for found in re.findall(r"kind=~?\"(.*?)\"", text) for kind in found.split("|")}
     assert kinds == set(FROM_ZERO)
     assert not [kind for kind in kinds if f'"{kind}"' not in code]
+
+
+def test_the_page_and_its_document_have_the_alerts_of_the_rules_for_training() -> None:
+    (training,) = (group["rules"] for group in RULES if group["name"] == "training")
+    assert {rule["alert"]: rule["labels"]["severity"] for rule in training} == SEVERITIES
+    section = (DEPLOY.parent / "docs" / "metrics.md").read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", section) == list(SEVERITIES)
 
 
 FIRING = {

@@ -1,7 +1,7 @@
 """Conditions of a job that an operator should look at: the alerts of ``deploy/prometheus/rules.yml``. Pure.
 
-They have the names and limits of the rules, and need no Prometheus. They are computed from the history of the job, so a
-condition shows at once where a rule waits.
+They have the names, severities, and limits of the rules, and need no Prometheus. They are computed from the history of
+the job, so a condition shows at once where a rule waits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,28 @@ HEALS_LIMIT = 2
 LEAST_STEPS = 20
 FRESH_SECONDS = 5.0
 """A page asks four times a second; counting the steps of 1,000 groups takes 0.1 s."""
+SEVERITIES = {
+    "TrainingStands": "critical",
+    "GroupsAreLostOften": "warning",
+    "StepsAreDiscarded": "warning",
+    "GoodputIsLow": "warning",
+    "GroupIsAStraggler": "warning",
+    "JobWentBack": "critical",
+    "JobFailed": "critical",
+    "HealsFail": "warning",
+    "ReplicasDiffer": "critical",
+    "ContributionNotFinite": "warning",
+    "CollectivesDiffer": "warning",
+}
+"""Severity of each alert."""
+EVENT_ALERTS = {
+    "went_back": "JobWentBack",
+    "job_failed": "JobFailed",
+    "replicas_differ": "ReplicasDiffer",
+    "nonfinite": "ContributionNotFinite",
+    "collectives_differ": "CollectivesDiffer",
+}
+"""Events that are alerts for ten minutes, with the sentence of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +72,15 @@ def _found(job: Job, now: float) -> list[Alert]:
     since = now - GOODPUT_SECONDS
     recent = [event for event in job.events if event.t >= since]
     kinds = Counter(event.event for event in recent)
+    last_sentence = {event.event: event.sentence for event in recent}
     found: list[Alert] = []
 
-    def add(name: str, sentence: str, severity: str = "warning") -> None:
-        found.append(Alert(name, severity, sentence))
+    def add(name: str, sentence: str) -> None:
+        found.append(Alert(name, SEVERITIES[name], sentence))
 
     last_commit = max((one.committed_at for one in job.groups.values()), default=0.0)
     if job.has_groups and last_commit and now - last_commit > NO_COMMIT_SECONDS:
-        add("TrainingStands", f"no step has been committed for {_minutes(now - last_commit)}", "critical")
+        add("TrainingStands", f"no step has been committed for {_minutes(now - last_commit)}")
     if kinds["lost"] + kinds["failed"] > LOST_LIMIT:
         add("GroupsAreLostOften", f"{kinds['lost'] + kinds['failed']} groups were lost in ten minutes")
     committed, discarded = _steps(job, since, now)
@@ -73,15 +96,9 @@ def _found(job: Job, now: float) -> list[Alert]:
         add(
             "HealsFail", f"{kinds['heal_failed'] + kinds['heal_given_up']} heals failed in ten minutes; {last.sentence}"
         )
-    for kind, name, severity in (
-        ("replicas_differ", "ReplicasDiffer", "critical"),
-        ("went_back", "JobWentBack", "critical"),
-        ("nonfinite", "ContributionNotFinite", "warning"),
-        ("collectives_differ", "CollectivesDiffer", "warning"),
-    ):
-        if kinds[kind]:
-            last = next(event for event in reversed(recent) if event.event == kind)
-            add(name, last.sentence, severity)
+    for kind, name in EVENT_ALERTS.items():
+        if kind in last_sentence:
+            add(name, last_sentence[kind])
     return found
 
 
