@@ -28,11 +28,12 @@ def _name(job: str, pid: int | str) -> str:
     return f"keepstep run {os.getuid()} {known} {pid}"
 
 
-def running_here(job: str, listed: Path = LISTED) -> list[str]:
-    """Return the sockets of all runs of ``job`` by this user on this machine."""
+def running_here(job: str, pid: int | None = None) -> list[str]:
+    """Return the sockets of the runs of ``job`` by this user on this machine: of all, or of the process ``pid``."""
     prefix = "@" + _name(job, "")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    return sorted({line[line.index(prefix) + 1 :] for line in lines if prefix in line})
+    lines = LISTED.read_text().splitlines() if LISTED.exists() else []
+    found = sorted({line[line.index(prefix) + 1 :] for line in lines if prefix in line})
+    return [one for one in found if pid is None or one == _name(job, pid)]
 
 
 @asynccontextmanager

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner, Result
 
+from keepstep_cli.commands.restart import restart
 from keepstep_cli.running.console.log_folder import LogFolder
 from keepstep_cli.running.heal_notes import GroupStory
 from keepstep_cli.running.run_control import accepting_orders, order_restart, running_here
@@ -36,6 +39,7 @@ def test_failed_heals_in_a_row_are_told_less_and_less_often() -> None:
 def test_other_events_are_left_out() -> None:
     assert GroupStory().sentence(event("suspect")) is None
     assert GroupStory().sentence(event("drain", reason="new cable")) == "drain ordered: new cable"
+    assert GroupStory().sentence(event("evicted", reason="old disk")) == "evict ordered: old disk"
 
 
 def test_each_rank_has_a_file_that_grows_over_restarts(tmp_path: Path) -> None:
@@ -71,6 +75,25 @@ async def test_an_order_reaches_the_run_of_its_job_only() -> None:
     assert answer == {"restarted": ["r1"], "groups": ["r0", "r1"]}
     assert restarted == ["r1"]
     assert str(os.getpid()) in address
+
+
+async def test_an_order_is_refused_if_several_runs_have_a_group_of_this_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, here, restarted = "twice", os.getpid(), []
+
+    async def order(*flags: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, restart, ["r1", "--job", job, *flags])
+
+    async with AsyncExitStack() as stack:
+        for pid in (here, 1):  # a socket is named after its process
+            monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+            run = accepting_orders(job, ["r0", "r1"], lambda name, pid=pid: restarted.append((pid, name)))
+            await stack.enter_async_context(run)
+        refused = await order()
+        assert (refused.exit_code, restarted) == (2, [])
+        assert f"2 runs of job 'twice' have a group r1; give --pid 1 or {here}" in refused.output
+        assert (await order("--pid", "1")).output == "r1 restarts\n"
+        assert restarted == [(1, "r1")]
+        assert (await order("--pid", "2")).exit_code == 3
 
 
 def test_a_drained_group_is_not_finished_and_a_job_that_goes_back_is_told() -> None:
