@@ -69,8 +69,16 @@ def show_cluster(cluster: dict[str, Any]) -> None:
     store = cluster["store"]
     _print(escape(f"store {store['kind']}: {store['trouble'] or 'works'}"))
     for service in cluster["services"]:
-        details = " ".join(f"{name}={value}" for name, value in service["details"].items())
-        _print(escape(f"{service['kind']} {service['name']} {service['address']} {details}".rstrip()))
+        details = ", ".join(_service_detail(name, value) for name, value in service["details"].items())
+        _print(escape(f"{service['kind']} {service['name']} {service['address']}  {details}".rstrip()))
+
+
+def _service_detail(name: str, value: Any) -> str:
+    """Return a fact about a service: ``memory 4.0 GiB``, ``disk``, ``no durable``."""
+    label = name.removesuffix("_bytes").replace("_", " ")
+    if isinstance(value, bool):
+        return label if value else f"no {label}"
+    return f"{label} {bytes_text(value) if name.endswith('_bytes') and isinstance(value, int) else value}"
 
 
 def show_status(cluster: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
@@ -112,7 +120,8 @@ def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None
     table = table_of(*names, *more, fold={"state", "host", "versions"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
-        state = one["state"].replace("_", " ") + (", draining" if one["draining"] else "")
+        drain = "" if not one["draining"] else ", drained" if one["state"] == "gone" else ", draining"
+        state = one["state"].replace("_", " ") + drain
         if one["heal_bytes"]:
             state += f" {one['healed_bytes'] / one['heal_bytes']:.0%}"
         table.add_row(

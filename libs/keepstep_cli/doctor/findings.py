@@ -101,9 +101,13 @@ def of_port(port: int, usual: str, answers_as: str, *, in_use: bool) -> Finding:
     if not in_use:
         return Finding(check, Verdict.OK, "free")
     if answers_as == usual:
-        return Finding(check, Verdict.OK, f"a {usual} listens")
-    by = f"a {answers_as} of keepstep" if answers_as else "another program"
-    return Finding(check, Verdict.WARN, f"in use by {by}", f"start the {usual} with another --bind")
+        return Finding(check, Verdict.OK, f"{_of_kind(usual)} listens")
+    by = f"{_of_kind(answers_as)} of keepstep" if answers_as else "another program"
+    return Finding(check, Verdict.WARN, f"in use by {by}", f"start {_of_kind(usual)} with another --bind")
+
+
+def _of_kind(service: str) -> str:
+    return f"a {service} service" if service == "metrics" else f"a {service}"
 
 
 def of_groups(replicas: Sequence[Mapping[str, Any]], unreachable: Mapping[str, str]) -> list[Finding]:

@@ -86,8 +86,8 @@ class GroupStory:
             case "went_back":
                 lost = f"{detail['lost_steps']} steps are lost"
                 return f"the job went back from step {detail['from']} to {detail['to']} ({lost}): {detail['reason']}"
-            case "drain" | "evicted":
-                return f"{event['kind']} ordered: {detail.get('reason', '')}"
+            case "drain" | "evicted" as kind:
+                return f"{'evict' if kind == 'evicted' else kind} ordered: {detail.get('reason', '')}"
             case "runtime_differs":
                 return f"warning: runs {detail['runtime']}; the other groups run {detail['others']}"
         return None

@@ -208,7 +208,7 @@ class Supervisor:
             self._start_as_ordered(group, now, actions)
         elif not group.failed:
             group.phase = Phase.FINISHED
-            actions.append(Note(group.spec.name, "finished"))
+            actions.append(Note(group.spec.name, "ended: exit code 0"))
         elif group.hopeless and not group.spec.service:
             group.phase = Phase.GIVEN_UP
             actions.append(Note(group.spec.name, "given up: another try would end the same"))

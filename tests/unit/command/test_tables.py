@@ -71,6 +71,20 @@ def test_errors_and_different_versions_of_groups_are_lines_below_the_table(capsy
     assert "different" not in capsys.readouterr().out
 
 
+def test_a_drained_group_that_left_is_not_draining(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show_replicas([replica("r0", state="gone", draining=True), replica("r1", draining=True)])
+    out = capsys.readouterr().out
+    assert "gone, drained" in out
+    assert "training, draining" in out
+
+
+def test_a_service_has_its_details_in_units_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    details = {"memory_bytes": 4 << 30, "disk": True, "durable": False}
+    relay = {"kind": "relay", "name": "vm-29520", "address": "http://127.0.0.1:29520", "details": details}
+    tables.show_cluster({"nodes": [], "store": {"kind": "sqlite", "trouble": ""}, "services": [relay]})
+    assert "relay vm-29520 http://127.0.0.1:29520  memory 4.0 GiB, disk, no durable\n" in capsys.readouterr().out
+
+
 def quorum(code: str, **facts: object) -> dict[str, object]:
     reason = {"code": code, "numbers": {}, "sentence": ""}
     return {"members": ["r0", "r1"], "asking": ["r0"], "healthy": 2, "joiners": 0, "reason": reason, **facts}

@@ -117,7 +117,7 @@ if again == "0" and os.environ["REPLICA_GROUP_ID"] == "0":
 """
     run = started(script, "--replicas", "2", "--nproc-per-replica", "2")
     first = run.wait_for(r"\[r0/1\] pid (\d+) restart 0")
-    run.seen(r"^\[r1\] finished")
+    run.seen(r"^\[r1\] ended: exit code 0")
     os.kill(int(first[1]), signal.SIGKILL)
     assert run.wait() == 0
     assert "[r0] rank 1 was killed by SIGKILL, ending the other 1" in run.lines
@@ -172,7 +172,7 @@ def test_a_group_is_given_up_after_max_restarts_and_the_exit_code_says_so(starte
     assert run.wait() == 1
     assert sum("rank 0 exited with 7" in line for line in run.lines) == 3
     assert run.lines[-1] == "[r0] given up after 2 restarts"
-    assert "[r1] finished" in run.lines
+    assert "[r1] ended: exit code 0" in run.lines
 
 
 CLEANLY = """

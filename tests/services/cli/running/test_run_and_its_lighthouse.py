@@ -30,7 +30,7 @@ async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthou
             said = await line_of(run.stderr, "not started again")
             assert said.rstrip().endswith("`keepstep readmit train_ddp_1` ends that")
             assert (await keepstep("readmit", "train_ddp_1", *job.at)).code == 0
-            await line_of(run.stderr, "[r0] finished")
+            await line_of(run.stderr, "[r0] ended: exit code 0")
 
 
 async def test_a_ca_that_went_meanwhile_leaves_a_ban_unknown_and_ends_nothing(tmp_path: Path) -> None:
