@@ -154,7 +154,8 @@ def _remarks(replica: dict[str, Any]) -> Iterator[str]:
     why = replica["reason"]["sentence"] if replica["reason"] else ""
     if why:
         yield why
-    if replica["last_error"] and not replica["last_error"].endswith(why or "\0"):
+    reason = replica["last_error"].partition(": ")[2]
+    if replica["last_error"] and not (reason and why.endswith(reason)):
         yield f"{replica['last_error']} ({ago_text(replica['last_error_seconds_ago'])})"
 
 

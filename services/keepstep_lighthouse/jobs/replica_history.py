@@ -20,8 +20,14 @@ MAX_FACT = 200
 MARKS = 21
 MARK_SECONDS = 0.5
 """The rate of steps is measured over the last ``MARKS`` marks, at least ``MARK_SECONDS`` apart."""
-ERRORS = {"lost": "lost", "heal_failed": "heal failed", "denied": "request denied", "refused": "refused"}
-"""Kinds of events that are errors of a group, and how their reason begins."""
+ERRORS = {
+    "lost": "lost",
+    "failed": "failed",
+    "heal_failed": "heal failed",
+    "denied": "request denied",
+    "refused": "refused",
+}
+"""Kinds of errors of a group, and how their reason begins: kinds of events, and a script that ended with an error."""
 
 
 @dataclass(slots=True)
@@ -54,10 +60,12 @@ class ReplicaHistory:
         """Note an entry of the event log."""
         if entry.kind == "healed":
             self._of(entry.replica_id).error = ""
-        elif entry.kind in ERRORS:
+            return
+        kind = entry.detail.get("cause") if entry.kind == "left" else entry.kind
+        if kind in ERRORS:
             facts = self._of(entry.replica_id)
-            facts.times = facts.times + 1 if facts.error == entry.kind else 1
-            facts.error, facts.reason, facts.error_at = entry.kind, str(entry.detail.get("reason", "")), now
+            facts.times = facts.times + 1 if facts.error == kind else 1
+            facts.error, facts.reason, facts.error_at = str(kind), str(entry.detail.get("reason", "")), now
 
     def unlike_others(self, replica_id: str, connected: Iterable[str]) -> str:
         """Return the versions that most of the ``connected`` groups have, if this group has others; else empty."""

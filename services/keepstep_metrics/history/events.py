@@ -35,6 +35,11 @@ def reason_of(detail: Mapping[str, Any]) -> str:
     return str(detail.get("reason", ""))[:MAX_TEXT]
 
 
+def is_loss(event: str, detail: Mapping[str, Any]) -> bool:
+    """Whether a group ended by a failure: it was lost, or its script ended with an error and left."""
+    return event == "lost" or (event == "left" and detail.get("cause") == "failed")
+
+
 def integer(value: Any) -> int:
     """Return ``value`` if it is an integer from 0 to ``MAX_INTEGER``, else 0."""
     return value if type(value) is int and 0 <= value <= MAX_INTEGER else 0

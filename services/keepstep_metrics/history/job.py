@@ -9,7 +9,7 @@ from typing import Any
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.protocol.telemetry_records import MAX_VALUES, EventRecord, StateRecord, StepRecord
 from keepstep_metrics.history import stragglers
-from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, reason_of
+from keepstep_metrics.history.events import JOB_ENDS, ORDERS, Event, integer, is_loss, reason_of
 from keepstep_metrics.history.failures import Failure, FailureLog
 from keepstep_metrics.history.group import Group
 from keepstep_metrics.history.histogram import BINS, bin_of
@@ -223,7 +223,7 @@ class Job:
                 group.begin(replica_id, t)
                 if not record.detail.get("member"):
                     self.joining.add(group.name)
-            case "lost" | "failed":
+            case "lost" | "left" if is_loss(record.event, record.detail):
                 self._end(group, replica_id, t, State.LOST)
                 reason = reason_of(record.detail)
                 group.fail(t, reason)

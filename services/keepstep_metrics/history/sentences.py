@@ -34,8 +34,6 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
             return f"the job {how} at step {detail.get('step')}" + (f": {reason}" if reason else "")
         case "went_back":
             return f"the job went back from step {detail.get('from')} to {detail.get('to')}: {reason}"
-        case "failed":
-            return f"{name} failed: {reason}"
         case "quorum":
             members = (name_of(str(one)) for one in _list(detail.get("members")))
             return f"quorum {detail.get('quorum_id')}: {listed(members, MAX_NAMED)}"

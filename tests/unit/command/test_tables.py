@@ -67,6 +67,9 @@ def test_errors_and_different_versions_of_groups_are_lines_below_the_table(capsy
     assert lines[-2] == f"r0:9a7c6573: {failed} (3 min ago)"
     assert lines[-1].endswith(f"different results: r0: python 3.11.7, torch 2.9.1; r1: {other}")
     assert any("http://10.0.0.1:1" in line and "torch 2.9.1" in line for line in lines)
+    why = {"code": "gone", "numbers": {}, "sentence": "failed at step 5: the script ended with KeyError"}
+    tables.show_replicas([replica("r0", state="gone", reason=why, last_error="failed: the script ended with KeyError")])
+    assert capsys.readouterr().out.count("KeyError") == 1
     tables.show_replicas([replica("r0"), gone])
     assert "different" not in capsys.readouterr().out
 

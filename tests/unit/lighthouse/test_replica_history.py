@@ -33,6 +33,9 @@ def test_failed_heals_are_counted_until_one_succeeds() -> None:
     assert told.last_error_seconds_ago == 7.0
     history.add(LogEntry("lost", "r0:1", {"reason": "it was silent for 5 s"}), 20.0)
     assert view(history).last_error == "lost: it was silent for 5 s"
+    history.add(LogEntry("left", "r0:1", {"reason": "the script ended with KeyError", "cause": "failed"}), 20.5)
+    history.add(LogEntry("left", "r0:1", {"reason": "shutdown", "cause": "finished"}), 20.6)
+    assert view(history).last_error == "failed: the script ended with KeyError"
     history.add(LogEntry("healed", "r0:2", {}), 21.0)
     assert (view(history).last_error, view(history).last_error_seconds_ago) == ("", None)
 

@@ -58,6 +58,15 @@ def test_a_death_and_its_return_are_one_incident() -> None:
     )
 
 
+def test_an_error_of_a_script_says_more_than_the_return_after_it() -> None:
+    log = job_of_three().add(10, "left", "b", cause="failed", step=5, reason="the script ended with KeyError")
+    incident = log.add(20, "joined", "b").add(22, "healed", "b", bytes=1 << 20, seconds=0.5).incidents[-1]
+    assert incident.kind == "left"
+    assert incident.sentence.startswith(
+        "b failed at step 5: the script ended with KeyError; connected again after 10 s"
+    )
+
+
 def test_a_group_that_has_not_come_back_is_away() -> None:
     log = job_of_three().add(10, "lost", "b", reason="killed").quorum(10.1, 2, "a", "c")
     assert [one.name for one in log.incidents if one.away] == ["b"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from keepstep_mesh.protocol.telemetry_records import BadBatchError, read_batch
 from keepstep_metrics.api import job_views, log_views, span_views
 from keepstep_metrics.history.findings import goodput, straggler_view
+from keepstep_metrics.history.findings.marks import marks
 from keepstep_metrics.history.histogram import BINS, bin_of, quantile
 from keepstep_metrics.history.job import MAX_EVENTS, SILENT_SECONDS, Job
 from keepstep_metrics.history.machine import MetricsCore
@@ -109,6 +110,18 @@ def test_a_group_that_leaves_on_purpose_has_no_life_until_it_comes_back() -> Non
     assert world.states("a", 110)[1:] == [(10, 15, "training"), (15, 17, "draining"), (100, 110, "waiting_quorum")]
     assert span_views.goodput(world.job, T + 20, T + 90).goodput is None
     assert not world.job.failures
+
+
+def test_a_group_whose_script_ended_with_an_error_is_lost_until_it_comes_back() -> None:
+    world, why = joined("a:1", "b:1"), "the script ended with ValueError: no data"
+    world.happens(15, "left", "a:1", reason=why, cause="failed", step=5)
+    world.happens(25, "joined", "a:2", member=False)
+    assert world.states("a", 30)[-2:] == [(15, 25, "lost"), (25, 30, "waiting_quorum")]
+    (failure,) = log_views.failures(world.job, 10).failures
+    assert (failure.name, failure.cause) == ("a", why)
+    assert [(one.kind, one.sentence) for one in marks(world.job.events, T, T + 30, 1) if one.kind == "failure"] == [
+        ("failure", f"a failed at step 5: {why}")
+    ]
 
 
 def test_a_failure_is_over_for_the_others_under_the_next_quorum_and_for_the_group_when_it_commits() -> None:

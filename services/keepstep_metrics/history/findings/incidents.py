@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepstep_mesh.protocol.names import name_of
-from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.events import Event, is_loss
 
-ENDS = ("lost", "failed", "left", "moved", "evicted")
+ENDS = ("lost", "left", "moved", "evicted")
 """The group is away."""
 BEGINS = ("suspect", "drain", "joined", "heal_began", *ENDS)
 """Events that begin an incident, unless the group has an open one."""
@@ -41,7 +41,7 @@ RANKS = {
         )
     )
 }
-"""Events by how little they say; ``evicted``, ``failed`` and ``lost`` say more than these."""
+"""Events by how little they say; ``evicted`` and losses say more than these."""
 AFTERMATH_SECONDS = 10.0
 """A round that breaks so soon after a loss broke because of it."""
 QUIET_SECONDS = 60.0
@@ -154,10 +154,14 @@ def _replica_ids(event: Event) -> set[str]:
 
 
 def _folded(one: _Incident) -> Incident:
-    first, chief = one.events[0], max(one.events, key=lambda event: RANKS.get(event.event, len(RANKS)))
+    first, chief = one.events[0], max(one.events, key=_rank)
     after = [event for event in one.events if event is not chief and event.id > chief.id]
     sentence = "; ".join((chief.sentence, *_what_followed(one.name, chief, after)))
     return Incident(first.id, first.t, one.last.t, chief.event, one.name, sentence, one.away, tuple(one.events))
+
+
+def _rank(event: Event) -> int:
+    return len(RANKS) if is_loss(event.event, event.detail) else RANKS.get(event.event, len(RANKS))
 
 
 def _what_followed(name: str, chief: Event, events: list[Event]) -> Iterable[str]:

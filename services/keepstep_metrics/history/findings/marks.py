@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepstep_metrics.history.events import Event
+from keepstep_metrics.history.events import Event, is_loss
 
 KINDS = {
-    "lost": "failure",
-    "failed": "failure",
     "evicted": "failure",
     "heal_failed": "failure",
     "heal_given_up": "failure",
@@ -20,7 +18,7 @@ KINDS = {
     "healed": "heal",
     "quorum": "quorum",
 }
-"""Kind of an event -> kind of its mark."""
+"""Kind of an event -> kind of its mark. The loss of a group is a failure too."""
 ORDER = ("went_back", "nonfinite", "failure", "heal", "quorum")
 """The most important first."""
 
@@ -40,7 +38,7 @@ def marks(events: Iterable[Event], since: float, until: float, width: float) -> 
     """Return the marks between two times, the oldest first; of marks within ``width`` seconds, the most important."""
     found: list[Mark] = []
     for event in events:
-        kind = KINDS.get(event.event)
+        kind = "failure" if is_loss(event.event, event.detail) else KINDS.get(event.event)
         if kind is None or not since <= event.t < until:
             continue
         mark = Mark(event.t, kind, event.sentence)
