@@ -35,7 +35,7 @@ FLAGS = (
 
 
 class Page:
-    """One tab. What it asked for, said on its console and threw is kept."""
+    """One tab, with its requests, console messages, and exceptions."""
 
     def __init__(self, browser: Browser, session: str, context: str) -> None:
         self._browser = browser
@@ -142,7 +142,7 @@ class Browser:
                 if page := self._pages.get(said.get("sessionId", "")):
                     page.heard(said["method"], said["params"])
             elif waiting.done():
-                pass  # whoever asked is gone
+                pass  # the task that asked has ended
             elif "error" in said:
                 waiting.set_exception(AssertionError(said["error"]["message"]))
             else:

@@ -1,4 +1,4 @@
-"""What the page does when all is not well: a service that is slow, wrong or new, a clock that is wrong, a long day."""
+"""The page under faults: a service that is slow, wrong, or new, a wrong clock, a long day."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ async def test_a_service_that_has_lost_its_past_is_followed_on(tmp_path):
         mesh.cut()
         await page.until("document.querySelector('#live').dataset.live === 'no'")
         await page.until(LIVE)
-        mesh.happened("joined", "trainer-1", "trainer-1 has come")
-        await page.until(f"{newest}.includes('trainer-1 has come')")
+        mesh.happened("joined", "trainer-1", "trainer-1 joined")
+        await page.until(f"{newest}.includes('trainer-1 joined')")
         assert await page.run("document.querySelectorAll('.events li').length") == 1
 
 

@@ -1,4 +1,4 @@
-"""Who uses the page: tokens, orders, keyboard and fingers, narrow and wide screens, the dark."""
+"""Use of the page: tokens, orders, keyboard and touch, narrow and wide screens, dark mode."""
 
 from __future__ import annotations
 

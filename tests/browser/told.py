@@ -1,6 +1,6 @@
 """A service that answers the metrics API with what a test tells it, to look at the page in situations of any size.
 
-What the answers mean is the business of the metrics service and its tests; this holds only their form.
+Tests of the metrics service check what the answers mean; this file has only their form.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ToldMesh:
         """Group -> its factor of the recorded value."""
         self.store = "etcd"
         self.value = "loss"
-        """What its script records."""
+        """Values that its script records."""
         self.garbage = False
         """Whether it answers with a page of HTML."""
         self.held = asyncio.Event()

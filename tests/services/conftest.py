@@ -1,4 +1,4 @@
-"""What tests of several services share."""
+"""Fixtures for tests of several services."""
 
 from __future__ import annotations
 

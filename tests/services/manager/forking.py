@@ -67,7 +67,7 @@ class Pair:
         self.replica_ids = [self.a.manager.replica_id(), self.b.manager.replica_id()]
 
     def step(self) -> None:
-        """One that both commit; the first quorum may be without one of them."""
+        """Run steps until both commit; the first quorum may be without one of them."""
         for _ in range(10):
             other = self.pool.submit(self.b.step)
             if all([self.a.step(), other.result(DEADLINE)]):

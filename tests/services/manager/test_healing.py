@@ -162,7 +162,7 @@ def test_while_the_state_may_not_be_read_no_healing_group_gets_it(lighthouse):
             ready.wait(30)
             return m.should_commit()
 
-    # the joiner fails, and a first step is everybody's or nobody's
+    # the joiner fails, and a first step commits in all groups or in none
     assert together(lambda: group("a"), lambda: group("b")) == [False, False]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one group meet in a store, whoever serves it: a process apart, this process, torchrun's agent, or rank 0."""
+"""Ranks of one group meet in a store of another process, of this one, of torchrun's agent, or of rank 0."""
 
 from __future__ import annotations
 

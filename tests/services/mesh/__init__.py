@@ -1,1 +1,1 @@
-"""What every service has in common: listening, tokens, TLS, WebSockets."""
+"""Parts that every service has: listening, tokens, TLS, WebSockets."""

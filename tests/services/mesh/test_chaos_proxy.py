@@ -18,7 +18,7 @@ class Client:
         self._reader, self._writer = reader, writer
 
     async def asks(self, text: bytes) -> bytes:
-        """What comes back; nothing when the connection ended."""
+        """Return the answer; empty if the connection ended."""
         try:
             self._writer.write(text)
             async with asyncio.timeout(DEADLINE):

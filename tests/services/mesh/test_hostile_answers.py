@@ -28,7 +28,7 @@ SECONDS = 1.5
 """Given to each question."""
 MARGIN_SECONDS = 8.0
 IN_FLIGHT_BYTES = 16 << 20
-"""What buffers of sockets on both sides may hold beyond what is read."""
+"""Bytes that socket buffers on both sides may hold beyond those that are read."""
 
 
 @contextmanager

@@ -194,7 +194,7 @@ async def test_a_full_disk_is_said_and_nothing_that_was_taken_then_is_lost(tmp_p
                     async with asking.http.post(f"{one.address}/v1/ingest", data=body) as answer:
                         if answer.status == 200:
                             break
-                    await asyncio.sleep(0.05)  # nothing tells that there is room
+                    await asyncio.sleep(0.05)  # no event reports free room
         await asking.call("GET", "/readyz")
         before = await asking.get(f"goodput?since={now - 100}&until={now}")
     assert before["steps_committed"] == 40
@@ -303,7 +303,7 @@ async def test_an_upload_that_failed_says_why_and_a_live_state_that_is_left_as_i
         await uploading.upload(one, "c1", chunks=[0])
         await uploading.call("POST", f"{uploading.checkpoints}/c1/abort", 204, json={"reason": "disk on fire"})
         await uploading.upload(one, "c2", step=2, chunks=[0, 1])
-        there.core.limits = Limits(upload_seconds=0.0)  # nothing more is said of it
+        there.core.limits = Limits(upload_seconds=0.0)  # no more reports about it
         there.chunks.deadline_changed.set()
         found = await asking.until("transfers", lambda it: [bool(of["ended"]) for of in it["transfers"]] == [True] * 2)
         silent, failed = found["transfers"]

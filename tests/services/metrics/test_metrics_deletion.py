@@ -1,4 +1,4 @@
-"""What the metrics service forgets: jobs that were deleted, groups that are gone, jobs beyond what it keeps."""
+"""Data that the metrics service deletes: jobs that were deleted, groups that are gone, jobs beyond what it keeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_deleted_job_leaves_its_deletion_only_over_a_restart_too(tmp_pat
             assert said["detail"]["by"] == "ann"
         assert list(one.core.jobs) == ["other"]
         await asking.tell(Teller("a:1"), step(now - 3, 6))
-        assert list(one.core.jobs) == ["other"], "what is told late does not bring it back"
+        assert list(one.core.jobs) == ["other"], "a late record does not bring it back"
         assert not await lines(asking, 'keepstep_job_step{job="job"}')
         (left,) = (await asking.get("events"))["events"]
         assert (left["event"], left["sentence"]) == ("job_deleted", "ann deleted the job")

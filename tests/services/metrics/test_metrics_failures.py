@@ -1,4 +1,4 @@
-"""What the metrics service makes of disks, data, clocks and readers that fail."""
+"""Failures of disks, data, clocks, and readers of the metrics service."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.services.metrics_driver import (
 
 
 async def deliver(asking: Client, body: bytes) -> int:
-    """As a sender does: until it is taken. How often it was refused before."""
+    """Send until it is accepted, as a sender does. Return the number of refusals before."""
     refused = 0
     async with asyncio.timeout(DEADLINE):
         while True:
@@ -49,7 +49,7 @@ async def deliver(asking: Client, body: bytes) -> int:
                     return refused
                 assert answer.status == 503, await answer.text()
                 refused += 1
-            await asyncio.sleep(0.05)  # the disk tells nobody
+            await asyncio.sleep(0.05)  # the disk reports no event
 
 
 @pytest.mark.parametrize("small_disk", ["3M"], indirect=True)
@@ -93,7 +93,7 @@ async def test_after_a_disk_was_full_all_goes_on_and_what_is_kept_grows_no_more(
             return int(rows[0])
 
         async with asyncio.timeout(DEADLINE):
-            # What tidies goes on, too.
+            # The cleanup goes on, too.
             while await journal() or (await asking.get("events"))["events"]:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.02)
         before = await asking.get(f"goodput?since={now - 1001}&until={now}")
@@ -310,7 +310,7 @@ async def test_a_lighthouse_that_answers_nonsense_is_asked_again() -> None:
         await asking.tell(Teller("a:1"), step(time.time(), 1))
         async with asyncio.timeout(DEADLINE):
             while len(asked) < len(nonsense) + 2:
-                await asking.get("now")  # somebody looks
+                await asking.get("now")  # a page asks
                 await asyncio.sleep(0.05)
         assert "JSON" in (await asking.call("GET", "/v1/cluster", 502))["detail"]
 
@@ -332,8 +332,8 @@ async def test_a_relay_that_answers_nonsense_hides_nothing_of_what_the_lighthous
         await asking.tell(Teller("a:1"), step(time.time(), 1))
         async with asyncio.timeout(DEADLINE):
             while len(asked) < 3:
-                await asking.get("now")  # somebody looks
-                await asyncio.sleep(0.05)  # nothing tells that it was asked
+                await asking.get("now")  # a page asks
+                await asyncio.sleep(0.05)  # no event reports the request
     assert "the lighthouse does not say what it does" not in caplog.text
 
 

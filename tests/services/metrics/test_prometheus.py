@@ -56,7 +56,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def configuration(folder: Path, port_of: dict[str, str]) -> Path:
-    """The configuration as it is in ``deploy``, but for where services listen, where the token is, and how often."""
+    """Write the configuration of ``deploy`` with other addresses, another token file, and a shorter interval."""
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     for target, at in port_of.items():
         assert f'"{target}"' in text
@@ -86,7 +86,7 @@ class Prometheus:
         """Returns when ``query`` gives data that are numbers. AssertionError when it does not."""
         try:
             async with asyncio.timeout(DEADLINE):
-                while True:  # Prometheus tells nobody
+                while True:  # Prometheus has no event for it
                     found = [one["value"][1] for one in await self.value(query)]
                     if found and "NaN" not in found:
                         return

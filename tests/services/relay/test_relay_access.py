@@ -1,4 +1,4 @@
-"""Who may ask a relay for what, that its description tells the truth, and that lighthouses come to know it."""
+"""Access to the routes of a relay, its description, and its registration."""
 
 from __future__ import annotations
 

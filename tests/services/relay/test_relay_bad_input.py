@@ -266,7 +266,7 @@ async def test_a_body_that_trickles_is_cut_off(scene) -> None:
             asked = asyncio.create_task(status_of(reader))
             while not asked.done():
                 writer.write(b"x")
-                await asyncio.sleep(0.02)  # there is always a byte, and never all of it
+                await asyncio.sleep(0.02)  # a byte arrives always, and never all of it
             assert await asked == 408
             async with asyncio.timeout(DEADLINE):
                 await reader.read()

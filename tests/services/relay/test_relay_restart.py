@@ -94,7 +94,7 @@ async def test_killed_at_any_moment_it_never_has_a_commit_that_is_incomplete(tmp
             committed.clear()
             uploading = asyncio.create_task(upload_all(address))
             async with asyncio.timeout(DEADLINE):
-                while len(committed) <= 3 * kills and not uploading.done():  # noqa: ASYNC110 - it is killed meanwhile
+                while len(committed) <= 3 * kills and not uploading.done():  # noqa: ASYNC110 - it is killed in the meantime
                     await asyncio.sleep(0.001)
             await killed(process)
             await asyncio.wait([uploading])
@@ -220,7 +220,7 @@ async def test_a_damaged_checkpoint_on_disk_is_left_alone_and_the_others_are_the
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         assert await worker.list() == ["c2"]
         assert await worker.pack("c2") == TWO.pack
-        assert file_of(tmp_path, ONE.digests[0]).exists(), "somebody may mend it by hand"
+        assert file_of(tmp_path, ONE.digests[0]).exists(), "an operator may repair it"
 
 
 # ---- full

@@ -1,4 +1,4 @@
-"""What tests of healing through relays share."""
+"""Fixtures for tests of healing through relays."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Flip = Callable[[int, int, bytes], bytes | None]
 
 @contextmanager
 def switched_off() -> Iterator[str]:
-    """The address of a relay whose host takes no connection: whoever connects waits."""
+    """Yield the address of a relay whose host accepts no connection: clients wait."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
         for _ in range(4):
             one = waiting.enter_context(socket.socket())
@@ -109,7 +109,7 @@ async def relay(*flags: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def mortal_relay(*flags: str) -> AsyncIterator[tuple[Callable[[], None], str]]:
-    """What kills it, from any thread, and its address."""
+    """Yield a function that kills it, from any thread, and its address."""
     async with relay_process(*flags) as (process, url):
         yield lambda: os.kill(process.pid, signal.SIGKILL), url
         process.kill() if process.returncode is None else None

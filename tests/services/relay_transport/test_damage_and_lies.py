@@ -164,7 +164,7 @@ class Liar:
 
 @asynccontextmanager
 async def says(what: bytes, *, drip: bool = False) -> AsyncIterator[Liar]:
-    """Somebody who answers whatever is asked with ``what``; ``drip``: and then with a byte now and then, and no end."""
+    """Yield a server that answers every request with ``what``; ``drip``: then with a byte now and then, without end."""
     liar = Liar()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -195,7 +195,7 @@ CHUNK = bytes(CHUNK_MIB * MIB)
 LIES = {
     "zeros for a chunk": answer(CHUNK),
     "too few bytes": answer(b"x"),
-    "more than there is": answer(CHUNK, length=1 << 50),
+    "more than it has": answer(CHUNK, length=1 << 50),
     "a number without end": answer(length="9" * 5000),
     "nothing of it": answer(b"", "404 Not Found"),
     "a refusal without end": answer(b"[" * 8192, "500 Oops", length=1 << 50),

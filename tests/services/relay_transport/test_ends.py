@@ -1,4 +1,4 @@
-"""Who gives up, goes on to another step or just ends in the middle of a heal is done at once and leaves nothing."""
+"""A group that gives up a heal, goes on to another step, or ends is done at once and leaves nothing."""
 
 from __future__ import annotations
 

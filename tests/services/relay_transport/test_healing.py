@@ -138,7 +138,7 @@ async def test_the_parts_of_a_state_outlast_the_time_limit_of_uploads():
             groups.stage()
             for url in (one, other):
                 await groups.uploaded(url, state="part")
-            await asyncio.sleep(1.5)  # by then an upload would be over; that a part goes on tells nobody
+            await asyncio.sleep(1.5)  # by then an upload would be over; no event reports that a part goes on
             await groups.heal(url=source.url)
             assert groups.joiners[0].via == "relay"
             assert source.passed < MIB

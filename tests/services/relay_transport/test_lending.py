@@ -1,4 +1,4 @@
-"""A joiner lends its chunks to few readers at a time; those that do not read hold up nobody for long."""
+"""A joiner lends its chunks to few readers at a time; one that does not read delays the others only briefly."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def test_one_that_nobody_can_reach_takes_and_all_heal(groups: Joiners, mon
     groups.stage()
     await groups.heal()
     assert all(one.direct.server._find_chunk is None for one in groups.joiners), (
-        "nobody lends memory that is in use again"
+        "no joiner lends memory that is in use again"
     )
 
 
@@ -103,7 +103,7 @@ async def test_when_the_source_is_lost_nobody_waits_for_it() -> None:
 async def test_a_source_of_an_older_version_serves_them_all_itself(
     groups: Joiners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses to tell of other joiners, and says nothing to those that wait."""
+    """It refuses requests about other joiners, and sends nothing to those that wait."""
     line = http_requests.REQUEST_LINE.pattern.replace("|holders", "")
     monkeypatch.setattr(http_requests, "REQUEST_LINE", http_requests.re.compile(line))
     monkeypatch.setattr(http_requests, "QUEUE_FIELD", "X-Unknown")
@@ -130,4 +130,4 @@ async def test_a_chunk_of_which_a_joiner_lies_is_taken_from_another(groups: Join
 
     liar.serve_chunks = lambda chunks: serve_chunks(None if chunks is None else lambda digest: lie(chunks, digest))
     await groups.heal()
-    assert lies, "the others asked it for chunks, and healed all the same"
+    assert lies, "the others asked it for chunks, and healed"

@@ -1,4 +1,4 @@
-"""Who may: each route lets in whom the table says."""
+"""Access: each route admits the roles of the table."""
 
 from __future__ import annotations
 

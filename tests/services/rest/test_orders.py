@@ -1,4 +1,4 @@
-"""What is ordered: evict, drain, readmit, a policy; and bodies that will not do."""
+"""Orders: evict, drain, readmit, a policy; and invalid bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read: health, metrics, the cluster, jobs, quorums, replicas."""
+"""Reads: health, metrics, the cluster, jobs, quorums, replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What either side of a session tells the other unasked."""
+"""Messages of a session that answer no request."""
 
 from __future__ import annotations
 

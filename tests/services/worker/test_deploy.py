@@ -1,4 +1,4 @@
-"""The scripts of the images: tokens are made and handed out, a trainer takes a free number, health is told as it is."""
+"""The scripts of the images: they make and copy tokens, a trainer uses a free number, the health check is right."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_tokens_without_one_for_a_role_that_is_handed_out_are_refused(volu
 
 @asynccontextmanager
 async def trainer(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """One that does nothing but say which command it became; that is its first line."""
+    """Run trainer.py beside a `keepstep` that only prints its command; yield the process and this line."""
     command = folder / "bin" / "keepstep"
     command.parent.mkdir(exist_ok=True)
     command.write_text('#!/bin/sh\necho "$@"; exec sleep 600\n')

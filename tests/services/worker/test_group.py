@@ -41,7 +41,7 @@ async def lighthouse() -> AsyncIterator[Lighthouse]:
 
 
 class Group:
-    """A server and its clients, with what they were told."""
+    """A server and its clients, with the messages that they got."""
 
     def __init__(
         self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | ClientToken | None = None

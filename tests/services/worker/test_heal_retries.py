@@ -1,4 +1,4 @@
-"""What a failed transfer has received is not fetched again, where it is right."""
+"""Correct parts of a failed transfer are not fetched again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = timedelta(seconds=60)
 
 
 class BrokeOff(Exception):
-    """Whatever it was."""
+    """Any error."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def breaks_off(joiner: HTTPTransport[Any], source: HTTPTransport[Any], into: Any
 
 
 def fetched_mib(joiner: HTTPTransport[Any], source: HTTPTransport[Any], into: Any, step: int = 1) -> float:
-    """What the next transfer takes from the source, to the right end."""
+    """Return the bytes that the next transfer takes from the source until it succeeds."""
     with Proxy(address(source), lambda _number, _so_far, data: data) as proxy:
         state = joiner.recv_checkpoint(0, proxy.url, step, MINUTE, into=into, limit=LIMIT)
         assert same(state, state_of(1, SIZE) | {"manager": {"step": step}})

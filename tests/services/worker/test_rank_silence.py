@@ -23,7 +23,7 @@ from tests.support.services.lighthouse_driver import lighthouse as in_loop
 
 DEADLINE = 30.0
 LEAST = 0.5
-"""What ``RANK_SILENCE`` is here."""
+"""``RANK_SILENCE`` in these tests."""
 
 
 @pytest.fixture(autouse=True)

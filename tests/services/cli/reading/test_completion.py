@@ -35,7 +35,7 @@ async def output_of(*command: str, folder: Path, **variables: str) -> str:
 
 
 async def completed(line: str, folder: Path, **variables: str) -> list[str]:
-    """What bash offers for the last word of ``line``."""
+    """Return the completions of bash for the last word of ``line``."""
     words = line.split(" ")
     script = f"""
 eval "$(keepstep completion bash)"

@@ -1,4 +1,4 @@
-"""What a command does when its output goes nowhere: a full disk, a pipe that nobody reads, none at all."""
+"""Commands without a place for their output: a full disk, a pipe without a reader, no output at all."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4
 
 @asynccontextmanager
 async def follower(leader: str) -> AsyncIterator[str]:
-    """What a lighthouse that does not lead says."""
+    """Return the answer of a lighthouse that does not lead."""
 
     async def elsewhere(request: web.Request) -> web.Response:
         return web.Response(status=307, headers={"Location": f"{leader}{request.path}"})

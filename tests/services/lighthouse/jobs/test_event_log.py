@@ -109,7 +109,7 @@ async def test_the_file_brings_back_only_the_end_of_a_job_that_was_deleted(tmp_p
     assert again.endings == {"job": end}
     assert ids(again) == [end.id]
     made = fill(again, 2)
-    assert [one.id for one in again.newest("job", 10)] == made == ids(again), "a new job of that name begins anew"
+    assert [one.id for one in again.newest("job", 10)] == made == ids(again), "a new job of that name begins again"
     await again.close()
 
 

@@ -1,4 +1,4 @@
-"""The end of a job: an operator deletes it, or nobody uses it for its ``job_ttl``."""
+"""The end of a job: an operator deletes it, or no group uses it for its ``job_ttl``."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ async def test_a_newcomer_beyond_the_limit_is_told_what_to_do_and_expired_jobs_m
         assert refused.code == "not_ready"
         for words in ("the limit of 2 jobs is reached", "keepstep job rm", "--max-jobs", "'third'"):
             assert words in refused.reason
-        monkeypatch.setattr(one.endings, "wake", lambda: None)  # nothing expires but for want of room
+        monkeypatch.setattr(one.endings, "wake", lambda: None)  # jobs expire only if the room is used up
         await rest.patch("/v1/jobs/first", {"job_ttl": 0.01})
         await asyncio.sleep(0.02)
         async with worker(one.address, job="third"):
@@ -336,7 +336,7 @@ async def test_1100_short_jobs_leave_bounded_lines_and_memory_and_a_new_job_is_a
 
             async def come_and_go(number: int) -> None:
                 async with gate:
-                    while True:  # as a trainer does that is told to come again
+                    while True:  # as a trainer that gets the answer to retry
                         async with http.ws_connect(f"{one.address}/v1/jobs/j{number}/session") as socket:
                             group = Worker(socket, "r0:1")
                             await group.hello()

@@ -40,7 +40,7 @@ async def members_at(address: str) -> AsyncIterator[list[Worker]]:
 
 
 async def until_slow(worker: Client) -> dict[str, Any]:
-    """Tells of steps until ``r2`` has been a straggler for more than five of them; what is said of it then."""
+    """Report steps until ``r2`` has been a straggler in more than five of them. Return the answer about it."""
     tellers = {name: Teller(name) for name in NAMES}
     busy = dict(zip(NAMES, (0.1, 0.11, 0.5), strict=True))
     async with asyncio.timeout(DEADLINE):

@@ -1,4 +1,4 @@
-"""Whatever comes to the lighthouse's port: a clear error, bounded memory, and nobody else is disturbed.
+"""Bad input at the lighthouse's port: a clear error, bounded memory, and no effect on other clients.
 
 In each test a job goes on having quorums beside the mischief.
 """

@@ -1,4 +1,4 @@
-"""What a store in etcd must survive: nodes that die, freeze, lose their leader, forget history; locked doors."""
+"""Faults that a store in etcd must survive: nodes that die, freeze, lose their leader or history, or refuse."""
 
 import asyncio
 import subprocess
@@ -72,7 +72,7 @@ class Counter:
             before = b"%d" % value if value else None
             try:
                 if not await self._store.transact((Compare("n", before),), (Write("n", b"%d" % (value + 1)),)):
-                    raise AssertionError(f"somebody else changed the counter at {value}")
+                    raise AssertionError(f"another client changed the counter at {value}")
                 value += 1
             except OutcomeUnknownError:
                 self.failed.set()
@@ -272,7 +272,7 @@ async def test_user_and_password_and_a_token_that_runs_out(
         monkeypatch.setenv("KEEPSTEP_ETCD_PASSWORD_FILE", str(tmp_path / "password"))
         async with opened(f"{cluster.address}/t?user=root") as store:
             await store.put("a", b"1")
-            await asyncio.sleep(3)  # etcd counts the token's second itself, and tells nobody
+            await asyncio.sleep(3)  # etcd counts the token's second itself, without an event
             await store.put("a", b"2")
             assert await store.get("a") == b"2"
         async with opened(f"{cluster.address}/t") as store:

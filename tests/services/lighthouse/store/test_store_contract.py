@@ -1,4 +1,4 @@
-"""What every store must do, whatever is behind it; then what a store on a disk must do besides."""
+"""The contract of every store, then the additional one of a store on a disk."""
 
 import asyncio
 import os

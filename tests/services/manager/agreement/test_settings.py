@@ -1,4 +1,4 @@
-"""What the environment tells a Manager is in force, or refused by its name."""
+"""Variables of a Manager: each has its effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_number_that_makes_no_sense_is_named(monkeypatch, lighthouse, variable
 
 def test_a_lighthouse_whose_name_is_not_known_yet_is_looked_for_until_the_connect_timeout():
     limit = timedelta(seconds=0.5)
-    with pytest.raises(TimeoutError, match=r"host nobody\.invalid not found"):
-        Manager(ProcessGroupGloo(), lighthouse_addr="http://nobody.invalid:1", connect_timeout=limit)
+    with pytest.raises(TimeoutError, match=r"host missing\.invalid not found"):
+        Manager(ProcessGroupGloo(), lighthouse_addr="http://missing.invalid:1", connect_timeout=limit)
 
 
 def test_a_lighthouse_and_a_port_that_are_given_are_not_those_of_the_environment(lighthouse, monkeypatch):

@@ -41,7 +41,7 @@ class Groups:
 
 
 def average(m: Manager, state: State, *, mark: bool, fails: bool = False) -> bool:
-    """A step of LocalSGD's kind: nobody heals, the parameters themselves are averaged."""
+    """A step of LocalSGD's kind: no group heals, the parameters themselves are averaged."""
     m.start_quorum(allow_heal=False)
     weights = state["w"].clone()
     m.allreduce(weights).wait()

@@ -22,7 +22,7 @@ Act = Callable[[Manager, dict[str, Any]], None]
 
 
 class Job:
-    """What an administrator asks of the lighthouse of these groups."""
+    """Requests of an administrator to the lighthouse of these groups."""
 
     def __init__(self, lighthouse: str) -> None:
         self.lighthouse = lighthouse
@@ -79,7 +79,7 @@ def job(lighthouse: str) -> Job:
 
 
 def flip(_m: Manager, state: dict[str, Any]) -> None:
-    """A bit of one weight, not so low that rounding would mend it."""
+    """Flip a bit of one weight, not so low that rounding would repair it."""
     state["w"] = state["w"].clone()
     state["w"].view(torch.int32)[2] ^= 1 << 20
 

@@ -1,4 +1,4 @@
-"""The wrappers of a model and an optimizer: gradients of all groups, steps that may not be taken."""
+"""The wrappers of a model and an optimizer: gradients of all groups, steps that must not happen."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.services.manager.groups import manager, together
 
 
 def reduced(lighthouse: str, tensors: dict[str, torch.Tensor], op: Any = ReduceOp.AVG) -> list[torch.Tensor]:
-    """What each group has after an all-reduce of its tensor."""
+    """Return the tensor of each group after an all-reduce of it."""
     ready = threading.Barrier(len(tensors))
 
     def group(name: str) -> torch.Tensor:

@@ -32,7 +32,7 @@ class WithBuffers(nn.Module):
 
 
 def constants() -> dict[str, torch.Tensor]:
-    """What models keep in buffers and no step changes."""
+    """Return data that models keep in buffers and no step changes."""
     rope = torch.outer(torch.arange(64.0), 10000 ** -(torch.arange(0, 32, 2) / 32))
     odd = torch.tensor([float("nan"), -float("inf"), float("inf"), -0.0, 1e-45])
     odd.view(torch.int32)[0] |= 0x1234  # a NaN with a payload

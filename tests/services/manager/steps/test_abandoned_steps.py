@@ -16,7 +16,7 @@ from tests.services.manager.groups import SECOND, manager, together
 
 TIMEOUT = 30 * SECOND
 AT_ONCE = 10.0
-"""Seconds, on a busy machine; a joiner that is told nothing waits for 27."""
+"""Seconds, on a busy machine; a joiner that gets no message waits for 27."""
 
 
 class Story:

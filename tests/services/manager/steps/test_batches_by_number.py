@@ -1,4 +1,4 @@
-"""Batches drawn by number, as docs/training.md says it: none is left out or trained twice, whoever takes part."""
+"""Batches drawn by number, as in docs/training.md: none is left out or trained twice, whichever groups take part."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_committed_steps_train_every_batch_once_while_groups_come_and_go(mode, s
                 if m.should_commit() and rank is not None:
                     trained.append(number)
                 if m.current_step() == 4 and first == 0:
-                    four.wait(DEADLINE)  # whoever goes must not cost the others that step
+                    four.wait(DEADLINE)  # the group that leaves must not cost the others that step
                 if m.current_step() == 8:
                     eight.set()
                     assert back.wait(DEADLINE)  # else two groups may be done before the third is back

@@ -1,4 +1,4 @@
-"""A group that waits for its quorum in ``start_quorum``: it logs why, asks again, and still ends when it is told to."""
+"""A group that waits for its quorum in ``start_quorum``: it logs why, asks again, and still ends on SIGTERM."""
 
 from __future__ import annotations
 

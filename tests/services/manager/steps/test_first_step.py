@@ -68,7 +68,7 @@ def test_a_first_step_commits_though_all_copies_together_take_longer_than_the_ti
 
 @pytest.mark.parametrize("sync", [False, True], ids=["first step", "synchronous quorum"])
 def test_a_joiner_that_heals_for_longer_than_the_timeout_fails_nobodys_step(lighthouse: str, sync: bool) -> None:
-    """Progress counts, not the time of all of it; and nobody waits for it in a collective."""
+    """Progress counts, not the total time; and no group waits for it in a collective."""
     ready, end = threading.Barrier(2), threading.Barrier(2)
     transports = {name: LimitedUplink(SECOND, RATE / 2) for name in "ab"}
 

@@ -1,4 +1,4 @@
-"""Who registers as a relay or as a metrics service learns no token from those who come to it."""
+"""A false relay or metrics service learns no token from its clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.shown: defaultdict[str, set[str]] = defaultdict(set)
-        """What came as a bearer token, by the first parts of the path."""
+        """Bearer tokens that arrived, by the first parts of the path."""
         self.url = ""
         self.location = ""
         """Where to send who comes; empty: it refuses."""
@@ -139,7 +139,7 @@ async def test_a_service_that_listens_in_learns_nothing_that_anybody_else_takes(
             at_relay, at_metrics = place_of("relay", relay_ear.url), place_of("metrics", metrics_ear.url)
             for_relay = {derived(token, at_relay) for token in RAW}
             for_metrics = {derived(token, at_metrics) for token in RAW - {str(TOKENS.admin)}}
-            async with asyncio.timeout(DEADLINE):  # until everybody who has a token has come
+            async with asyncio.timeout(DEADLINE):  # until every client with a token has connected
                 while len(relay_ear.values) < len(for_relay) or len(metrics_ear.values) < len(for_metrics):
                     good_metrics.live("default")
                     await asyncio.sleep(0.05)

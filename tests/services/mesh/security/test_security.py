@@ -55,7 +55,7 @@ asyncio.run(main(), debug=True)
 
 @dataclass(frozen=True)
 class Made:
-    """What the commands of the document made."""
+    """Files that the commands of the document created."""
 
     folder: Path
 
@@ -192,7 +192,7 @@ async def test_the_commands_of_the_document_make_a_mesh_that_works(made: Made) -
         ):
             code, text = await keepstep(made, "status", *at, *arguments, **variables)
             assert code == expected, text
-            assert "keepstep up" not in text, "there is a lighthouse"
+            assert "keepstep up" not in text, "a lighthouse answers"
             assert says in " ".join(text.split())
 
 
@@ -209,13 +209,13 @@ async def test_a_lighthouse_whose_files_are_bad_says_so_and_does_not_start(made:
 
 
 def cmdlines(process: asyncio.subprocess.Process) -> str:
-    """What ``ps`` shows of it and of all that it started."""
+    """Return the lines of ``ps`` for it and for all that it started."""
     root = psutil.Process(process.pid)
     return "\n".join(" ".join(one.cmdline()) for one in (root, *root.children(recursive=True)))
 
 
 async def bodies_of_bad_requests(made: Made, url: str) -> str:
-    """What the lighthouse answers to those who do it wrong, and its metrics."""
+    """Return the answers of the lighthouse to wrong requests, and its metrics."""
     port, alice = int(url.rpartition(":")[2]), made.token("alice")
     said = []
     for line in (f"Authorization: Bearer {alice}\x01", f"Authorization : Bearer {alice}", f"Bearer {alice}"):

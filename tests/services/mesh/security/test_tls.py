@@ -413,7 +413,7 @@ def test_a_new_certificate_is_shown_to_who_comes_and_who_is_in_stays(loop: str, 
             await until(shown_another)
             second = await serial(endpoint, ours.client())
 
-            # A CA that is taken out lets nobody in any more.
+            # A removed CA admits no client any more.
             new.pem.replace(ours.pem)
             new.certificate("127.0.0.1").replace(files.cert)
             shows_new = TlsFiles(new.client().cert, ca=ours.pem)
