@@ -171,6 +171,16 @@ def runtime_difference(replicas: list[dict[str, Any]]) -> str | None:
     return f"groups with different versions may compute different results: {said}"
 
 
+FACTS = {
+    "heard_seconds_ago": "heard",
+    "step_seconds": "step time",
+    "healed_bytes": "healed",
+    "heal_bytes": "to heal",
+    "last_error_seconds_ago": "time of last error",
+}
+"""Labels of facts that differ from their names."""
+
+
 def show_facts(facts: dict[str, Any]) -> None:
     table = table_of("fact", "value", fold={"value"})
     for name, value in facts.items():
@@ -182,9 +192,11 @@ def show_facts(facts: dict[str, Any]) -> None:
             text = seconds_text(value)
         elif name.endswith("bytes"):
             text = bytes_text(value)
+        elif isinstance(value, bool):
+            text = "yes" if value else "no"
         else:
             text = str(value)
-        table.add_row(name.replace("_", " "), escape(text))
+        table.add_row(FACTS.get(name, name.replace("_", " ")), escape(text or "-"))
     _print(table)
 
 

@@ -81,6 +81,20 @@ def test_a_drained_group_that_left_is_not_draining(capsys: pytest.CaptureFixture
     assert "training, draining" in out
 
 
+def test_facts_about_a_group_have_units_and_labels_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show_facts(replica("r0", last_error="heal failed: no route", last_error_seconds_ago=3.0))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    rows = dict(line.split("  ", 1) for line in lines if "  " in line)
+    shown = {name: rows[name].strip() for name in ("heard", "step time", "healed", "member", "time of last error")}
+    assert shown == {
+        "heard": "13 ms ago",
+        "step time": "1.5 s",
+        "healed": "43 B",
+        "member": "yes",
+        "time of last error": "3 s ago",
+    }
+
+
 def test_a_service_has_its_details_in_units_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     details = {"memory_bytes": 4 << 30, "disk": True, "durable": False}
     relay = {"kind": "relay", "name": "vm-29520", "address": "http://127.0.0.1:29520", "details": details}
