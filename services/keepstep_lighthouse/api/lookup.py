@@ -52,5 +52,6 @@ def find_replicas(job: Job, target: str) -> list[ReplicaView]:
 
 def no_replica(job: Job, target: str) -> Problem:
     known = sorted({one.replica_id for one in job.core.replicas(time.monotonic())})
-    detail = f"replica group {target!r} not found in job {job.name!r}; {known_names('groups', known)}"
+    names = sorted({name_of(one) for one in known})
+    detail = f"replica group {target!r} not found in job {job.name!r}; {known_names('groups', names)}"
     return Problem(HTTPStatus.NOT_FOUND, detail, known=known[:MAX_NAMED])
