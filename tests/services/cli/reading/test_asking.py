@@ -32,7 +32,7 @@ async def test_status_shows_the_services_and_the_store() -> None:
             assert answer.status == 200
         said = await keepstep("status", *job.at)
         assert "store memory: works" in said.out
-        assert "relay relay-1 http://10.0.0.7:29520 gib=64" in said.out
+        assert "relay relay-1 http://10.0.0.7:29520  gib 64" in said.out
         (service,) = json.loads((await keepstep("status", "--json", *job.at)).out)["services"]
         assert (service["kind"], service["details"]) == ("relay", {"gib": 64})
 
