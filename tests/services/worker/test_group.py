@@ -211,7 +211,7 @@ async def test_a_rank_whose_connection_ends_fails_the_group_and_the_lighthouse_h
 async def test_ranks_that_were_all_frozen_go_on_together(monkeypatch, lighthouse):
     monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
     for where in ("rank_link", "rank_connections", "rank_client"):
-        monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", 0.5)
+        monkeypatch.setattr(f"keepstep.group.ranks.{where}.RANK_SILENCE", 0.5)
     group = Group(lighthouse, 2)
     await group.start()
     time.sleep(1)  # noqa: ASYNC251  as a container that is paused

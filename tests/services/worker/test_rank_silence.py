@@ -30,7 +30,7 @@ LEAST = 0.5
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.group.ranks.rank_link.RANK_BEAT", 0.05)
     for where in ("rank_link", "rank_connections", "rank_client"):
-        monkeypatch.setattr(f"keepstep.group.{where}.RANK_SILENCE", LEAST)
+        monkeypatch.setattr(f"keepstep.group.ranks.{where}.RANK_SILENCE", LEAST)
 
 
 class Pair:
