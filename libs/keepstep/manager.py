@@ -293,6 +293,14 @@ class Manager:
         if self._attempt is not None:
             self._attempt.report(e)
 
+    def expect_overflow(self) -> None:
+        """Declare that a GradScaler multiplied the gradients of this step: an infinity in them is no mistake.
+
+        Then this group is not named for it. ``Optimizer`` calls this for a GradScaler.
+        """
+        if self._attempt is not None:
+            self._attempt.may_overflow = True
+
     def errored(self) -> Exception | None:
         """Return the error of this step, or of the last one until the next begins; None without an error."""
         return self._attempt.error if self._attempt is not None else None

@@ -114,6 +114,7 @@ class OptimizerWrapper(Optimizer):
             )
         seen = scaler._per_optimizer_states[id(self)]  # noqa: SLF001  as other optimizers that take the scaler
         unscaled_by = scaler.get_scale() if seen["stage"] is OptState.UNSCALED else None
+        self.manager.expect_overflow()
         committed = self.manager.should_commit()
         if committed and unscaled_by not in (None, scaler.get_scale()):
             # the script used the unscaled gradients already, to clip them for example

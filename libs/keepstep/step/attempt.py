@@ -88,6 +88,8 @@ class Attempt:
         """Set with ``answered``."""
         self._nonfinite = False
         """Whether this group contributed a NaN or an infinity; known in ``conclude``."""
+        self.may_overflow = False
+        """Whether an infinity is no mistake: a GradScaler multiplied the gradients."""
         self._began_at: tuple[int, Lineage] | None = None
         """Step and lineage of this group when ``begin`` returned."""
 
@@ -332,7 +334,7 @@ class Attempt:
 
     def _check_finite(self, plan: QuorumPlan) -> None:
         """Note whether this group contributed a NaN or an infinity. Refuse a result with one, if the job does."""
-        context, own = self._context, self._collectives.contributed_nonfinite
+        context, own = self._context, self._collectives.contributed_nonfinite and not self.may_overflow
         before = context.last_step is not None and context.last_step.nonfinite
         self._nonfinite = own
         if own and not before:  # else every step of a model that is NaN would log it

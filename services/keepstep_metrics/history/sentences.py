@@ -8,7 +8,6 @@ from typing import Any
 from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.text import listed
 
-MIB = 1 << 20
 MAX_NAMED = 20
 """Members of a quorum in a sentence."""
 
@@ -40,9 +39,9 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "heal_began":
             return f"{name} is healing at step {detail.get('step')}" + (f" from {source}" if source else "")
         case "healed":
-            size = _number(detail.get("bytes")) / MIB
+            size = _size(_number(detail.get("bytes")))
             via = f", {detail['via']}" if detail.get("via") else ""
-            return f"{name} healed: {size:.1f} MiB in {_number(detail.get('seconds')):.2f} s{via}"
+            return f"{name} healed: {size} in {_number(detail.get('seconds')):.2f} s{via}"
         case "heal_failed":
             return f"{name} failed to heal: {reason}"
         case "drain":
@@ -76,3 +75,11 @@ def _list(value: Any) -> list[Any]:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
