@@ -103,13 +103,16 @@ async def test_an_admin_verifies_the_job_changes_its_policy_and_readmits_a_group
         page = await browser.open(endpoint.url)
         await page.until(SHOWN)
         assert not await page.run("document.querySelector('#sign').checkVisibility()"), "this service has no tokens"
-        for button in ("[aria-label='readmit trainer-9']", ".now .orders button"):
+        for button, done in (
+            ("[aria-label='readmit trainer-9']", "trainer-9: readmit is done"),
+            (".now .orders button", ": verify is done"),
+        ):
             await page.click(button)
             await page.until(ORDER)
             assert not await page.run("document.querySelector('#order-reason').checkVisibility()")
             await page.click("#order-yes")
             await page.until(f"!{ORDER}")
-        await page.until(f"{TOAST} === ': verify is done'")
+            await page.until(f"{TOAST} === '{done}'")
         await page.click(".now .orders button:last-child")
         await page.until("document.querySelector('#policy').open")
         await page.run("document.querySelector('#policy [name=min_replicas]').value = '3'")

@@ -42,7 +42,7 @@ let page = null;
 let heardAt = null;
 let asked = null;
 let shows = 0;
-let orders = 0;
+let unanswered = new AbortController();
 const jobRows = new Rows(byId("jobs"), (job) => ({ node: el("option", { value: job }, job), update: () => {} }));
 jobRows.none = el("option", { value: "" }, "none yet");
 
@@ -113,29 +113,31 @@ function live(yes, pause, why) {
   say(byId("live"), yes ? "live" : pause ? since() : "connecting");
 }
 
+/** Resolves with the operator's answer. Not with the event "close": the next order may be open when it arrives. */
+function confirmed(dialog) {
+  unanswered.abort();
+  const { signal } = unanswered = new AbortController();
+  return new Promise((resolve) => {
+    signal.addEventListener("abort", () => resolve(false));
+    dialog.addEventListener("cancel", () => resolve(false), { signal });
+    dialog.addEventListener("submit", (event) => resolve(event.submitter?.value === "yes"), { signal });
+  });
+}
+
 async function order(job, action, name) {
   const path = `v1/jobs/${encodeURIComponent(job)}`;
   if (action === "policy") return changePolicy(path);
   const { title, what, done } = ORDERS[action];
-  const mine = ++orders;
   const dialog = byId("order");
   say(byId("order-title"), `${title} ${name || job}?`);
   say(byId("order-what"), what);
   say(byId("order-yes"), `${title} ${name || job}`);
   byId("order-reason").parentElement.hidden = !REASONED.includes(action);
   byId("order-reason").value = "";
-  dialog.returnValue = "no";
   dialog.showModal();
-  await new Promise((resolve) => {
-    dialog.addEventListener("close", function closed() {
-      if (dialog.open && mine === orders) return; // a late event of the previous dialog
-      dialog.removeEventListener("close", closed);
-      resolve();
-    });
-  });
-  if (mine !== orders || dialog.returnValue !== "yes") return;
+  if (!await confirmed(dialog)) return;
+  const reason = byId("order-reason").value.trim() || "from the dashboard";
   try {
-    const reason = byId("order-reason").value.trim() || "from the dashboard";
     const place = name ? `${path}/replicas/${encodeURIComponent(name)}` : path;
     const answer = await api.post(`${place}/${action}`, REASONED.includes(action) ? { reason } : {});
     toast(byStableNames(answer.sentence || `${name || title} ${done}`));

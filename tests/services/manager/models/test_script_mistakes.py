@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -11,12 +13,15 @@ from tests.services.manager.groups import manager, together
 
 
 def test_a_forward_pass_that_bypasses_the_wrapper_is_named_once_and_the_weights_are_found_to_differ(lighthouse, caplog):
+    ready = threading.Barrier(2)
+
     def group(name: str) -> None:
         model = nn.Linear(3, 1)
         with manager(lighthouse, name, min_replica_size=2) as m:
             m.set_state_dict_fns(model.load_state_dict, model.state_dict)
             ddp = DistributedDataParallel(m, model)
             optimizer = Optimizer(m, torch.optim.SGD(model.parameters(), lr=0.1))
+            ready.wait(30)
             for model_or_ddp in (ddp, *[model] * 11):
                 optimizer.zero_grad()
                 model_or_ddp(torch.full((2, 3), float(ord(name)))).sum().backward()
