@@ -116,7 +116,7 @@ def show_jobs(jobs: list[dict[str, Any]], lighthouse: str | None) -> None:
 
 def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None:
     names = ["replica", "state", "step", "a step", "heard", "restarts", "host"]
-    more = ["member", "ranks", "versions", "address"] if wide else []
+    more = ["last commit", "member", "ranks", "versions", "address"] if wide else []
     table = table_of(*names, *more, fold={"state", "host", "versions"})
     for one in replicas:
         style = STYLES.get(one["state"], "")
@@ -146,7 +146,9 @@ def show_replicas(replicas: list[dict[str, Any]], *, wide: bool = False) -> None
 
 def _wide_cells(replica: dict[str, Any]) -> tuple[str, ...]:
     member = "yes" if replica["member"] else "no"
-    return member, str(replica["world_size"]), escape(replica["runtime"] or "-"), escape(replica["address"] or "-")
+    commit = ago_text(replica.get("last_commit_seconds_ago"))  # an older lighthouse does not tell it
+    ranks, runtime = str(replica["world_size"]), escape(replica["runtime"] or "-")
+    return commit, member, ranks, runtime, escape(replica["address"] or "-")
 
 
 def _remarks(replica: dict[str, Any]) -> Iterator[str]:
@@ -174,6 +176,7 @@ def runtime_difference(replicas: list[dict[str, Any]]) -> str | None:
 FACTS = {
     "heard_seconds_ago": "heard",
     "step_seconds": "step time",
+    "last_commit_seconds_ago": "last commit",
     "healed_bytes": "healed",
     "heal_bytes": "to heal",
     "last_error_seconds_ago": "time of last error",

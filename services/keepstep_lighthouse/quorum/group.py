@@ -153,6 +153,8 @@ class Group:
     """From its last answer to its next request."""
     committed: int = 0
     """Steps, each from an answer of this lighthouse to the next request."""
+    committed_at: float | None = None
+    """When it asked after the last of these steps; None: no step yet."""
     last_step: StepReport | None = None
     """Its last report of a step."""
 

@@ -207,6 +207,8 @@ class Groups:
         same_step = group.answer is not None and request.step == group.answer.announce.step
         committed = request.commit_failures == 0 and not same_step
         group.committed += committed
+        if committed:
+            group.committed_at = group.asked_at
         self.tally.committed += committed
         discarded = request.commit_failures > 0
         self.tally.discarded += discarded

@@ -53,6 +53,8 @@ class ReplicaView:
     """None: this lighthouse never received a frame of it."""
     step_seconds: float | None = None
     """From its last answer to its next request; None: not measured yet."""
+    last_commit_seconds_ago: float | None = None
+    """None: it has committed no step under this lighthouse."""
     healed_bytes: int = 0
     heal_bytes: int = 0
     """0: unknown, or not healing."""
@@ -123,6 +125,7 @@ def _replica_view(group: Group, groups: Groups, record: JobRecord, now: float) -
         address=group.info.address,
         heard_seconds_ago=max(0.0, now - group.heard_at),
         step_seconds=group.step_seconds,
+        last_commit_seconds_ago=None if group.committed_at is None else max(0.0, now - group.committed_at),
         healed_bytes=heal.bytes_done if heal else 0,
         heal_bytes=heal.bytes_total if heal else 0,
         reason=reasons.of_group(group, groups, record),
@@ -163,8 +166,12 @@ class Gone:
         """Yield views of groups that left within ``GONE_SECONDS``, the latest first; a group may occur twice."""
         for went, view in reversed(self._views):
             if now - went <= GONE_SECONDS:
-                heard = view.heard_seconds_ago
-                yield view if heard is None else replace(view, heard_seconds_ago=heard + (now - went))
+                ages = {
+                    name: age + (now - went)
+                    for name in ("heard_seconds_ago", "last_commit_seconds_ago")
+                    if (age := getattr(view, name)) is not None
+                }
+                yield replace(view, **ages)
 
 
 def quorum_view(

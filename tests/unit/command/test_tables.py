@@ -21,6 +21,7 @@ def replica(name: str, **facts: object) -> dict[str, object]:
         "world_size": 8,
         "heard_seconds_ago": 0.013,
         "step_seconds": 1.5,
+        "last_commit_seconds_ago": 2.5,
         "healed_bytes": 43,
         "heal_bytes": 100,
         "reason": None,

@@ -133,6 +133,7 @@ def test_step_seconds_are_from_answer_to_next_request() -> None:
     driver.passes(1.5)
     driver.asks("a", 1)
     assert driver.core.replicas(driver.now)[0].step_seconds == pytest.approx(1.5)
+    assert driver.core.replicas(driver.now + 4)[0].last_commit_seconds_ago == pytest.approx(4)
 
 
 def test_a_cancelled_request_is_in_no_quorum() -> None:
