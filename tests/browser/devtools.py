@@ -214,7 +214,7 @@ class Chromium:
         while not port_file.exists() or port_file.read_text().count("\n") < 1:
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.05)
+            time.sleep(0.05)  # chromium writes the file and announces nothing
         port, path = port_file.read_text().splitlines()[:2]
         return f"ws://127.0.0.1:{port}{path}"
 

@@ -104,7 +104,7 @@ class LauncherStore:
             self.store.set(self._key, f"{BANNED} {reason}")
             deadline = time.monotonic() + min(BAN_NOTICE_SECONDS, self._left())
             while self.store.add(seen, 0) < others and time.monotonic() < deadline:
-                time.sleep(STORE_CONNECT_RETRY_SECONDS)
+                time.sleep(STORE_CONNECT_RETRY_SECONDS)  # the store cannot wait for a counter to reach a value
             self.store.delete_key(self._key)  # a later start of the group may be welcome
 
         with contextlib.suppress(TimeoutError):  # the other ranks then end when they find no rank 0

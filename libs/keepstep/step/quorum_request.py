@@ -106,5 +106,5 @@ class QuorumRequest:
             ),
             CALL_MARGIN_SECONDS,
         )
-        time.sleep(MISMATCH_LINGER_SECONDS)
+        time.sleep(MISMATCH_LINGER_SECONDS)  # the other group may read the parameters now; nothing tells when it has
         context.end_with(MismatchExit(f"{error}; {difference}"))

@@ -46,4 +46,4 @@ def show(fetch: Callable[[], Callable[[], None]], *, watch: bool) -> None:
                 click.clear()
             draw()
             sys.stdout.flush()
-            time.sleep(WATCH_SECONDS)
+            time.sleep(WATCH_SECONDS)  # the interval of the display

@@ -48,7 +48,7 @@ export function byStep(times, steps, columns, marks) {
 /** Returns the state of a job in one sentence. `now`: the answer of `now`; `name(state)`: its readable name. */
 export function headline(now, name, plural) {
   if (!now.groups.length) return "No group is running.";
-  // A wait for a slow group is no fault of the group that waits.
+  // The waiting group is not the slow one.
   const normal = (state) => state === "training" || (now.blame && state === "waiting_quorum");
   const stuck = Object.entries(Object.groupBy(now.groups, (one) => one.state)).filter(([state]) => !normal(state));
   const others = stuck.map(([state, groups]) =>

@@ -279,25 +279,31 @@ async def test_a_host_that_comes_up_late_is_met(server) -> None:
         store.close()
 
 
-async def times_out_and_can_be_aborted(address: str, why: str) -> None:
-    with pytest.raises(TimeoutError, match=why):
+async def timeout_and_abort(address: str) -> tuple[str, str]:
+    """Return the errors of a wait that times out, and of one that is aborted."""
+    with pytest.raises(TimeoutError) as timeout:
         await call(RendezvousStore(address, NEW, timeout=timedelta(seconds=0.1)).get, "key")
     store = RendezvousStore(address, NEW, timeout=LONG)
     waiting = await begun(call(store.get, "key"))
     store.abort("enough")
-    with pytest.raises(RendezvousAbortedError, match="enough"):
+    with pytest.raises(RendezvousAbortedError) as aborted:
         await waiting
+    return str(timeout.value), str(aborted.value)
 
 
 async def test_a_host_that_never_comes_up_is_a_timeout_and_can_be_aborted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    await times_out_and_can_be_aborted(address, "the rendezvous host .* was not reachable in time")
+    timeout, aborted = await timeout_and_abort(address)
+    assert "was not reachable in time" in timeout
+    assert "enough" in aborted
 
 
 async def test_a_host_whose_name_nobody_answers_for_is_a_timeout_and_can_be_aborted() -> None:
     with unanswered_name() as name:
-        await times_out_and_can_be_aborted(f"{name}:80", f"the name {name} was not found")
+        timeout, aborted = await timeout_and_abort(f"{name}:80")
+    assert f"the name {name} was not found" in timeout
+    assert "enough" in aborted
 
 
 async def test_a_host_that_dies_is_an_error_at_once() -> None:
@@ -311,7 +317,9 @@ async def test_a_host_that_dies_is_an_error_at_once() -> None:
 
 async def test_a_host_that_accepts_and_says_nothing_is_a_timeout_and_can_be_aborted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        await times_out_and_can_be_aborted(f"127.0.0.1:{silent.getsockname()[1]}", "did not answer")
+        timeout, aborted = await timeout_and_abort(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert "did not answer" in timeout
+    assert "enough" in aborted
 
 
 @pytest.mark.parametrize("address", ["", "host", "http://host", "host:port"])

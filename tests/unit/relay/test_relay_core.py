@@ -157,6 +157,7 @@ def test_one_digest_has_one_length():
     relay(Begun(C1, ONE), TableArrived(C1, 0, table(A, B)), Begun(C2, ONE))
     relay.refused(TableArrived(C2, 0, table(A, last=7)), Cause.CONFLICT, "has 7 bytes")
     relay.refused(TableArrived(C2, 0, table(C, C)), Cause.CONFLICT, "has 100 bytes")
+    assert not relay.core.checkpoints[C2].tables
 
 
 def test_the_first_root_counts_and_another_is_remembered():
@@ -219,6 +220,7 @@ def test_what_is_to_last_is_never_a_part():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableArrived(C1, 0, table(A)))
     relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of its chunks must be at one relay")
+    assert set(relay.core.checkpoints) == {C1}, "the upload goes on"
 
 
 def test_a_rank_that_failed_ends_the_upload():
@@ -416,6 +418,7 @@ def test_beyond_a_limit_nothing_is_taken(limits, event, words):
     relay = Driver(**limits)
     relay(Begun(C1, ONE))
     relay.refused(event, Cause.FULL, words)
+    assert set(relay.core.checkpoints) == {C1}
 
 
 def test_holders_are_bounded_fit_and_are_forgotten():
@@ -435,6 +438,7 @@ def test_the_unknown_is_unknown_and_the_past_is_gone_with_its_reason():
     relay.stored(C1, A)
     relay(Removed(C1, "asked for"))
     relay.refused(CommitAsked(C1), Cause.GONE, "was deleted: asked for")
+    assert not relay.core.checkpoints
 
 
 def test_a_checkpoint_that_was_written_down_is_taken_up_with_what_is_there_of_it():

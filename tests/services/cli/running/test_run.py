@@ -272,7 +272,7 @@ ending = []
 signal.signal(signal.SIGTERM, lambda *_: ending.append(1))
 print("ready", flush=True)
 while not ending:
-    time.sleep(0.01)
+    time.sleep(0.01)  # until the signal; signal.pause() could miss it
 for _ in range(200):
     print("y" * 999, flush=True)
 pathlib.Path("left" + os.environ["REPLICA_GROUP_ID"]).touch()
@@ -368,6 +368,7 @@ def test_what_python_prints_is_shown_at_once_however_it_was_started(tmp_path: Pa
         Command(tmp_path, "run", *flags, "--", sys.executable, "-c", code, deadline=DEADLINE)
     ) as run:
         run.wait_for(r"^\[r0/0\] here$")
+    assert "[r0/0] here" in run.lines
 
 
 def test_flags_of_the_lighthouse_here_do_not_go_with_one_elsewhere(tmp_path: Path) -> None:

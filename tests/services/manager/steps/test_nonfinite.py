@@ -19,7 +19,7 @@ from tests.services.manager.groups import manager, together
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_one_element_that_is_not_finite_is_found_in_any_dtype(dtype):
     tensor = torch.zeros(1001, dtype=dtype)
-    tensor[0], tensor[1] = 6e4, -6e4  # a sum of the largest float16 overflows, and is no sign of an infinity
+    tensor[0], tensor[1] = 6e4, -6e4  # all elements are finite, but the sum of a float16 tensor of them overflows
     tensor[2:] = 6e4
     assert not _any_nonfinite([*_extremes(tensor)])
     for bad in (math.nan, math.inf, -math.inf):
