@@ -67,6 +67,12 @@ SECTIONS = (
         "average_over_groups all_reduce_hook ft_init_device_mesh ManagedDeviceMesh",
     ),
     section(
+        "Training with little communication",
+        "[The page of that name](little-communication.md) says when to use which.",
+        "keepstep.local_sgd",
+        "LocalSGD DiLoCo extract_local_tensor",
+    ),
+    section(
         "Transports of live state",
         "The `Manager` creates a `RelayTransport` by itself. [The relay](relay.md#healing) describes the path of a "
         "heal.",

@@ -15,7 +15,7 @@ from typing import Any
 PAGE = Path(__file__).with_name("parity.md")
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
-NOT_YET = {"local_sgd", "collectives", "quantization", "parameter_server", "torchx"}
+NOT_YET = {"collectives", "quantization", "parameter_server", "torchx"}
 """Modules that keepstep does not have yet."""
 INTERNAL = {
     "manager": {"get_timeout", "extract_trailing_digits", "ExceptionWithTraceback"},

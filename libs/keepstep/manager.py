@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -179,6 +179,14 @@ class Manager:
         """
         self._context.state.register("default", load_state_dict, state_dict, replace=True)
 
+    def compare_only(self, keys: Collection[str]) -> None:
+        """Exclude state that differs between groups by design from the comparison of their weights. It still heals.
+
+        Args:
+            keys: of the registered parts that are equal in all groups between two steps. Empty: never compare.
+        """
+        self._context.state.compared = frozenset(keys)
+
     def allow_state_dict_read(self) -> None:
         """End ``disallow_state_dict_read``."""
         self._context.state.readable = True
@@ -249,6 +257,16 @@ class Manager:
         return self._context.link.replica_id
 
     @property
+    def use_async_quorum(self) -> bool:
+        """Whether the quorum overlaps the forward pass."""
+        return self._settings.use_async_quorum
+
+    @property
+    def init_sync(self) -> bool:
+        """Whether all groups load the weights of one group at the first step."""
+        return self._settings.init_sync
+
+    @property
     def refuse_nonfinite(self) -> bool:
         """Whether a step with a NaN or an infinity does not commit."""
         return self._settings.refuse_nonfinite
@@ -275,6 +293,11 @@ class Manager:
     def is_participating(self) -> bool:
         """Wait for the quorum, and return whether this group takes part in this step."""
         return self.participating_rank() is not None
+
+    def is_healing(self) -> bool:
+        """Wait for the quorum, and return whether this group loads the state of another one in ``should_commit``."""
+        attempt = self._current()
+        return attempt.heals_at_end(attempt.wait_plan())
 
     def _latest_participation(self) -> tuple[int | None, int]:
         attempt = self._attempt

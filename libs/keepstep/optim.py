@@ -102,7 +102,7 @@ class OptimizerWrapper(Optimizer):
             return self._step_scaled(grad_scaler)
         if not self.manager.should_commit():
             return False
-        with self._changing_weights():
+        with changing_weights(self.manager):
             self.optim.step()
         return True
 
@@ -124,7 +124,7 @@ class OptimizerWrapper(Optimizer):
         if not committed:
             _skip_next_update(scaler)
             return False
-        with self._changing_weights():
+        with changing_weights(self.manager):
             if unscaled_by is None:
                 scaler.unscale_(self)
             if any(found_inf.item() for found_inf in seen["found_inf_per_device"].values()):
@@ -132,19 +132,21 @@ class OptimizerWrapper(Optimizer):
             self.optim.step()
         return True
 
-    @contextlib.contextmanager
-    def _changing_weights(self) -> Iterator[None]:
-        self.manager.disallow_state_dict_read()
-        try:
-            yield
-        except BaseException:
-            self.manager.mark_torn()  # the step is committed and incomplete: no other group has these weights
-            raise
-        finally:
-            self.manager.allow_state_dict_read()
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+
+@contextlib.contextmanager
+def changing_weights(manager: Manager) -> Iterator[None]:
+    """Change the weights of a committed step. After an error in the block they are torn."""
+    manager.disallow_state_dict_read()
+    try:
+        yield
+    except BaseException:
+        manager.mark_torn()  # the step is committed and incomplete: no other group has these weights
+        raise
+    finally:
+        manager.allow_state_dict_read()
 
 
 def _skip_next_update(scaler: GradScaler) -> None:

@@ -30,7 +30,7 @@ def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:
 
     Call it in every rank, also after an error, because FSDP's ``state_dict`` is collective.
     """
-    if not plan.verify or plan.heal:
+    if not plan.verify or plan.heal or context.state.compared == frozenset():
         return None
     try:
         return StateRoot(plan.max_step, plan.lineage, context.state.root().hex())

@@ -226,6 +226,10 @@ class Attempt:
         context = self._context
         return plan.participation(context.world_size_mode, context.min_replica_size, healed_before=self._heals_first)
 
+    def heals_at_end(self, plan: QuorumPlan) -> bool:
+        """Return whether this group is behind, and heals in ``conclude``."""
+        return plan.heal and self.allow_heal and not self._heals_first
+
     def report(self, error: Exception) -> None:
         """Keep this step from committing, and abort the process group. Does nothing after the end of the step."""
         context = self._context

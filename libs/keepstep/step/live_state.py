@@ -39,6 +39,8 @@ class LiveState:
         self._parts: dict[str, _Part] = {}
         self._save_manager = save_manager
         self._load_manager = load_manager
+        self.compared: frozenset[str] | None = None
+        """The parts that are equal in all groups between two steps; None: all."""
         self.readable = True
         """False: the state is in the middle of a change, and reading it is an error."""
 
@@ -53,9 +55,9 @@ class LiveState:
         """Whether the script has registered a part."""
         return bool(self._parts)
 
-    def user_state(self) -> dict[str, Any]:
-        """Return the registered parts by their keys."""
-        return {key: part.save() for key, part in self._parts.items()}
+    def user_state(self, keys: frozenset[str] | None = None) -> dict[str, Any]:
+        """Return the registered parts by their keys; ``keys``: only these."""
+        return {key: part.save() for key, part in self._parts.items() if keys is None or key in keys}
 
     def stage(
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
@@ -65,9 +67,9 @@ class LiveState:
         transport.send_checkpoint(destinations, step, self._save(), timeout)
 
     def root(self) -> bytes:
-        """Compute the root digest of the state, without a copy of it."""
+        """Compute the root digest of the parts that are compared, without a copy of them."""
         self._check_readable("the lighthouse compares the states of all groups")
-        return state_root(self._save())
+        return state_root(self._save(self.compared))
 
     def _check_readable(self, occasion: str) -> None:
         if not self.readable:
@@ -75,8 +77,8 @@ class LiveState:
                 f"{occasion}, but disallow_state_dict_read() is in force; call allow_state_dict_read() first"
             )
 
-    def _save(self) -> dict[str, Any]:
-        return {"user": self.user_state(), "manager": self._save_manager()}
+    def _save(self, keys: frozenset[str] | None = None) -> dict[str, Any]:
+        return {"user": self.user_state(keys), "manager": self._save_manager()}
 
     def receive(
         self,

@@ -23,6 +23,7 @@ PUBLIC = {
     "data": "DistributedSampler",
     "ddp": "DistributedDataParallel PureDistributedDataParallel",
     "futures": "context_timeout future_timeout future_wait stream_timeout",
+    "local_sgd": "DiLoCo LocalSGD extract_local_tensor",
     "manager": "Manager WorldSizeMode",
     "optim": "OptimizerWrapper",
     "process_group": (
@@ -36,7 +37,7 @@ PUBLIC = {
 exception itself.
 """
 
-MISSING = {"collectives", "local_sgd", "parameter_server", "quantization"}
+MISSING = {"collectives", "parameter_server", "quantization"}
 """Modules that keepstep does not have yet; docs/coming-from-torchft.md lists them."""
 
 

@@ -1,0 +1,179 @@
+"""DiLoCo: an inner optimizer in each group, and an outer optimizer over the groups, fragment by fragment.
+
+Of arXiv 2311.08105 (DiLoCo) and arXiv 2501.18512 (Streaming DiLoCo: fragments, overlap, merging).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from keepstep.data_parallel.synced_buffers import SyncedBuffers
+from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
+from keepstep.local_sgd.fragment import Fragment
+from keepstep.local_sgd.layout import optimizer_line, parameter_lines, parameters_of_fragments
+from keepstep.local_sgd.outer_optimizer import OuterOptimizer
+from keepstep.local_sgd.outer_steps import OuterSteps
+from keepstep.local_sgd.schedule import Schedule
+
+if TYPE_CHECKING:
+    from keepstep.manager import Manager
+
+
+class DiLoCo(OuterSteps):
+    """Trains each group on its own, and steps an outer optimizer with the averaged changes of all groups.
+
+    Use it as a context manager around the training loop::
+
+        manager = Manager(..., use_async_quorum=False)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with DiLoCo(manager, [model], adamw, outer, sync_every=500):
+            while manager.current_step() < outer_steps:
+                adamw.zero_grad()
+                loss_fn(model(x), y).backward()
+                adamw.step()
+
+    An outer step takes one fragment: the groups average its pseudo-gradient, the parameters after the last outer step
+    minus the parameters now, and the outer optimizer steps the former with it. One outer step ends every ``sync_every /
+    len(model_fragments)`` inner steps, and the fragments take turns. It is one step of the Manager. If it does not
+    commit, the fragment goes back to its parameters after its last outer step, and the next outer step takes the same
+    fragment again.
+
+    The parameters after the last outer step and the state of the outer optimizer heal as
+    ``StreamingDiLoCoFragment_<i>``. Register the model and the inner optimizer with the Manager. A group that joins
+    loads both from another group, and trains on as that group would.
+
+    Args:
+        manager: of this replica group, with ``use_async_quorum=False``. One Manager takes one DiLoCo.
+        model_fragments: modules of the model, which together have all its trained parameters. Parameters that are
+            DTensors are synchronized shard by shard.
+        inner_optimizer: of torch, not a ``keepstep.Optimizer``. Its steps are counted; steps that a GradScaler skips
+            are not.
+        outer_optimizer: of all fragments, or a list with one for each. A scheduler of it steps when
+            ``manager.current_step()`` has grown.
+        sync_every: inner steps in which every fragment is synchronized once; a multiple of the number of fragments.
+        backup_device: of the parameters after the last outer step; None: the CPU.
+        pin_memory: keep them in pinned memory, if they are on the CPU and this process uses CUDA.
+        use_bucketization: reduce several parameters together. The result is the same.
+        bucket_cap_mb: size of a bucket in MiB; None: 32.
+        should_quantize: not supported: True raises ValueError.
+        fragment_sync_delay: inner steps between the begin of the all-reduce and the outer step, during which the groups
+            train on; below ``sync_every / len(model_fragments)``.
+        fragment_update_alpha: weight in [0, 1] of a group's own parameters in the mean with the result of the outer
+            step; 0: the parameters become the result.
+        sync_buffers: average or copy the buffers of a fragment with its outer step, as in ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
+            fragment or in two, or a buffer cannot be synchronized.
+        TypeError: the inner optimizer is a ``keepstep.Optimizer``.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: list[nn.Module],
+        inner_optimizer: Optimizer,
+        outer_optimizer: Optimizer | list[Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: int | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        *,
+        sync_buffers: bool = True,
+    ) -> None:
+        if manager.use_async_quorum:
+            raise ValueError(
+                "DiLoCo needs a synchronous quorum, in which a group heals before it computes its pseudo-gradient: "
+                "pass use_async_quorum=False to the Manager"
+            )
+        if should_quantize:
+            raise ValueError("this build of keepstep has no quantized all-reduce; pass should_quantize=False")
+        if not 0 <= fragment_update_alpha <= 1:
+            raise ValueError(f"fragment_update_alpha={fragment_update_alpha} must be in [0, 1]")
+        schedule = Schedule(sync_every, len(model_fragments), fragment_sync_delay)
+        outers = _one_each(outer_optimizer, inner_optimizer, len(model_fragments))
+        parameters = parameters_of_fragments(model_fragments, inner_optimizer, outers)
+        buffers = [
+            SyncedBuffers(manager, module, sync=sync_buffers, average=(), ignore=()) for module in model_fragments
+        ]
+        cap = size_in_bytes(BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) if use_bucketization else None
+        keys = [f"StreamingDiLoCoFragment_{number}" for number in range(len(model_fragments))]
+        super().__init__(manager, inner_optimizer, schedule, frozenset(keys))
+        self._fragments = [
+            Fragment(
+                *(manager, parameters[number], buffers[number], OuterOptimizer(outer, [*parameters[number].values()])),
+                backup_device=backup_device or torch.device("cpu"),
+                pin_memory=pin_memory,
+                bucket_bytes=cap,
+                alpha=fragment_update_alpha,
+            )
+            for number, outer in enumerate(outers)
+        ]
+        for key, fragment in zip(keys, self._fragments, strict=True):
+            manager.register_state_dict_fn(key, fragment.load_state_dict, fragment.state_dict)
+        lines = [
+            f"DiLoCo sync_every {sync_every}",
+            f"fragments {len(model_fragments)}",
+            f"fragment_sync_delay {fragment_sync_delay}",
+            f"fragment_update_alpha {fragment_update_alpha}",
+            f"buckets of {cap} bytes" if cap else "no buckets",
+        ]
+        for number, outer in enumerate(outers):
+            lines += [optimizer_line(number, outer), *parameter_lines(parameters[number], f"fragment {number} ")]
+            lines += buffers[number].lines
+        manager.add_layout(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for the user's own checkpoint, besides model, inner optimizer, and Manager.
+
+        Returns:
+            The position in the period, and the outer optimizer and parameters of each fragment. An outer step that has
+            begun is not in it.
+        """
+        return {**self._position(), "fragments": [fragment.state_dict() for fragment in self._fragments]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. Do so in all groups, outside of the block.
+
+        Raises:
+            RuntimeError: an outer step has begun.
+            ValueError: the state has other fragments.
+        """
+        if self._schedule.in_flight is not None:
+            raise RuntimeError("an outer step has begun: load the state before the block is entered")
+        saved = state_dict["fragments"]
+        if len(saved) != len(self._fragments):
+            raise ValueError(f"the state has {len(saved)} fragments, and this DiLoCo {len(self._fragments)}")
+        for fragment, state in zip(self._fragments, saved, strict=True):
+            fragment.load_state_dict(state)
+        self._load_position(state_dict)
+
+    def _start(self, fragment: int) -> None:
+        self._fragments[fragment].begin()
+
+    def _finish(self, fragment: int) -> bool:
+        return self._fragments[fragment].end()
+
+    def _abandon(self, fragment: int) -> None:
+        self._fragments[fragment].abandon()
+
+
+def _one_each(outer: Optimizer | Sequence[Optimizer], inner: Optimizer, fragments: int) -> list[Optimizer]:
+    """Return an outer optimizer for each fragment."""
+    outers = [outer] * fragments if isinstance(outer, Optimizer) else list(outer)
+    if len(outers) != fragments:
+        raise ValueError(
+            f"{len(outers)} outer optimizers for {fragments} fragments: pass one of all fragments, or one for each"
+        )
+    if any(one is inner for one in outers):
+        raise ValueError("the inner optimizer is an outer optimizer too; build an optimizer of its own for each")
+    return outers

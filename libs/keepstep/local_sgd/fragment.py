@@ -1,0 +1,142 @@
+"""One fragment of a model under DiLoCo: its outer step, and its state.
+
+A fragment's *originals* are its parameters after its last outer step. They are equal in all groups; the parameters
+themselves differ while the groups train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import Work
+
+from keepstep.data_parallel.synced_buffers import SyncedBuffers
+from keepstep.local_sgd.buckets import allocate
+from keepstep.local_sgd.local_tensors import extract_local_tensor, local_tensor
+from keepstep.local_sgd.outer_optimizer import OuterOptimizer
+from keepstep.optim import changing_weights
+from keepstep_mesh.text import listed
+
+if TYPE_CHECKING:
+    from keepstep.manager import Manager
+
+MAX_NAMED = 3
+"""Parameters that an error names."""
+
+
+class Fragment:
+    """The parameters of one fragment, and copies of them as they were after the last outer step.
+
+    Args:
+        manager: of this replica group.
+        parameters: the trained parameters, by name.
+        buffers: of the fragment's module.
+        outer_optimizer: changes the originals.
+        backup_device: of the originals.
+        pin_memory: keep originals on the CPU in pinned memory, if this process uses CUDA.
+        bucket_bytes: size of a bucket; None: an all-reduce for each parameter.
+        alpha: weight of the local parameters when the result is merged into them.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: SyncedBuffers,
+        outer_optimizer: OuterOptimizer,
+        *,
+        backup_device: torch.device,
+        pin_memory: bool,
+        bucket_bytes: int | None,
+        alpha: float,
+    ) -> None:
+        self._manager = manager
+        self._parameters = dict(parameters)
+        self._buffers = buffers
+        self._outer_optimizer = outer_optimizer
+        self._bucket_bytes = bucket_bytes
+        self._alpha = alpha
+        pinned = pin_memory and backup_device.type == "cpu" and torch.cuda.is_available()
+        self.originals = {
+            name: _backup(local_tensor(parameter), backup_device, pinned=pinned)
+            for name, parameter in self._parameters.items()
+        }
+        self._works: list[Work] = []
+        self._pseudo_gradients: list[torch.Tensor] = []
+        """Views into the tensors that are reduced, one for each parameter."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start to average the pseudo-gradients, ``original - parameter``, over the groups."""
+        local = [local_tensor(parameter) for parameter in self._parameters.values()]
+        reduced, self._pseudo_gradients = allocate(local, self._bucket_bytes)
+        for gradient, original, now in zip(self._pseudo_gradients, self.originals.values(), local, strict=True):
+            gradient.copy_(original, non_blocking=True).sub_(now)
+        self._buffers.start()
+        self._works = [self._manager.allreduce(one) for one in reduced]
+
+    def end(self) -> bool:
+        """Wait for the average, and commit. Return whether the outer step committed.
+
+        If it did, the outer optimizer steps the originals, and the parameters become a mean of the result and the local
+        parameters. Otherwise the parameters become the originals.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+            trained = [extract_local_tensor(one) for one in self._parameters.values()] if self._alpha else []
+            self._restore()
+            committed = self._manager.should_commit()
+            if committed:
+                with changing_weights(self._manager):
+                    self._outer_optimizer.step(self._pseudo_gradients)
+                    self._keep_originals()
+                    self._merge(trained)
+        finally:
+            self.abandon()
+        return committed
+
+    def abandon(self) -> None:
+        """Forget the outer step that has begun, and free its memory."""
+        self._works, self._pseudo_gradients = [], []
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, parameter in self._parameters.items():
+            local_tensor(parameter).copy_(self.originals[name], non_blocking=True)
+
+    @torch.no_grad()
+    def _keep_originals(self) -> None:
+        for name, parameter in self._parameters.items():
+            self.originals[name].copy_(local_tensor(parameter))
+
+    @torch.no_grad()
+    def _merge(self, trained: Sequence[torch.Tensor]) -> None:
+        if trained:
+            for parameter, own in zip(self._parameters.values(), trained, strict=True):
+                local_tensor(parameter).lerp_(own, self._alpha)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer optimizer's state and the originals."""
+        return {"outer_optimizer": self._outer_optimizer.state_dict(), "original_parameters": dict(self.originals)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. ValueError if its parameters have other names."""
+        saved = state_dict["original_parameters"]
+        if saved.keys() != self.originals.keys():
+            raise ValueError(
+                f"the state has the parameters {listed(list(saved), MAX_NAMED)}, and this fragment "
+                f"{listed(list(self.originals), MAX_NAMED)}: load a state of the same model_fragments"
+            )
+        for name, original in self.originals.items():
+            original.copy_(saved[name])
+        self._outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+
+
+def _backup(tensor: torch.Tensor, device: torch.device, *, pinned: bool) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
+    return copy.copy_(tensor)

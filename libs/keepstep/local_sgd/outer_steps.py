@@ -1,0 +1,124 @@
+"""The shell of LocalSGD and DiLoCo: count the steps of the inner optimizer, begin and end outer steps.
+
+Each outer step is a step of the Manager. Groups meet at its quorum, so those that are behind heal there. A process that
+has no state of the job yet requests the quorum when it enters the block, before it trains: it gets the position in the
+period together with the weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from keepstep.local_sgd.schedule import Schedule
+from keepstep.optim import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from keepstep.manager import Manager
+
+
+class OuterSteps(ABC):
+    """A block in which the groups train on their own between outer steps.
+
+    Args:
+        manager: of this replica group.
+        optimizer: the inner optimizer, whose steps are counted.
+        schedule: when outer steps begin and end.
+        compared: the registered states that are equal in all groups between two steps.
+    """
+
+    def __init__(self, manager: Manager, optimizer: Optimizer, schedule: Schedule, compared: frozenset[str]) -> None:
+        if isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(
+                "the inner optimizer is a keepstep.Optimizer, which averages and commits in every step: pass the "
+                "optimizer inside it"
+            )
+        self._manager = manager
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._hook: RemovableHandle | None = None
+        self._joined = False
+        manager.register_state_dict_fn(type(self).__name__, self._load_position, self._position)
+        manager.compare_only(compared)
+
+    @abstractmethod
+    def _start(self, fragment: int) -> None:
+        """Start the collectives of an outer step."""
+
+    @abstractmethod
+    def _finish(self, fragment: int) -> bool:
+        """Wait for the collectives, and end the step of the Manager. Return whether it committed."""
+
+    @abstractmethod
+    def _abandon(self, fragment: int) -> None:
+        """Forget the collectives."""
+
+    def __enter__(self) -> Self:
+        if self._hook is not None:
+            raise RuntimeError(f"this {type(self).__name__} is entered already; leave its block first")
+        self._hook = self._optimizer.register_step_post_hook(self._after_inner_step)
+        try:
+            self._join()
+        except BaseException:
+            self._unhook()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop counting. An outer step that has begun ends now, unless an exception leaves the block."""
+        self._unhook()
+        fragment = self._schedule.in_flight
+        if fragment is not None and error is None:
+            self._end(fragment)
+        elif fragment is not None:
+            self._abandon(fragment)
+            self._schedule.abandon()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _join(self) -> None:
+        """Heal before the first inner step, if this process has no state of the job yet."""
+        if self._joined or self._manager.current_step() or not self._manager.init_sync:
+            return
+        self._joined = True
+        self._manager.start_quorum()
+        if self._manager.is_healing():
+            self._schedule.skip_to_begin()  # the others average now, and this group heals when they end
+        self._advance()
+
+    def _after_inner_step(self, *_: object) -> None:
+        self._schedule.count()
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._schedule.begins:
+            self._begin()
+        if self._schedule.ends and self._schedule.in_flight is not None:
+            self._end(self._schedule.in_flight)
+
+    def _begin(self) -> None:
+        self._manager.start_quorum()
+        if self._schedule.begins:  # else this group has healed from one that is earlier in its period
+            self._start(self._schedule.begin(self._manager.current_step()))
+
+    def _end(self, fragment: int) -> bool:
+        try:
+            return self._finish(fragment)
+        finally:
+            self._schedule.end()
+
+    def _position(self) -> dict[str, Any]:
+        return {"position": self._schedule.position}
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        self._schedule.position = int(state["position"])

@@ -1,0 +1,261 @@
+"""LocalSGD and DiLoCo over real Managers: groups that join, that are lost in the middle, and that differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep import Manager
+from keepstep.local_sgd import DiLoCo, LocalSGD
+from keepstep.runtime.exits import MismatchExit
+from tests.services.manager.groups import events, manager, together
+
+DEADLINE = 60
+
+
+class Trainer:
+    """A group with a model, an inner optimizer, and a block of LocalSGD or DiLoCo."""
+
+    def __init__(self, m: Manager, seed: int, *, local: bool = False, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.manager = m
+        self.random = torch.Generator().manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.inner_steps = 0
+        m.register_state_dict_fn("model", self.model.load_state_dict, self.model.state_dict)
+        m.register_state_dict_fn("inner", self.inner.load_state_dict, self.inner.state_dict)
+        self.block: Any
+        if local:
+            self.block = LocalSGD(m, self.model, self.inner, **{"sync_every": 4, **options})
+        else:
+            fragments = [self.model[0], self.model[1:]]
+            outers = [torch.optim.SGD(one.parameters(), lr=0.7, momentum=0.9, nesterov=True) for one in fragments]
+            self.block = DiLoCo(m, fragments, self.inner, outers, **{"sync_every": 8, **options})
+
+    def step(self) -> None:
+        self.inner_steps += 1
+        batch = torch.randn(8, 3, generator=self.random)
+        (self.model(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+        self.inner.step()
+        self.inner.zero_grad()
+
+    def until(self, outer_step: int) -> None:
+        while self.manager.current_step() < outer_step:
+            self.step()
+
+    def shared(self) -> list[torch.Tensor]:
+        """All that is equal in all groups after an outer step."""
+        if isinstance(self.block, LocalSGD):
+            return [one.detach().clone() for one in self.model.state_dict().values()]
+        fragments = self.block.state_dict()["fragments"]
+        return [
+            one.clone()
+            for fragment in fragments
+            for one in (
+                *fragment["original_parameters"].values(),
+                *(state["momentum_buffer"] for state in fragment["outer_optimizer"]["state"].values()),
+            )
+        ]
+
+
+KINDS = {
+    "local-async": {"local": True},
+    "local-sync": {"local": True, "use_async_quorum": False},
+    "diloco": {"use_async_quorum": False},
+    "diloco-streaming": {
+        "use_async_quorum": False,
+        "fragment_sync_delay": 2,
+        "fragment_update_alpha": 0.5,
+        "use_bucketization": True,
+    },
+}
+OF_MANAGER = ("use_async_quorum", "min_replica_size", "timeout")
+
+
+@contextmanager
+def trainer(lighthouse: str, name: str, kind: str, **options: Any) -> Iterator[Trainer]:
+    values = {**KINDS[kind], **options}
+    of_manager = {key: values.pop(key) for key in OF_MANAGER if key in values}
+    with manager(lighthouse, name, **of_manager) as m:
+        yield Trainer(m, ord(name[-1]), **values)
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_joins_late_trains_on_from_the_state_of_another(lighthouse, kind, steps: Path) -> None:
+    """It takes part in the first outer step after its start: it trains nothing on its own before."""
+    trained, meet = threading.Event(), threading.Barrier(2)
+    last: list[int] = []
+
+    def first() -> list[torch.Tensor]:
+        with trainer(lighthouse, "a", kind) as one, one.block:
+            one.until(3)
+            trained.set()
+            while one.manager.num_participants() == 1:
+                one.until(one.manager.current_step() + 1)
+            last.append(one.manager.current_step() + 3)
+            meet.wait(DEADLINE)
+            one.until(last[0])
+            meet.wait(DEADLINE)
+            return one.shared()
+
+    def second() -> list[torch.Tensor]:
+        assert trained.wait(DEADLINE)
+        with trainer(lighthouse, "b", kind) as one, one.block:
+            assert one.manager.current_step() >= 3, "it healed before it trained"
+            if kind not in ("local-sync", "diloco"):  # these took an outer step at once
+                one.until(one.manager.current_step() + 1)
+            meet.wait(DEADLINE)
+            one.until(last[0])
+            meet.wait(DEADLINE)
+            return one.shared()
+
+    equal(*together(first, second))
+    assert "discarded" not in events(steps)
+    assert events(steps).count("healed") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_start_together_begin_with_equal_weights(lighthouse, kind, steps: Path) -> None:
+    at_end = threading.Barrier(2)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def run(name: str) -> list[torch.Tensor]:
+        with trainer(lighthouse, name, kind, min_replica_size=2) as one, one.block:
+            seen[name] = [parameter.detach().clone() for parameter in one.model.parameters()]
+            one.until(4)
+            assert one.inner_steps == 16
+            at_end.wait(DEADLINE)
+            return one.shared()
+
+    equal(*together(lambda: run("a"), lambda: run("b")))
+    equal(seen["a"], seen["b"])
+    assert "discarded" not in events(steps)
+
+
+class Died(Exception):
+    """In place of the death of a process."""
+
+
+def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment_is_tried_again(lighthouse) -> None:
+    meet = threading.Barrier(2)
+
+    def survivor() -> None:
+        with trainer(lighthouse, "a", "diloco-streaming") as one, one.block:
+            one.until(1)
+            meet.wait(DEADLINE)
+            before = one.shared()
+            while one.block._schedule.in_flight is None:
+                one.step()
+            while one.block._schedule.in_flight is not None:
+                one.step()
+            assert one.manager.current_step() == 1, "not committed"
+            equal(one.shared(), before)
+            fragment = one.block._fragments[1]
+            equal([each.detach() for each in fragment._parameters.values()], list(fragment.originals.values()))
+            one.until(2)
+            equal(one.shared()[:4], before[:4])
+            assert not torch.equal(one.shared()[4], before[4]), "fragment 1 was taken again, not fragment 0"
+
+    def victim() -> None:
+        with trainer(lighthouse, "b", "diloco-streaming", min_replica_size=2) as one, pytest.raises(Died), one.block:
+            one.until(1)
+
+            def die(_fragment: int) -> None:
+                raise Died
+
+            one.block._start = die
+            meet.wait(DEADLINE)
+            one.until(2)
+
+    together(survivor, victim)
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [
+        ({"sync_every": 4}, "here 'DiLoCo sync_every 4', in .* 'DiLoCo sync_every 8'"),
+        ({"fragment_sync_delay": 1}, "here 'fragment_sync_delay 1', in .* 'fragment_sync_delay 0'"),
+        ({"use_bucketization": True}, "here 'buckets of 33554432 bytes', in .* 'no buckets'"),
+    ],
+)
+def test_a_group_with_other_settings_is_refused_by_name(lighthouse, odd, named) -> None:
+    trained, refused = threading.Event(), threading.Event()
+
+    def usual() -> None:
+        with trainer(lighthouse, "a", "diloco") as one, one.block:
+            one.until(1)
+            trained.set()
+            assert refused.wait(DEADLINE)
+            one.until(2)
+
+    def differing() -> str:
+        assert trained.wait(DEADLINE)
+        try:
+            with trainer(lighthouse, "b", "diloco", **odd) as one, pytest.raises(MismatchExit) as error, one.block:
+                one.until(2)
+        finally:
+            refused.set()
+        return error.value.reason
+
+    _, reason = together(usual, differing)
+    assert re.search(named, reason), reason
+
+
+class Policy:
+    """Requests of an administrator to the lighthouse."""
+
+    def __init__(self, lighthouse: str) -> None:
+        self.url = f"{lighthouse}/v1/jobs/default"
+
+    def verify_each_step(self) -> None:
+        headers = {"Content-Type": "application/json"}
+        body = json.dumps({"verify_every": 1}).encode()
+        with urllib.request.urlopen(urllib.request.Request(self.url, body, headers, method="PATCH"), timeout=30):
+            pass
+
+    def compared(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/events", timeout=30) as answer:
+            found = json.load(answer)["events"]
+        return [one["kind"] for one in found if one["kind"].startswith("replica")]
+
+
+@pytest.mark.parametrize("kind", ["local-async", "diloco-streaming"])
+def test_only_weights_that_are_equal_by_design_are_compared(lighthouse, kind) -> None:
+    """Between two outer steps the groups hold different weights; a bit that flips in the originals is found."""
+    meet, policy = threading.Barrier(3), Policy(lighthouse)
+
+    def run(name: str) -> None:
+        with trainer(lighthouse, name, kind, min_replica_size=3) as one, one.block:
+            one.until(1)
+            meet.wait(DEADLINE)
+            if name == "a":
+                policy.verify_each_step()
+            meet.wait(DEADLINE)
+            one.until(4)
+            if name == "a":
+                assert set(policy.compared()) == (set() if one.manager.use_async_quorum else {"replicas_verified"})
+            meet.wait(DEADLINE)
+            if name == "b" and not one.manager.use_async_quorum:
+                one.block._fragments[0].originals["weight"][0, 0] += 1
+            one.until(7)
+            if name == "a" and not one.manager.use_async_quorum:
+                assert "replica_diverged" in policy.compared()
+            meet.wait(DEADLINE)
+
+    together(*(lambda name=name: run(name) for name in "abc"))
