@@ -3,12 +3,16 @@
 ``python fork_server.py LISTENER MODULE...``: LISTENER is the descriptor of a listening Unix socket. Each connection
 brings one request (see ``Request``), with the child's stdin, stdout and stderr, and gets the child's pid; one without
 a request is closed once the imports are done. The child is adopted by the nearest subreaper above, which is the test.
-It runs the program at the top level of this file and ends as each Python process does, with finalization. The server
-ends at the end of its standard input.
+It runs the program at the top level of this file. The server ends at the end of its standard input.
+
+A program that ends in order skips the last step of Python, which frees every object: after the imports of torch that
+takes 0.3 s of CPU time. It waits for its threads, calls what ``atexit`` has, and flushes its output. A program with
+another end (an exception, SIGINT) ends as each Python process does.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,14 +24,18 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from pathlib import Path
+from posix import _exit  # os._exit writes the lines that coverage has counted, which atexit or the child does here
 from typing import Any, TextIO, TypedDict
 
 PID_BYTES = 8
 CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
 NAMESPACES = Path("/run/netns")
+ROOT = str(Path(__file__).resolve().parents[3])
 STANDARD = 3
 """Descriptors that come with a request."""
 
@@ -36,7 +44,7 @@ class Request(TypedDict):
     """A JSON object, behind its length in 8 bytes."""
 
     arguments: list[str]
-    """Arguments of ``python``: ``-m MODULE ...`` or ``FILE ...``."""
+    """Arguments of ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``FILE ...``."""
     environment: dict[str, str]
     folder: str
     namespace: str
@@ -44,6 +52,10 @@ class Request(TypedDict):
     new_session: bool
     group: int
     """Process group to join, as ``os.setpgid`` takes it. -1: the server's."""
+    dies_with: int
+    """Pid of the parent whose end kills the process. 0: none."""
+    serves: bool
+    """Start the Python processes of this program from a fork server of its own, a child of it with the same imports."""
 
 
 def serve(listener: socket.socket) -> Request:
@@ -86,7 +98,7 @@ def fork() -> int:
         return pid
     if pid := os.fork():
         os.write(tell, pid.to_bytes(PID_BYTES))
-        os._exit(0)
+        _exit(0)
     for one in (let_go, told, tell):
         os.close(one)
     os.read(may_go, 1)
@@ -94,8 +106,39 @@ def fork() -> int:
     return 0
 
 
+def serve_own(request: Request) -> Request:
+    """Fork a server for the children of this program. Return in the program, and with their requests in its children.
+
+    The program becomes a subreaper, so that it is the parent of its children as ever.
+    """
+    sys.path.insert(0, ROOT)
+    from tests.support.processes import forked
+
+    del sys.path[0]
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    address = listener.getsockname()
+    until_end, held = os.pipe()  # the program holds the other end until it ends
+    if os.fork() == 0:
+        os.close(held)
+        os.dup2(until_end, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)  # not the program's output, which its reader reads to its end
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        return serve(listener)
+    listener.close()
+    os.close(until_end)
+    forked.install(own=address)
+    return request
+
+
 def become(request: Request) -> None:
     """Set what a new Python process would have."""
+    if request["dies_with"]:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != request["dies_with"]:  # it ended before the line above
+            os._exit(1)
     if request["namespace"]:
         enter(request["namespace"])
     if request["new_session"]:
@@ -112,7 +155,6 @@ def become(request: Request) -> None:
     for name, stream in streams.items():
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.argv = request["arguments"]
 
 
 def enter(namespace: str) -> None:
@@ -132,26 +174,56 @@ def like(stream: TextIO, *, lines: bool) -> io.TextIOWrapper:
     )
 
 
-def program(path: str) -> tuple[types.CodeType, types.ModuleType]:
-    """The code of a script, and the module that it is run in."""
-    sys.path[0] = os.path.dirname(path)  # noqa: PTH120
+def run(arguments: list[str]) -> None:
+    """Run a program at the top level, as Python does. ``arguments``: those of ``python``."""
+    if arguments[0] == "-m":
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+        sys.argv = arguments[1:]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
+    if arguments[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments[2:]]
+        name, source = "<string>", arguments[1].encode()
+    else:
+        name = arguments[0]
+        sys.path[0] = os.path.dirname(name)  # noqa: PTH120
+        sys.argv = arguments
+        with io.open_code(name) as file:
+            source = file.read()
     main = types.ModuleType("__main__")
-    main.__file__ = path
+    if name != "<string>":
+        main.__file__ = name
     sys.modules["__main__"] = main
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec"), main
+    exec(compile(source, name, "exec"), main.__dict__)
+
+
+def end(code: int) -> None:
+    """End this process in order, and leave its memory to the kernel. Return if its output cannot be flushed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+    except OSError:
+        return
+    _exit(code & 0xFF)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, whose end ends this process
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     gc.freeze()
-    become(serve(socket.socket(fileno=int(sys.argv[1]))))
-    if sys.argv[0] == "-m":
-        sys.path[0] = os.getcwd()  # noqa: PTH109
-        module = sys.argv.pop(1)
-        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
-    else:
-        code, main_module = program(sys.argv[0])
-        exec(code, main_module.__dict__)
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked["serves"]:
+        asked = serve_own(asked)
+    become(asked)
+    try:
+        run(asked["arguments"])
+    except SystemExit as ended:
+        if isinstance(ended.code, int | None):
+            end(ended.code or 0)
+        raise
+    end(0)

@@ -3,6 +3,9 @@
 ``install`` changes ``subprocess.Popen``, on which asyncio builds too, so that a test starts processes as anybody does
 and signals, pipes, exit codes and orphans are those of real processes. A command that a fork server cannot start the
 same way (other flags of Python, other ``PYTHON`` variables, inherited descriptors, a ``preexec_fn``) starts as ever.
+
+A `keepstep` command with ``FORKS`` in its environment (`keepstep run`, `keepstep demo`) starts its own Python
+processes, such as trainers, from a fork server too: a child of the command.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import ctypes
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +28,10 @@ from tests.support.processes.fork_server import PID_BYTES, Request
 PR_SET_CHILD_SUBREAPER = 36
 SERVER = Path(__file__).with_name("fork_server.py")
 TESTS = SERVER.parents[2]
+
+FORKS = "TESTS_FORK_SERVER"
+"""Variable of a command whose Python processes start from a fork server. They do not inherit it."""
+TRAINING = re.compile(r"^(import|from) .*\btorch\b", re.MULTILINE)
 
 COMMANDS = (
     "keepstep_cli.main",
@@ -41,27 +49,31 @@ SCRIPTS = (
     "keepstep.coordination",
     "keepstep.ddp",
     "keepstep.manager",
+    "keepstep_cli.main",
+    "keepstep_cli.running.launcher",
+    "keepstep_history.reading",
     "keepstep_lighthouse.app",
     "sklearn.datasets",
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.utils.data",
 )
-"""Imports of trainers and peers. The first optimizer of a process imports torch._dynamo."""
+"""Imports of trainers and peers, and of commands that start some. The first optimizer of a process imports
+torch._dynamo."""
 
 
 class ForkServer:
-    """Starts at the first use."""
+    """Starts at the first use, unless ``address`` is that of a running one."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, address: bytes = b"") -> None:
         self._modules = modules
         self._starting = threading.Lock()
-        self._address = b""
+        self._address = address
         self.process: subprocess.Popen[bytes] | None = None
 
     def _start(self) -> None:
         with self._starting:
-            if self.process is not None:
+            if self._address:
                 return
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind("")  # an abstract address of the kernel's choice
@@ -101,17 +113,25 @@ class ForkServer:
             assert self.process.stdin is not None
             self.process.stdin.close()
             self.process.wait(10)
-            self.process = None
+            self.process, self._address = None, b""
 
 
 SERVERS = {"commands": ForkServer(*COMMANDS), "scripts": ForkServer(*SCRIPTS)}
+_own: ForkServer | None = None
+"""The server of this process, a command with ``FORKS`` in its environment."""
 
 
 def server_of(arguments: Sequence[str]) -> ForkServer | None:
     """The server that has what a command imports."""
     match arguments:
+        case [sys.executable, "-m" | "-c", _, *_] if _own is not None:
+            return _own
+        case [sys.executable, path, *_] if _own is not None and path.endswith(".py"):
+            return _own
         case [sys.executable, "-m", "keepstep_cli", *_]:
             return SERVERS["commands"]
+        case [sys.executable, "-c", code, *_] if TRAINING.search(code):
+            return SERVERS["scripts"]
         case [sys.executable, path, *_] if path.endswith(".py") and TESTS in Path(path).parents and path != str(SERVER):
             return SERVERS["scripts"]
     return None
@@ -126,18 +146,31 @@ USUAL = {
 """Options of ``subprocess.Popen`` that a fork server has no other choice of."""
 
 
+DIES_WITH_PARENT = "die_with_parent"
+"""Name of the only ``preexec_fn`` that a fork server knows: that of `keepstep run`."""
+
+
 def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
     """The request for a process that ``subprocess.Popen`` is to start, or None if it starts as ever."""
+    dies_with_parent = _own is not None and getattr(how["preexec_fn"], "__name__", "") == DIES_WITH_PARENT
+    options = {**how, "preexec_fn": None} if dies_with_parent else how
+    if any(options[one] != usual for one, usual in USUAL.items()) or isinstance(how["args"], (str, bytes, os.PathLike)):
+        return None
     given = os.environ if how["env"] is None else how["env"]
     environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
     folder = os.fsdecode(how["cwd"] or Path.cwd())
-    if any(how[one] != usual for one, usual in USUAL.items()) or isinstance(how["args"], (str, bytes, os.PathLike)):
-        return None
     arguments = [os.fsdecode(one) for one in how["args"]]
     namespace = ""
     if arguments[:3] == ["ip", "netns", "exec"]:
         namespace, *arguments = arguments[3:]
+    if _own is not None and arguments[1:2] == ["-u"]:
+        del arguments[1]
+        environment["PYTHONUNBUFFERED"] = "1"
     server = server_of(arguments)
+    serves = FORKS in environment and server is SERVERS["commands"]
+    if serves:
+        server = SERVERS["scripts"]
+        del environment[FORKS]
     if server is None or not same_python(environment) or not Path(folder).is_dir():
         return None
     return server, Request(
@@ -147,6 +180,8 @@ def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
         namespace=namespace,
         new_session=how["start_new_session"],
         group=how["process_group"],
+        dies_with=os.getpid() if dies_with_parent else 0,
+        serves=serves,
     )
 
 
@@ -177,10 +212,16 @@ class ForkedPopen(UsualPopen[Any]):
             self._close_pipe_fds(*(how[one] for one in PIPES))  # type: ignore[attr-defined]
 
 
-def install() -> None:
-    """Start processes through fork servers from here on. They become children of this process, the subreaper."""
+def install(own: bytes = b"") -> None:
+    """Start processes through fork servers from here on. They become children of this process, the subreaper.
+
+    Args:
+        own: address of the only server to use. Empty: start servers when needed.
+    """
+    global _own
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    _own = ForkServer(address=own) if own else None
 
 
 def installed() -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.jobs import trainer
 from tests.support.jobs.job import DEADLINE, Group, Job, discarded
+from tests.support.processes.forked import FORKS
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -121,7 +122,7 @@ async def test_keepstep_run_starts_an_evicted_group_when_its_ban_is_over() -> No
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=2**20,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "KEEPSTEP_STEP_LOG": str(job.logs / "run.jsonl")},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "KEEPSTEP_STEP_LOG": str(job.logs / "run.jsonl"), FORKS: "1"},
         )
         assert run.stdout is not None
         said: list[str] = []

@@ -1,6 +1,7 @@
 """examples/train_ddp.py and the demo, as a user runs them. Real training processes, a real lighthouse, real kills.
 
-These tests are slow: every rank is a Python process that imports torch, which alone takes seconds of CPU time.
+One run starts its Python processes as a user does, and imports torch in each, which alone takes seconds of CPU time.
+The others start them from a fork server.
 """
 
 import json
@@ -15,7 +16,8 @@ import pytest
 
 from keepstep_history.reading import check_files
 from keepstep_history.report import summary_lines, violation_lines
-from tests.support.services.command import Command
+from tests.support.processes.forked import FORKS
+from tests.support.services.command import Command, environment
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(300)]
 DEADLINE = 240.0
@@ -24,12 +26,14 @@ DEADLINE = 240.0
 class Training(Command):
     """`keepstep run` of the example, with a lighthouse of its own."""
 
-    def __init__(self, folder: Path, state: Path, repository: Path, replicas: int, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, state: Path, repository: Path, replicas: int, *arguments: str, **variables: str
+    ) -> None:
         log = folder / "steps.jsonl"
         self.logs = [state, log]
         flags = ["--replicas", str(replicas), "--grace", "60"]
         command = ["run", *flags, "--state-dir", str(state), "--", str(repository / "examples" / "train_ddp.py")]
-        super().__init__(folder, *command, *arguments, deadline=DEADLINE, KEEPSTEP_STEP_LOG=str(log))
+        super().__init__(folder, *command, *arguments, deadline=DEADLINE, KEEPSTEP_STEP_LOG=str(log), **variables)
 
     def wait(self) -> int:
         """Its exit code. Fails when its logs show a violation."""
@@ -49,9 +53,10 @@ class Training(Command):
 def trainings(tmp_path: Path, repository: Path) -> Iterator[object]:
     started: list[Training] = []
 
-    def train(replicas: int, *arguments: str) -> Training:
+    def train(replicas: int, *arguments: str, forked: bool = True) -> Training:
         state = tmp_path / f"state-{len(started)}"
-        started.append(Training(tmp_path, state, repository, replicas, *arguments))
+        variables = {FORKS: "1"} if forked else {}
+        started.append(Training(tmp_path, state, repository, replicas, *arguments, **variables))
         return started[-1]
 
     yield train
@@ -65,7 +70,7 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def test_the_example_learns_and_goes_on_from_its_checkpoints(trainings, tmp_path: Path) -> None:
-    """It takes long because groups start four times, and each imports torch."""
+    """It takes long because it trains 230 steps on real digits."""
     first = trainings(2, "--steps", "200", "--checkpoints", "saved")
     assert first.wait() == 0, "\n".join(first.lines)
     assert len(first.weights()) == 2
@@ -84,15 +89,14 @@ def test_the_example_learns_and_goes_on_from_its_checkpoints(trainings, tmp_path
 
 
 def test_the_shortest_run_has_all_groups_from_its_first_step(trainings) -> None:
-    """It takes long because each group imports torch."""
-    run = trainings(2, "--steps", "3")
+    """It takes long because each group is a new Python that imports torch, as a user's is."""
+    run = trainings(2, "--steps", "3", forked=False)
     assert run.wait() == 0, "\n".join(run.lines)
     assert len(run.weights()) == 2
     assert len(set(run.weights())) == 1
 
 
 def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) -> None:
-    """It takes long because each group imports torch."""
     run = trainings(2, "--steps", "1000000000")
     run.wait_for(r"\[r\d/0\] step 10 ")
     run.process.send_signal(signal.SIGTERM)
@@ -100,10 +104,16 @@ def test_a_sigterm_ends_a_training_between_two_steps(trainings, tmp_path: Path) 
     assert not [line for line in run.lines if "Traceback" in line or "SIGKILL" in line or "killed" in line]
 
 
+def demo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "keepstep_cli", "demo", *flags],
+        cwd=folder, env=environment(**{FORKS: "1"}), capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+
+
 def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
-    """It takes long because each trainer of the demo imports torch, and trains for a while between the kills."""
-    command = [sys.executable, "-m", "keepstep_cli", "demo", "--short", "--summary", "summary.json", "--seconds", "200"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    """It takes long because the demo trains for a while between the kills."""
+    done = demo(tmp_path, "--short", "--summary", "summary.json", "--seconds", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [kill["victim"] for kill in summary["each_kill"]] == ["r0", "lighthouse"]
@@ -117,8 +127,7 @@ def test_the_short_demo_survives_and_writes_its_summary(tmp_path: Path) -> None:
 
 
 def test_a_demo_that_takes_too_long_fails_and_says_what_was_printed_last(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "keepstep_cli", "demo", "--seconds", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = demo(tmp_path, "--seconds", "1")
     assert done.returncode != 0
     assert "the demo failed" in done.stdout
     assert (tmp_path / "demo-summary.json").exists()

@@ -1,7 +1,4 @@
-"""The scripts of README.md and docs/quick-start.md, started with `keepstep run`; one group is killed.
-
-These tests are slow: every rank is a Python process that imports torch, which alone takes seconds of CPU time.
-"""
+"""The scripts of README.md and docs/quick-start.md, started with `keepstep run`; one group is killed."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes.forked import FORKS
 from tests.support.services.command import Command
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(200)]
@@ -31,7 +29,7 @@ print("after", manager.current_step(), "weights", model.weight.tolist())
 def test_the_lines_of_the_readme_train_and_all_groups_end_equal(tmp_path: Path, repository: Path) -> None:
     (lines,) = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(BEFORE + lines + AFTER)
-    run = Command(tmp_path, "run", "--replicas", "2", "--", "train.py", deadline=150.0)
+    run = Command(tmp_path, "run", "--replicas", "2", "--", "train.py", deadline=150.0, **{FORKS: "1"})
     try:
         assert run.wait() == 0, "\n".join(run.lines)
     finally:
@@ -46,7 +44,7 @@ def test_the_script_of_the_quick_start_goes_on_when_a_group_is_killed(tmp_path: 
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "keepstep run --replicas 3 -- train.py" in page
     (tmp_path / "train.py").write_text(script)
-    run = Command(tmp_path, "run", "--replicas", "3", "--", "train.py", deadline=150.0)
+    run = Command(tmp_path, "run", "--replicas", "3", "--", "train.py", deadline=150.0, **{FORKS: "1"})
     try:
         victim = int(run.wait_for(r"\[r1/0\] process (\d+)")[1])
         run.wait_for(r"\[r0/0\] step \d+ groups 3 ")

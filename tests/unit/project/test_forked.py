@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import forked
+from tests.support.services.command import Command
 
 PROGRAM = Path(__file__).with_name("told_by_a_process.py")
 
@@ -55,6 +57,35 @@ def test_an_error_and_a_signal_end_a_forked_script(server, tmp_path: Path) -> No
     assert stderr.endswith("RuntimeError: fail\n")
     assert ended(forked.ForkedPopen, tmp_path, "interrupt")[0] == -signal.SIGINT
     assert server.process is not None
+
+
+TRAINER = """
+import json, os, signal, sys
+told = {"forked": "colorsys" in sys.modules, "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv[1:]}
+print(json.dumps(told | {"session": os.getsid(0), "inherits": "TESTS_FORK_SERVER" in os.environ}))
+signal.pause()
+"""
+
+
+def test_trainers_of_a_command_are_forked_are_its_children_and_die_with_it(monkeypatch, tmp_path: Path) -> None:
+    server = forked.ForkServer("colorsys")
+    monkeypatch.setitem(forked.SERVERS, "scripts", server)
+    (tmp_path / "train.py").write_text(TRAINER)
+    command = ["run", "--replicas", "1", "--lighthouse", "x:1", "--", "train.py", "a"]
+    run = Command(tmp_path, *command, deadline=60.0, **{forked.FORKS: "1"})
+    try:
+        told = json.loads(run.wait_for(r"\[r0/0\] ({.*})")[1])
+        trainer = os.pidfd_open(told["pid"])
+        assert told == {
+            "forked": True, "pid": told["pid"], "parent": run.process.pid, "arguments": ["a"], "session": told["pid"],
+            "inherits": False,
+        }  # fmt: skip
+        run.process.kill()
+        assert select.select([trainer], [], [], 30)[0], "the trainer lives on"
+        os.close(trainer)
+    finally:
+        run.close()
+        server.close()
 
 
 def test_other_flags_and_variables_of_python_start_a_python_of_their_own() -> None:
