@@ -9,6 +9,7 @@ import pickle
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,25 +29,37 @@ from keepstep_relay.core.invariants import check_invariants
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.relay_driver import DEADLINE, Client, client, raw, relay, state
 
-ONE, TWO = state(1), state(2)
+ONE, TWO = (state(seed, CHUNK_BYTES + 1000) for seed in (1, 2))
 GOLDEN = Path(__file__).parents[2] / "support" / "checkpoints" / "golden"
 
 
-@pytest_asyncio.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[tuple[Relay, Client]]:
+@asynccontextmanager
+async def begun(**settings: Any) -> AsyncIterator[tuple[Relay, Client]]:
     """A relay with one committed checkpoint and one that has begun; both are as they were at the end."""
-    limits = Limits(checkpoints=3, chunks=20, ranks=4, keep_live=0)
-    async with relay(data_dir=tmp_path / "data", limits=limits) as one, client(one.address) as worker:
+    limits = Limits(checkpoints=3, chunks=18, ranks=4, keep_live=0)
+    async with relay(limits=limits, **settings) as one, client(one.address) as worker:
         await worker.store(ONE)
-        await worker.upload(TWO, "c2", 2, chunks=[0])
+        await worker.upload(TWO, "c2", 2, chunks=[1])
         await one.chunks._to_write.join()
         used = one.chunks.memory.used
         yield one, worker
         check_invariants(one.core)
         assert await worker.pack() == ONE.pack
-        assert (await worker.show("c2"))["checkpoint"]["lacking"] == 2
+        assert (await worker.show("c2"))["checkpoint"]["lacking"] == 1
         assert one.chunks.memory.used == used, "reserved memory was given back"
         assert one.traffic.uploads == one.traffic.downloads == one.chunks.notifier.waiters == 0
+
+
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[tuple[Relay, Client]]:
+    async with begun() as made:
+        yield made
+
+
+@pytest_asyncio.fixture
+async def scene_with_disk(tmp_path: Path) -> AsyncIterator[tuple[Relay, Client]]:
+    async with begun(data_dir=tmp_path / "data") as made:
+        yield made
 
 
 def content(tree: Any = ("tensor", 0), rows: Any = ((),), regions: Any = (10,)) -> bytes:
@@ -129,8 +142,8 @@ def test_a_manifest_bomb_takes_little_more_memory_than_it_is_long(body: bytes) -
         tracemalloc.stop()
 
 
-async def test_the_manifest_of_a_real_state_is_taken(scene) -> None:
-    _, worker = scene
+async def test_the_manifest_of_a_real_state_is_taken(scene_with_disk) -> None:
+    _, worker = scene_with_disk
     manifest, pack = ((GOLDEN / f"state-v1.{part}").read_bytes() for part in ("manifest", "pack"))
     await worker.begin("c3", 3)
     await worker.call("PUT", f"{worker.checkpoints}/c3/manifest", 201, data=io.BytesIO(manifest))
@@ -148,8 +161,8 @@ def all_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_name_that_leads_elsewhere_is_refused(scene, name: str, tmp_path: Path) -> None:
-    one, worker = scene
+async def test_a_name_that_leads_elsewhere_is_refused(scene_with_disk, name: str, tmp_path: Path) -> None:
+    one, worker = scene_with_disk
     before = all_of(tmp_path)
     for method, path in (
         ("GET", f"{worker.checkpoints}/{name}"),
@@ -194,26 +207,26 @@ async def test_a_beginning_that_makes_no_sense_is_refused(scene, body: Any) -> N
     assert await worker.list() == before
 
 
-async def test_a_chunk_with_other_bytes_than_its_digest_is_never_visible(scene) -> None:
-    one, worker = scene
+async def test_a_chunk_with_other_bytes_than_its_digest_is_never_visible(scene_with_disk) -> None:
+    one, worker = scene_with_disk
     async with asyncio.TaskGroup() as tasks:
-        reader = tasks.create_task(worker.chunk(TWO.digests[1], 503, wait=0.3))
+        reader = tasks.create_task(worker.chunk(TWO.digests[0], 503, wait=0.3))
         for _ in range(3):
-            problem = await worker.put(ONE.chunks[1], 422, digest=TWO.digests[1])
+            problem = await worker.put(ONE.chunks[0], 422, digest=TWO.digests[0])
         assert "upload it again" in problem["detail"]
         await reader
-    assert not await worker.has(TWO.digests[1])
+    assert not await worker.has(TWO.digests[0])
     assert one.chunks.damaged["upload"] == 3
 
 
 async def test_a_chunk_that_nothing_needs_or_of_another_length_is_refused(scene) -> None:
     _, worker = scene
     await worker.put(state(7).chunks[0], 409)
-    await worker.put(TWO.chunks[1][:-1], 400, digest=TWO.digests[1])
-    await worker.put(TWO.chunks[1] + b"x", 413, digest=TWO.digests[1])
-    await worker.put(b"", 400, digest=TWO.digests[1])
-    await worker.put(zlib.compress(TWO.chunks[1], 1)[:100], 400, digest=TWO.digests[1])
-    assert not await worker.has(TWO.digests[1])
+    await worker.put(TWO.chunks[0][:-1], 400, digest=TWO.digests[0])
+    await worker.put(TWO.chunks[0] + b"x", 413, digest=TWO.digests[0])
+    await worker.put(b"", 400, digest=TWO.digests[0])
+    await worker.put(zlib.compress(TWO.chunks[0], 1)[:100], 400, digest=TWO.digests[0])
+    assert not await worker.has(TWO.digests[0])
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
@@ -240,28 +253,28 @@ def put_head(digest: str, *lines: str) -> bytes:
 )
 async def test_a_length_that_lies_is_refused_before_the_body(scene, lines: list[str], status: int) -> None:
     one, _ = scene
-    async with raw(one.address, put_head(TWO.digests[1], *lines)) as (reader, _writer):
+    async with raw(one.address, put_head(TWO.digests[0], *lines)) as (reader, _writer):
         assert await status_of(reader) == status
 
 
-async def test_a_body_that_ends_early_is_forgotten(scene) -> None:
-    one, worker = scene
+async def test_a_body_that_ends_early_is_forgotten(scene_with_disk) -> None:
+    one, worker = scene_with_disk
     used = one.chunks.memory.used
-    head = put_head(TWO.digests[1], f"Content-Length: {CHUNK_BYTES}")
-    async with raw(one.address, head + TWO.chunks[1][:100_000]):
+    head = put_head(TWO.digests[0], f"Content-Length: {CHUNK_BYTES}")
+    async with raw(one.address, head + TWO.chunks[0][:100_000]):
         await eventually(lambda: one.traffic.uploads == 1)
     await eventually(lambda: one.traffic.uploads == 0)
     assert one.chunks.memory.used == used
-    assert not await worker.has(TWO.digests[1])
+    assert not await worker.has(TWO.digests[0])
 
 
 async def test_a_body_that_trickles_is_cut_off(scene) -> None:
     one, _ = scene
     one.settings = replace(one.settings, body_timeout=0.3)
     for path in ("chunk", "manifest"):
-        head = put_head(TWO.digests[1], f"Content-Length: {CHUNK_BYTES}")
+        head = put_head(TWO.digests[0], f"Content-Length: {CHUNK_BYTES}")
         if path == "manifest":
-            head = head.replace(f"/v1/chunks/{TWO.digests[1]}".encode(), b"/v1/jobs/job/checkpoints/c2/manifest?rank=0")
+            head = head.replace(f"/v1/chunks/{TWO.digests[0]}".encode(), b"/v1/jobs/job/checkpoints/c2/manifest?rank=0")
         async with raw(one.address, head) as (reader, writer):
             asked = asyncio.create_task(status_of(reader))
             while not asked.done():
@@ -295,7 +308,7 @@ async def test_too_many_at_once_are_asked_to_come_again(scene, monkeypatch: pyte
     _, worker = scene
     monkeypatch.setattr(bulk, "MAX_TRANSFERS", 0)
     assert "too many downloads" in (await worker.chunk(ONE.digests[0], 503))["detail"]
-    assert "too many uploads" in (await worker.put(TWO.chunks[1], 503))["detail"]
+    assert "too many uploads" in (await worker.put(TWO.chunks[0], 503))["detail"]
     monkeypatch.setattr(node, "MAX_WAITS", 0)
     await worker.call("GET", f"{worker.checkpoints}/c9/manifest?wait=1", 503)
     monkeypatch.setattr(node, "MAX_MANIFESTS_COMING", 0)
@@ -315,12 +328,12 @@ async def test_a_number_that_is_none_is_refused(scene, query: str) -> None:
 async def test_a_wait_is_bounded(scene) -> None:
     one, worker = scene
     one.settings = replace(one.settings, max_wait=0.05)
-    problem = await worker.chunk(TWO.digests[1], 503, wait=1e9)
+    problem = await worker.chunk(TWO.digests[0], 503, wait=1e9)
     assert "timed out" in problem["detail"]
 
 
-async def test_random_bytes_never_stop_the_relay(scene) -> None:
-    one, worker = scene
+async def test_random_bytes_never_stop_the_relay(scene_with_disk) -> None:
+    one, worker = scene_with_disk
     for seed in range(20):
         async with raw(one.address, state(100 + seed, 3000).pack + b"\r\n\r\n") as (reader, _writer):
             async with asyncio.timeout(DEADLINE):
