@@ -184,6 +184,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             names.insert(names.index(nothing_is_left_behind.__name__) + 1, no_task_is_left_behind.__name__)
 
 
+def pytest_collection_finish() -> None:
+    """Take the modules of torch out of garbage collection: to look at their objects takes 0.3 s of CPU time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaks. It is the first fixture with the scope of a test, so its teardown is the last."""
