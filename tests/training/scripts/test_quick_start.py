@@ -47,11 +47,12 @@ def test_the_script_of_the_quick_start_goes_on_when_a_group_is_killed(tmp_path: 
     run = Command(tmp_path, "run", "--replicas", "3", "--", "train.py", deadline=150.0, **{FORKS: "1"})
     try:
         victim = int(run.wait_for(r"\[r1/0\] process (\d+)")[1])
-        run.wait_for(r"\[r0/0\] step \d+ groups 3 ")
+        before = int(run.wait_for(r"\[r0/0\] step (\d+) groups 3 ")[1])
         os.kill(victim, signal.SIGKILL)
-        run.wait_for(r"\[r0/0\] step \d+ groups 2 ")
-        run.wait_for(r"\[r1/0\] step \d+ groups 3 ")
+        run.wait_for(r"\[r1/0\] process \d+")
+        assert int(run.wait_for(r"\[r1/0\] step (\d+) groups 3 ")[1]) > before
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
+        assert sum("[r0/0] process" in line for line in run.lines) == 1, "the others go on"
     finally:
         run.close()
