@@ -326,7 +326,8 @@ class Manager:
 
     def errored(self) -> Exception | None:
         """Return the error of this step, or of the last one until the next begins; None without an error."""
-        return self._attempt.error if self._attempt is not None else None
+        attempt = self._attempt
+        return None if attempt is None else (attempt.after or attempt).error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
         """Return a future that reports an error of ``fut`` and completes with ``default`` instead of raising it.
@@ -383,6 +384,8 @@ class Manager:
             if self._attempt.arguments == arguments and self._attempt.is_untouched():
                 return
             self._attempt.abandon()
+        elif self._attempt is not None and self._attempt.after is not None:
+            self._attempt.after.end()
         self._attempt = attempt = Attempt(
             context,
             allow_heal=allow_heal,
@@ -430,6 +433,9 @@ class Manager:
     ) -> Work:
         """Reduce ``tensor`` in place over the groups that take part.
 
+        It may be called after ``should_commit`` too, for a value to log: the groups that took part in the step reduce
+        it, and an error does not change what the step decided. All groups must call it equally often.
+
         Args:
             tensor: dense, of any shape. A group that heals or is a spare contributes the neutral element of
                 ``reduce_op``, such as 0 to a sum, and gets the result.
@@ -453,7 +459,8 @@ class Manager:
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
-        return self._current().allreduce(tensor, reduce_op, average=average, write_back=write_back)
+        after = self._attempt.after if self._attempt is not None else None
+        return (after or self._current()).allreduce(tensor, reduce_op, average=average, write_back=write_back)
 
     def mark_synchronized(self) -> None:
         """Declare that this step makes the registered state equal in all groups that take part.

@@ -4,6 +4,7 @@
     wait_plan   wait for the quorum and its process group
     allreduce   start a collective
     conclude    wait for the collectives, exchange live state, vote, commit or discard
+    after       what the script reduces between this attempt and the next
 
 ``quorum_plan`` decides what the group does. ``quorum_request``, ``collectives`` and ``healing`` have the waits, each
 with a deadline. An error that spoils the step is kept in ``Attempt.error``: the step does not commit, and training
@@ -21,6 +22,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.step.after_step import AfterStep
 from keepstep.step.agreeing import decision_on, root_of
 from keepstep.step.collectives import Collectives
 from keepstep.step.context import StepContext
@@ -73,7 +75,8 @@ class Attempt:
         """Set on the mesh thread, as soon as the quorum has formed."""
         self.plan: QuorumPlan | None = None
         """Set on the training thread, after it has waited for the quorum and its process group."""
-        self.done = False
+        self.after: AfterStep | None = None
+        """Set at the end of the attempt."""
         self.synchronized = False
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self._context = context
@@ -191,6 +194,11 @@ class Attempt:
         if torn and not (self.plan.heal and self.allow_heal):
             context.end_with(KeepstepError(NO_SOURCE_FOR_TORN_STATE))
         return self.plan
+
+    @property
+    def done(self) -> bool:
+        """Whether the step has been committed or discarded."""
+        return self.after is not None
 
     @property
     def quorum_failed(self) -> bool:
@@ -373,7 +381,7 @@ class Attempt:
     def _settle(self, plan: QuorumPlan | None, *, committed: bool) -> None:
         """Count the step as committed or discarded, and log it."""
         context, progress = self._context, self._context.progress
-        self.done = True
+        self.after = AfterStep(context, self.participation(plan) if plan is not None else (None, 0), self.error)
         context.link.finished_step()
         if plan is not None:
             began = self._collectives.started

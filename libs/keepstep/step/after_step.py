@@ -1,0 +1,81 @@
+"""Collectives between the end of a step and the begin of the next one, such as the average of a loss for the log.
+
+The groups that took part in the step take part in them. They change nothing of what the step decided: an error is
+logged, and the process group is rebuilt with the next quorum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ReduceOp
+
+from keepstep.step.collectives import Collectives
+from keepstep.step.context import StepContext
+from keepstep.step.managed_work import ManagedWork
+from keepstep.step.reporting.step_telemetry import StepTimes
+
+
+class AfterStep:
+    """The time after one step.
+
+    Args:
+        context: of this process.
+        participation: as ``Attempt.participation``.
+        error: why the step was discarded; None: it was committed.
+    """
+
+    def __init__(
+        self, context: StepContext, participation: tuple[int | None, int], error: Exception | None = None
+    ) -> None:
+        self.error = error
+        """Of the step, else of the first collective that failed; all later ones do nothing."""
+        self._context = context
+        self._participation = participation
+        self._collectives = Collectives(context, StepTimes(time.monotonic()), self._report)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType,
+        *,
+        average: bool,
+        write_back: Callable[[], None] | None = None,
+    ) -> ManagedWork:
+        """Reduce ``tensor`` in place. See ``Collectives.allreduce``."""
+        rank, world = self._participation
+        if self.error is None:
+            try:
+                return self._collectives.allreduce(
+                    *(tensor, reduce_op),
+                    average=average,
+                    contributes=rank is not None,
+                    world=world,
+                    write_back=write_back,
+                )
+            except Exception as error:  # noqa: BLE001  reported: training goes on
+                self._report(error)
+        return ManagedWork(None, tensor, ok=False)
+
+    def end(self) -> None:
+        """Wait for the collectives, before the next step begins.
+
+        After a discarded step, end the process group, which the next quorum rebuilds anyway: another group may have
+        committed the step, and wait for this one in such a collective.
+        """
+        self._collectives.finish()
+        if self.error is None:
+            self._collectives.check_process_group()
+        else:
+            self._context.reconfigurer.abort("this group discarded the step")
+
+    def _report(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            reason = f"{type(error).__name__}: {error}"
+            self._context.log.warning(
+                "collective after the step failed", step=self._context.progress.step, reason=reason
+            )
+            self._context.reconfigurer.abort(f"this group reported {reason}")
