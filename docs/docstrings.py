@@ -56,8 +56,8 @@ SECTIONS = (
         "keepstep",
         "ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL ManagedProcessGroup ProcessGroup ProcessGroupDummy "
         "ProcessGroupWrapper ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper "
-        "keepstep.process_group:ProcessGroupBabyGloo keepstep.process_group:ProcessGroupBabyNCCL "
-        "keepstep.process_group:ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby "
+        "ProcessGroupBabyGloo ProcessGroupBabyNCCL "
+        "ProcessGroupBabyXCCL keepstep.process_group:ProcessGroupBaby "
         "keepstep.process_group:ReconfigureOptions keepstep.process_group:reconfigure_with_store",
     ),
     section(

@@ -8,21 +8,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("parity.md")
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "parity.md"
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
 NOT_YET = {"collectives", "quantization", "parameter_server", "torchx"}
 """Modules that keepstep does not have yet."""
-INTERNAL = {
-    "manager": {"get_timeout", "extract_trailing_digits", "ExceptionWithTraceback"},
-    "process_group": {"create_store_client", "trigger_nccl_fr_trace_through_pipe"},
-    "coordination": {"Timestamp", "QuorumResult", "lighthouse_main"},
-}
-"""Helpers of torchft without a meaning for its users."""
+ABSENT: dict[str, dict[str, str]] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))["NAMES"]
+"""Helpers of torchft without a meaning for its users, with what to use instead."""
 DIFFERENT = {
     "set_rank_info": "`configure` sets the rank; a handle needs none",
     "abort": "`reason` in place of `errored`",
@@ -68,8 +66,8 @@ def row(module: str, name: str, entry: dict[str, Any]) -> str:
     releases = ", ".join(entry["in"])
     if module in NOT_YET:
         return f"| `{name}` | {releases} | not available yet |"
-    if name in INTERNAL.get(module, ()):
-        return f"| `{name}` | {releases} | internal to torchft |"
+    if (instead := ABSENT.get(module, {}).get(name)) is not None:
+        return f"| `{name}` | {releases} | no: {instead} |"
     methods = {one.partition("(")[0] for one in differences(module, name, entry)}
     differing = ", ".join(f"`{name if one == '__init__' else one}`" for one in sorted(methods))
     return f"| `{name}` | {releases} | {f'[differs](#differences) in {differing}' if differing else 'the same'} |"

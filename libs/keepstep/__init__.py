@@ -1,11 +1,12 @@
 """keepstep: per-step fault tolerance for PyTorch training. The worker library.
 
-Names are loaded when first used, so that ``keepstep.coordination`` works without torch.
+Names and modules are loaded when first used, so that ``keepstep.coordination`` works without torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
         FakeProcessGroupWrapper,
         ManagedProcessGroup,
         ProcessGroup,
+        ProcessGroupBabyGloo,
+        ProcessGroupBabyNCCL,
+        ProcessGroupBabyXCCL,
         ProcessGroupDummy,
         ProcessGroupGloo,
         ProcessGroupNCCL,
@@ -42,6 +46,9 @@ _HOME = {
     "ProcessGroupGloo": "process_group",
     "ProcessGroupNCCL": "process_group",
     "ProcessGroupXCCL": "process_group",
+    "ProcessGroupBabyGloo": "process_group",
+    "ProcessGroupBabyNCCL": "process_group",
+    "ProcessGroupBabyXCCL": "process_group",
     "ProcessGroupDummy": "process_group",
     "ProcessGroupWrapper": "process_group",
     "ErrorSwallowingProcessGroupWrapper": "process_group",
@@ -65,6 +72,9 @@ __all__ = [
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProcessGroupXCCL",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupDummy",
     "ProcessGroupWrapper",
     "ErrorSwallowingProcessGroupWrapper",
@@ -76,6 +86,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     name_there = "OptimizerWrapper" if name == "Optimizer" else name
     if name_there not in _HOME:
+        if not name.startswith("_") and importlib.util.find_spec(f"keepstep.{name}") is not None:
+            return importlib.import_module(f"keepstep.{name}")  # keepstep.process_group, as after `import torchft`
         raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
     try:
         module = importlib.import_module(f"keepstep.{_HOME[name_there]}")

@@ -15,7 +15,7 @@ PRESENT = [
     (module, name)
     for module, names in NAMES.items()
     for name in names
-    if module not in MADE["NOT_YET"] and name not in MADE["INTERNAL"].get(module, ())
+    if module not in MADE["NOT_YET"] and name not in MADE["ABSENT"].get(module, ())
 ]
 
 
