@@ -1,9 +1,11 @@
 """A replica group that runs scripts of ``examples/``, one after another; several scripts are a job each.
 
 After each script it prints {"event": "finished", "script", "pid", "step", "digest"}. The digest covers model and
-optimizer. Environment variables:
+optimizer; of a script with LocalSGD the model, and of one with DiLoCo the fragments, which are equal in all groups.
+Environment variables:
 
 SCRIPTS      paths, separated by colons
+ARGUMENTS    of the scripts, separated by spaces
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 def main() -> None:
     torch.set_num_threads(1)
+    sys.argv[1:] = os.environ.get("ARGUMENTS", "").split()
     scripts = [Path(path) for path in os.environ["SCRIPTS"].split(":")]
     for script in scripts:
         if len(scripts) > 1:
@@ -34,9 +38,18 @@ def main() -> None:
             "script": script.stem,
             "pid": os.getpid(),
             "step": names["manager"].current_step(),
-            "digest": digest([names["model"].state_dict(), names["adamw"].state_dict()]),
+            "digest": digest(shared_state(names)),
         }
         print(json.dumps(line), flush=True)
+
+
+def shared_state(names: dict[str, Any]) -> object:
+    """Return the state of a script that is equal in all groups."""
+    if "diloco" in names:
+        return names["diloco"].state_dict()["fragments"]
+    if "LocalSGD" in names:
+        return names["model"].state_dict()
+    return [names["model"].state_dict(), names["adamw"].state_dict()]
 
 
 def digest(state: object) -> str:
