@@ -250,9 +250,9 @@ def check_info(info: MemberInfo) -> None:
 
 def answer_frames(answer: QuorumAnswer | RankQuorum) -> Callable[[int], bytes]:
     """Return a function that encodes ``answer`` for a request number. All other fields are encoded once."""
-    fields = _plain(answer)
-    head = msgpack.Packer().pack_array_header(1 + len(fields)) + pack(answer.kind)
-    tail = b"".join(pack(one) for one in fields[1:])
+    encoded = pack([answer.kind, 0, *_plain(answer)[1:]])
+    end = len(pack(answer.kind)) + 1  # an array of up to 15 fields has a header of one byte, 0 is one byte
+    head, tail = encoded[:end], encoded[end + 1 :]
     return lambda request: head + pack(request) + tail
 
 
