@@ -50,6 +50,15 @@ SECTIONS = (
         "DistributedDataParallel Optimizer DistributedSampler PureDistributedDataParallel",
     ),
     section(
+        "Quantized collectives",
+        "[Quantized collectives](quantized.md) describes them.",
+        "keepstep.collectives",
+        "allreduce_quantized reduce_scatter_quantized get_padded_sizes allocate_reduce_scatter_output "
+        "keepstep.collectives.codecs:Codec keepstep.collectives.codecs:Quantized keepstep.collectives.codecs:TopK "
+        "keepstep.collectives.codecs:TwoBit keepstep.quantization:fused_quantize_into_fp8 "
+        "keepstep.quantization:fused_reduce_fp8 keepstep.quantization:fused_dequantize_from_fp8",
+    ),
+    section(
         "Process groups",
         "Pass one of the first three to the `Manager`. [Testing](testing.md#process-groups-that-fail) shows the "
         "wrappers.",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
-NOT_YET = {"collectives", "quantization", "parameter_server", "torchx"}
+NOT_YET = {"parameter_server", "torchx"}
 """Modules that keepstep does not have yet."""
 ABSENT: dict[str, dict[str, str]] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))["NAMES"]
 """Helpers of torchft without a meaning for its users, with what to use instead."""

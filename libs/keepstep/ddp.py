@@ -109,6 +109,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             trains.
         ignore_buffers: names, or shell patterns of names, of buffers that are not synchronized. They cost nothing, and
             are equal over the groups only if the script keeps them equal. Suited to constants and caches.
+        should_quantize: average the gradients with 8-bit values, a quarter of the bytes; see ``keepstep.collectives``.
+            Buffers are not quantized. All groups must give the same value.
         **kwargs: of torch's class. ``find_unused_parameters``, ``init_sync`` and ``broadcast_buffers`` are set here and
             ignored. ``gradient_as_bucket_view`` defaults to True, which saves a copy of all gradients.
 
@@ -125,6 +127,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         *,
         average_buffers: Sequence[str] = (),
         ignore_buffers: Sequence[str] = (),
+        should_quantize: bool = False,
         **kwargs: Any,
     ) -> None:
         for name in ("process_group", "init_sync", "broadcast_buffers", "find_unused_parameters", "static_graph"):
@@ -152,9 +155,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
         self._keepstep_manager = manager
         self._synced = buffers
+        self._should_quantize = should_quantize
         self.register_comm_hook(self, _average_bucket)
         manager.script_checker.add_module(module)
-        manager.add_layout(_layout(module, str(kwargs.get("bucket_cap_mb") or "default"), buffers))
+        buckets = str(kwargs.get("bucket_cap_mb") or "default")
+        manager.add_layout(_layout(module, buckets, buffers, should_quantize=should_quantize))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the backward pass of the result averages the gradients."""
@@ -191,7 +196,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def _average_bucket(state: DistributedDataParallel, bucket: GradBucket) -> Future[torch.Tensor]:
     if bucket.index() == 0:
         state._synced.start()  # noqa: SLF001  ours
-    work = state._keepstep_manager.allreduce(bucket.buffer())  # noqa: SLF001
+    work = state._keepstep_manager.allreduce(  # noqa: SLF001
+        bucket.buffer(),
+        should_quantize=state._should_quantize,  # noqa: SLF001
+    )
     return work.get_future()
 
 
@@ -211,6 +219,8 @@ class PureDistributedDataParallel(nn.Module):
         sync_buffers: as in ``DistributedDataParallel``.
         average_buffers: as in ``DistributedDataParallel``.
         ignore_buffers: as in ``DistributedDataParallel``.
+        should_quantize: as in ``DistributedDataParallel``. A gradient of up to 64 elements is not smaller than as
+            float32.
 
     Raises:
         ValueError: a buffer cannot be synchronized, or a name matches no buffer.
@@ -224,17 +234,19 @@ class PureDistributedDataParallel(nn.Module):
         *,
         average_buffers: Sequence[str] = (),
         ignore_buffers: Sequence[str] = (),
+        should_quantize: bool = False,
     ) -> None:
         super().__init__()
         self._synced = SyncedBuffers(manager, module, sync=sync_buffers, average=average_buffers, ignore=ignore_buffers)
         self.module = module
         self._keepstep_manager = manager
+        self._should_quantize = should_quantize
         self._averaging = False
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._queue_averaging)  # type: ignore[no-untyped-call]
         manager.script_checker.add_module(module)
-        manager.add_layout(_layout(module, "one bucket a parameter", self._synced))
+        manager.add_layout(_layout(module, "one bucket a parameter", self._synced, should_quantize=should_quantize))
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module; the backward pass of the result averages the gradients."""
@@ -254,14 +266,14 @@ class PureDistributedDataParallel(nn.Module):
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                works.append(self._keepstep_manager.allreduce(parameter.grad))
+                works.append(self._keepstep_manager.allreduce(parameter.grad, should_quantize=self._should_quantize))
         for work in works:
             work.wait()
 
 
-def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers) -> list[str]:
+def _layout(module: nn.Module, bucket_cap_mb: str, buffers: SyncedBuffers, *, should_quantize: bool) -> list[str]:
     """Return the layout of the buckets, which must be equal in all groups: one line for each parameter and buffer."""
-    lines = [f"bucket_cap_mb {bucket_cap_mb}"]
+    lines = [f"bucket_cap_mb {bucket_cap_mb}{', should_quantize' if should_quantize else ''}"]
     lines += [
         f"{name} {tuple(p.shape)} {p.dtype} {p.device.type}" for name, p in module.named_parameters() if p.requires_grad
     ]

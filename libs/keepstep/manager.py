@@ -23,11 +23,13 @@ from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
 from keepstep.checkpointing.transport import CheckpointTransport
+from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
+from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
@@ -439,7 +441,8 @@ class Manager:
         Args:
             tensor: dense, of any shape. A group that heals or is a spare contributes the neutral element of
                 ``reduce_op``, such as 0 to a sum, and gets the result.
-            should_quantize: not supported: True raises ValueError.
+            should_quantize: send 8-bit values, a quarter of the bytes; see ``keepstep.collectives``. All groups must
+                give the same value. Only SUM and AVG of floats.
             reduce_op: AVG divides the sum by ``num_participants()``; float16 is divided before the sum, so that it does
                 not overflow. SUM of booleans is a logical or.
             write_back: called on this thread in ``should_commit``, after all passes, if the collective succeeded.
@@ -449,18 +452,36 @@ class Manager:
             error of the collective is reported (``errored``), not raised.
 
         Raises:
-            ValueError: quantization, or an average of integers.
+            ValueError: an average of integers, or a quantized reduction other than SUM and AVG of floats.
             RuntimeError: no step has begun.
         """
         if should_quantize:
-            raise ValueError("this build of keepstep has no quantized all-reduce; call with should_quantize=False")
+            check_quantizable([tensor], reduce_op)
         average = reduce_op == ReduceOp.AVG
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
         after = self._attempt.after if self._attempt is not None else None
-        return (after or self._current()).allreduce(tensor, reduce_op, average=average, write_back=write_back)
+        return (after or self._current()).allreduce(
+            tensor, reduce_op, average=average, write_back=write_back, quantize=should_quantize
+        )
+
+    def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> Work:
+        """Average tensors in place over the groups that take part, in a way of the caller's own. Codecs use this.
+
+        Args:
+            tensors: float tensors that ``start`` averages.
+            start: starts the average on the process group of the round, and returns its work. A group that does not
+                contribute must send zeros.
+
+        Returns:
+            A Work, as of ``allreduce``. Its future completes with ``tensors``.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        return self._current().run_collective(tensors, start)
 
     def mark_synchronized(self) -> None:
         """Declare that this step makes the registered state equal in all groups that take part.

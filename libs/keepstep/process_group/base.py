@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from keepstep.process_group.reconfiguration import Handle, ReconfigureOptions
-from keepstep.process_group.works import CompletedWork
+from keepstep.process_group.sequence import Sequence, Task
+from keepstep.process_group.works import CompletedWork, StreamWork
 from keepstep_mesh.errors import KeepstepError
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
@@ -60,6 +61,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         self._name: GroupName | None = None
         self._timeout = timeout
         self._handle = Handle()
+        self._sequence = Sequence()
 
     def configure(  # torchft's signature
         self,
@@ -173,15 +175,44 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """Start a collective. ``operation`` is the method of torch's backends; ``args`` are its arguments."""
         raise NotImplementedError  # torch's metaclass of ProcessGroup is not ABCMeta: no abstractmethod
 
+    def _begin(self, operation: str, *args: Any) -> Work:
+        """Start a collective, after the operations of several collectives before it."""
+        self._wait_turn()
+        return self._run(operation, *args)
+
+    def _wait_turn(self) -> None:
+        self._sequence.wait_turn()
+
+    def compose(self, task: Task, tensors: Tensors) -> Work:
+        """Run an operation of several collectives.
+
+        For tensors in main memory the task runs in a thread, after earlier ones; collectives that are started in the
+        meantime wait for it. For other devices it runs at once, on the current stream.
+
+        Args:
+            task: begins collectives with the function that it gets, in the same order in all ranks, and waits for them.
+                It runs without gradients.
+            tensors: all tensors that it writes; value of the future.
+
+        Returns:
+            A Work. An error of the task is raised in ``wait``, or here if the task runs at once.
+        """
+        if all(tensor.is_cpu for tensor in tensors):
+            return self._sequence.add(task, tensors, self._run, self.abort)
+        self._wait_turn()
+        with torch.no_grad():
+            task(self._run)
+        return StreamWork(tensors)
+
     # ---- collectives
 
     def allreduce(
         self, tensors: Tensors | torch.Tensor, opts: AllreduceOptions | Plain = None, timeout: timedelta | None = None
     ) -> Work:
-        return self._run("allreduce", _listed(tensors), _options(AllreduceOptions, opts, timeout))
+        return self._begin("allreduce", _listed(tensors), _options(AllreduceOptions, opts, timeout))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | Plain = None) -> Work:
-        return self._run("allreduce_coalesced", tensors, _options(AllreduceCoalescedOptions, opts))
+        return self._begin("allreduce_coalesced", tensors, _options(AllreduceCoalescedOptions, opts))
 
     def allgather(
         self,
@@ -198,13 +229,13 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         """
         if isinstance(input_tensors, torch.Tensor):
             output_tensors = [cast("Tensors", output_tensors)]
-        return self._run("allgather", output_tensors, _listed(input_tensors), _options(AllgatherOptions, opts))
+        return self._begin("allgather", output_tensors, _listed(input_tensors), _options(AllgatherOptions, opts))
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | timedelta | None = None
     ) -> Work:
         """Gather into outputs that are ``size()`` times their input, concatenated along the first dimension."""
-        return self._run(
+        return self._begin(
             "allgather_into_tensor_coalesced", output_tensors, input_tensors, _options(AllgatherOptions, opts)
         )
 
@@ -214,7 +245,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         input: torch.Tensor,  # noqa: A002
         opts: AllgatherOptions | timedelta | None = None,
     ) -> Work:
-        return self._run("_allgather_base", output, input, _options(AllgatherOptions, opts))
+        return self._begin("_allgather_base", output, input, _options(AllgatherOptions, opts))
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
@@ -237,13 +268,13 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         if isinstance(output_tensors, torch.Tensor):
             input_tensors = [cast("Tensors", input_tensors)]
         opts = _options(ReduceScatterOptions, opts, timeout)
-        return self._run("reduce_scatter", _listed(output_tensors), input_tensors, opts)
+        return self._begin("reduce_scatter", _listed(output_tensors), input_tensors, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | Plain = None
     ) -> Work:
         """Reduce inputs that are ``size()`` times their output, concatenated along the first dimension."""
-        return self._run(
+        return self._begin(
             "reduce_scatter_tensor_coalesced", output_tensors, input_tensors, _options(ReduceScatterOptions, opts)
         )
 
@@ -253,7 +284,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         input: torch.Tensor,  # noqa: A002
         opts: ReduceScatterOptions | Plain = None,
     ) -> Work:
-        return self._run("_reduce_scatter_base", output, input, _options(ReduceScatterOptions, opts))
+        return self._begin("_reduce_scatter_base", output, input, _options(ReduceScatterOptions, opts))
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
@@ -268,7 +299,7 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
     ) -> Work:
         """Send rows of ``input`` to each rank, as many as ``input_split_sizes`` lists. Empty lists split evenly."""
         opts = _options(AllToAllOptions, opts)
-        return self._run("alltoall_base", output, input, output_split_sizes, input_split_sizes, opts)
+        return self._begin("alltoall_base", output, input, output_split_sizes, input_split_sizes, opts)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
@@ -278,19 +309,19 @@ class ProcessGroup(TorchProcessGroup):  # its metaclass is not ABCMeta: abstract
         opts: BroadcastOptions | int | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        return self._run("broadcast", _listed(tensors), _options(BroadcastOptions, opts, timeout))
+        return self._begin("broadcast", _listed(tensors), _options(BroadcastOptions, opts, timeout))
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         return self.broadcast([tensor], root)
 
     def barrier(self, opts: BarrierOptions | timedelta | None = None) -> Work:
-        return self._run("barrier", _options(BarrierOptions, opts))
+        return self._begin("barrier", _options(BarrierOptions, opts))
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
-        return self._run("send", tensors, dst_rank, tag)
+        return self._begin("send", tensors, dst_rank, tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
-        return self._run("recv", tensors, src_rank, tag)
+        return self._begin("recv", tensors, src_rank, tag)
 
     # ---- the interface of torch's ProcessGroup
 

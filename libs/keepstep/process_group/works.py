@@ -33,6 +33,32 @@ class CompletedWork(Work):
         return True
 
 
+class StreamWork(Work):
+    """Operations that are queued on the current stream of the device of ``tensors``, as one work."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._queued = torch.Event(tensors[0].device)
+        self._queued.record()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  the process group watches the stream
+        """Make the current stream wait."""
+        self._queued.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future(devices=list({one.device for one in self._tensors}))
+        future.set_result(self._tensors)
+        return future
+
+    def is_completed(self) -> bool:
+        return self._queued.query()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
 class AveragedWork(Work):
     """A sum of ``size`` ranks that becomes their average, for backends without one.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Store, Work
 from torch.futures import Future
 
-from keepstep.process_group.base import ProcessGroup, ProcessGroupError
+from keepstep.process_group.base import ProcessGroup, ProcessGroupError, Tensors
 from keepstep.process_group.reconfiguration import ReconfigureOptions
+from keepstep.process_group.sequence import Task
 from keepstep.process_group.works import CompletedWork, JointWork
 from keepstep_mesh.config.logging import get_logger
 
@@ -129,6 +132,12 @@ class ProcessGroupWrapper(ProcessGroup):
     def _run(self, operation: str, *args: Any) -> Work:
         return self._pg._run(operation, *args)  # noqa: SLF001  both classes are of this package
 
+    def _wait_turn(self) -> None:
+        self._pg._wait_turn()  # noqa: SLF001
+
+    def compose(self, task: Task, tensors: Tensors) -> Work:
+        return self._pg.compose(task, tensors)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"
 
@@ -170,12 +179,18 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return self._error or super().errored()
 
     def _run(self, operation: str, *args: Any) -> Work:
+        return self._swallow(partial(super()._run, operation, *args), args[0])
+
+    def compose(self, task: Task, tensors: Tensors) -> Work:
+        return self._swallow(partial(super().compose, task, tensors), tensors)
+
+    def _swallow(self, start: Callable[[], Work], result: Any) -> Work:
         if self._error is None:
             try:
-                return _SwallowingWork(self, super()._run(operation, *args), args[0])
+                return _SwallowingWork(self, start(), result)
             except Exception as error:  # noqa: BLE001  stored by report_error
                 self.report_error(error)
-        return CompletedWork(args[0])
+        return CompletedWork(result)
 
 
 class _SwallowingWork(Work):
@@ -228,7 +243,12 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._future_error = error
 
     def _run(self, operation: str, *args: Any) -> Work:
-        work = super()._run(operation, *args)
+        return self._fail(super()._run(operation, *args))
+
+    def compose(self, task: Task, tensors: Tensors) -> Work:
+        return self._fail(super().compose(task, tensors))
+
+    def _fail(self, work: Work) -> Work:
         error, self._future_error = self._future_error, None
         return work if error is None else _FailingWork(work, error)
 
@@ -253,7 +273,7 @@ class _FailingWork(Work):
 class ManagerLike(Protocol):
     """Methods of a Manager that ``ManagedProcessGroup`` uses."""
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Work: ...
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False, *, reduce_op: Any) -> Work: ...
     def num_participants(self) -> int: ...
 
 
@@ -289,3 +309,7 @@ class ManagedProcessGroup(ProcessGroup):
         tensors, options = args
         works = [self._manager.allreduce(tensor, reduce_op=options.reduceOp) for tensor in tensors]
         return works[0] if len(works) == 1 else JointWork(works, tensors)
+
+    def allreduce_quantized(self, tensor: torch.Tensor, reduce_op: Any) -> Work:
+        """All-reduce with 8-bit values; see ``keepstep.collectives.allreduce_quantized``."""
+        return self._manager.allreduce(tensor, should_quantize=True, reduce_op=reduce_op)

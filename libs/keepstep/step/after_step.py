@@ -43,6 +43,7 @@ class AfterStep:
         *,
         average: bool,
         write_back: Callable[[], None] | None = None,
+        quantize: bool = False,
     ) -> ManagedWork:
         """Reduce ``tensor`` in place. See ``Collectives.allreduce``."""
         rank, world = self._participation
@@ -54,6 +55,7 @@ class AfterStep:
                     contributes=rank is not None,
                     world=world,
                     write_back=write_back,
+                    quantize=quantize,
                 )
             except Exception as error:  # noqa: BLE001  reported: training goes on
                 self._report(error)

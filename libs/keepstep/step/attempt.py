@@ -19,8 +19,9 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, Work
 
+from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.after_step import AfterStep
 from keepstep.step.agreeing import decision_on, root_of
@@ -256,28 +257,45 @@ class Attempt:
         *,
         average: bool,
         write_back: Callable[[], None] | None = None,
+        quantize: bool = False,
     ) -> ManagedWork:
         """Reduce ``tensor`` in place over the groups that take part. Errors are reported, not raised.
 
         See ``Collectives.allreduce``.
         """
-        try:
-            plan = self.wait_plan() if self.error is None else None
-            if plan is None or self.error is not None:
-                return ManagedWork(None, tensor, ok=False)
-            rank, world = self.participation(plan)
+
+        def start(contributes: bool, world: int) -> ManagedWork:
             return self._collectives.allreduce(
                 *(tensor, reduce_op),
                 average=average,
-                contributes=rank is not None,
+                contributes=contributes,
                 world=world,
                 write_back=write_back,
+                quantize=quantize,
             )
+
+        return self._start_collective(start, tensor)
+
+    def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
+        """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""
+        return self._start_collective(
+            lambda contributes, world: self._collectives.run(tensors, start, contributes=contributes, world=world),
+            tensors,
+        )
+
+    def _start_collective(self, start: Callable[[bool, int], ManagedWork], value: object) -> ManagedWork:
+        """Call ``start`` with whether this group contributes, and the number of groups that do."""
+        try:
+            plan = self.wait_plan() if self.error is None else None
+            if plan is None or self.error is not None:
+                return ManagedWork(None, value, ok=False)
+            rank, world = self.participation(plan)
+            return start(rank is not None, world)
         except SystemExit as error:  # should_commit raises it again: a backward pass must not be left by an exit
             self.report(KeepstepError(f"leaving: {error}"))
         except Exception as error:  # noqa: BLE001  reported: the step does not commit, training goes on
             self.report(error)
-        return ManagedWork(None, tensor, ok=False)
+        return ManagedWork(None, value, ok=False)
 
     def _exchange_state(self) -> Exception | None:
         return self._exchange.run() if self._exchange is not None else None

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from keepstep.collectives.all_reduce import all_reduce
+from keepstep.collectives.codecs.codec import Round
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.neutral_elements import neutral_element
@@ -64,6 +66,7 @@ class Collectives:
         contributes: bool,
         world: int,
         write_back: Callable[[], None] | None = None,
+        quantize: bool = False,
     ) -> ManagedWork:
         """Start to reduce ``tensor`` in place.
 
@@ -77,6 +80,7 @@ class Collectives:
             contributes: False: this group contributes the neutral element of ``reduce_op``, such as 0 to a sum.
             world: number of groups that take part.
             write_back: called by ``finish``, if the collective succeeded.
+            quantize: send 8-bit values. The sum is computed in float32, so float16 does not overflow.
 
         Raises:
             ValueError: ``reduce_op`` has no neutral element.
@@ -90,6 +94,10 @@ class Collectives:
         if summed and contributes:
             self._contributed += _extremes(whole)
         scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
+        if quantize:
+            self._times.launched = time.monotonic()
+            reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
+            return self._add(reduced, [whole], tensor, summed=summed, write_back=write_back)
         if scale is not None and whole.dtype is torch.float16:
             whole.mul_(scale)
             scale = None
@@ -102,15 +110,52 @@ class Collectives:
         self._times.launched = time.monotonic()
         work = context.reconfigurer.pg.allreduce([whole], options)
 
-        def finish() -> None:
-            if scale is not None:
-                whole.mul_(scale)
-            if summed and context.refuse_nonfinite:
-                self._results.extend(_extremes(whole))
-            if whole is not tensor:
-                tensor.copy_(whole)
+        return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=write_back)
 
-        managed = ManagedWork(work, tensor, finish, self._report, write_back)
+    def run(
+        self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work], *, contributes: bool, world: int
+    ) -> ManagedWork:
+        """Start an average of float tensors that ``start`` computes.
+
+        Args:
+            tensors: averaged in place.
+            start: starts the average and returns its work. If the group does not contribute, it must send zeros.
+            contributes: as in ``allreduce``.
+            world: as in ``allreduce``.
+
+        Raises:
+            Exception: the average could not be started.
+        """
+        context = self._context
+        if contributes:
+            for tensor in tensors:
+                self._contributed += _extremes(tensor)
+        self._times.launched = time.monotonic()
+        work = start(Round(context.reconfigurer.pg, contributes, world, context.timeout))
+        return self._add(work, tensors, tensors, summed=True)
+
+    def _add(
+        self,
+        work: dist.Work,
+        results: list[torch.Tensor],
+        value: torch.Tensor | list[torch.Tensor],
+        *,
+        summed: bool,
+        scale: float | None = None,
+        write_back: Callable[[], None] | None = None,
+    ) -> ManagedWork:
+        """Note a collective that was started. ``value``: of its future; a tensor gets the result if it is another."""
+
+        def finish() -> None:
+            for result in results:
+                if scale is not None:
+                    result.mul_(scale)
+                if summed and self._context.refuse_nonfinite:
+                    self._results.extend(_extremes(result))
+            if isinstance(value, torch.Tensor) and results[0] is not value:
+                value.copy_(results[0])
+
+        managed = ManagedWork(work, value, finish, self._report, write_back)
         self._works.append(managed)
         return managed
 

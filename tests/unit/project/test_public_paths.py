@@ -19,6 +19,7 @@ PUBLIC = {
     "checkpointing.http_transport": "HTTPTransport",
     "checkpointing.pg_transport": "PGTransport",
     "checkpointing.transport": "CheckpointTransport",
+    "collectives": ("allocate_reduce_scatter_output allreduce_quantized get_padded_sizes reduce_scatter_quantized"),
     "coordination": "LighthouseClient LighthouseServer ManagerClient ManagerServer Quorum QuorumMember",
     "data": "DistributedSampler",
     "ddp": "DistributedDataParallel PureDistributedDataParallel",
@@ -26,6 +27,7 @@ PUBLIC = {
     "local_sgd": "DiLoCo LocalSGD extract_local_tensor",
     "manager": "Manager WorldSizeMode",
     "optim": "OptimizerWrapper",
+    "quantization": "fused_dequantize_from_fp8 fused_quantize_into_fp8 fused_reduce_fp8",
     "process_group": (
         "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup ProcessGroup ProcessGroupDummy "
         "ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper ProcessGroupXCCL"
@@ -37,7 +39,7 @@ PUBLIC = {
 exception itself.
 """
 
-MISSING = {"collectives", "parameter_server", "quantization"}
+MISSING = {"parameter_server"}
 """Modules that keepstep does not have yet; docs/coming-from-torchft.md lists them."""
 
 

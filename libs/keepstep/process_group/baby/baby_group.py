@@ -133,6 +133,7 @@ class ProcessGroupBaby(ProcessGroup):
         if connection is not None:
             connection.fail(ProcessGroupAbortedError(reason))
             connection.close()
+        self._wait_turn()  # an operation of several collectives must not begin one in the next configuration
 
     def _release_spawner(self) -> None:
         spawner, self._spawner = self._spawner, None

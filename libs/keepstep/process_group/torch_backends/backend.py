@@ -100,6 +100,7 @@ class BackendProcessGroup(ProcessGroup):
         if communicator is not None:
             communicator.fail(ProcessGroupAbortedError("the process group was shut down"))
             communicator.close()
+        self._wait_turn()  # an operation of several collectives must not begin one in the next configuration
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)

@@ -67,14 +67,6 @@ def test_an_average_of_integers_is_refused_and_a_sum_is_not(lighthouse):
         assert m.should_commit()
 
 
-def test_quantization_is_refused_rather_than_silently_left_out(lighthouse):
-    with manager(lighthouse, "a") as m:
-        m.start_quorum()
-        with pytest.raises(ValueError, match="no quantized all-reduce"):
-            m.allreduce(torch.ones(1), should_quantize=True)
-        assert m.should_commit()
-
-
 def test_a_wrapped_future_that_fails_or_is_late_gives_the_default_and_rejects_the_step(lighthouse):
     with manager(lighthouse, "a") as m:
         for settle in (lambda f: f.set_exception(RuntimeError("lost")), lambda _: None):

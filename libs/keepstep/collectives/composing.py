@@ -1,0 +1,27 @@
+"""Operations of several collectives on any process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work
+
+from keepstep.process_group import ProcessGroup
+from keepstep.process_group.sequence import Task
+from keepstep.process_group.works import CompletedWork, StreamWork
+
+
+def compose(process_group: dist.ProcessGroup, task: Task, tensors: list[torch.Tensor]) -> Work:
+    """Run an operation of several collectives; see ``ProcessGroup.compose``. A group of torch runs it at once."""
+    if isinstance(process_group, ProcessGroup):
+        return process_group.compose(task, tensors)
+
+    def begin(operation: str, *args: Any) -> Work:
+        work: Work = getattr(process_group, operation)(*args)
+        return work
+
+    with torch.no_grad():
+        task(begin)
+    return CompletedWork(tensors) if tensors[0].is_cpu else StreamWork(tensors)

@@ -1,0 +1,130 @@
+"""Exchange of quantized rows: what each rank sends, reduces, and gathers."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllToAllOptions, Work
+
+from keepstep.collectives.chunks import Chunk
+from keepstep.process_group.sequence import Begin
+from keepstep.quantization.row_format import RowFormat
+
+_SHORTEST = timedelta(milliseconds=1)
+"""For torch a timeout of 0 means no timeout of its own."""
+_CAUSES = (
+    "a peer is stuck, slow or disconnected, or does not quantize; give should_quantize and the codec the same value in "
+    "all groups"
+)
+
+
+class Exchange:
+    """The collectives of one quantized operation.
+
+    Args:
+        rank: of this process.
+        ranks: number of ranks.
+        timeout: of the whole operation, from its first collective.
+    """
+
+    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self._timeout = timeout
+        self._end: float | None = None
+
+    def send_pieces(self, begin: Begin, outgoing: torch.Tensor, incoming: torch.Tensor) -> Arrival:
+        """Send each other rank its piece of ``outgoing``, in the order of ranks, and receive theirs."""
+        size = outgoing.numel() // (self.ranks - 1)
+        sizes = [0 if rank == self.rank else size for rank in range(self.ranks)]
+        options = AllToAllOptions()
+        options.timeout = self._left()
+        return Arrival(begin("alltoall_base", incoming, outgoing, sizes, list(sizes), options))
+
+    def gather(self, begin: Begin, gathered: torch.Tensor, own: torch.Tensor) -> Arrival:
+        """Gather ``own`` of all ranks, in the order of ranks."""
+        options = AllgatherOptions()
+        options.timeout = self._left()
+        return Arrival(begin("_allgather_base", gathered, own, options))
+
+    def _left(self) -> timedelta:
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._timeout.total_seconds()
+        if now >= self._end:
+            raise TimeoutError(f"a quantized collective took longer than {self._timeout}: {_CAUSES}")
+        return max(timedelta(seconds=self._end - now), _SHORTEST)
+
+
+class Arrival:
+    """A collective in flight."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for it.
+
+        Raises:
+            TimeoutError: it took too long.
+            ProcessGroupError: it failed.
+        """
+        try:
+            self._work.wait()
+        except TimeoutError as error:
+            raise TimeoutError(f"a quantized collective took too long ({error}): {_CAUSES}") from None
+
+
+class ChunkReduction:
+    """The reduction of one chunk: ``__init__`` sends its rows, then ``reduce``, then ``finish``.
+
+    Args:
+        chunk: its rows get the result.
+        exchange: of the operation.
+        row_format: of the values.
+        factor: of each rank's contribution to the sum.
+        begin: begins a collective.
+    """
+
+    def __init__(self, chunk: Chunk, exchange: Exchange, row_format: RowFormat, factor: float, begin: Begin) -> None:
+        self._chunk = chunk
+        self._exchange = exchange
+        self._format = row_format
+        self._factor = factor
+        self._begin = begin
+        self._share = -(-chunk.rows.shape[0] // exchange.ranks)
+        self._bytes = row_format.piece_bytes(self._share)
+        others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
+        outgoing = self._pieces(len(others))
+        for piece, rank in zip(outgoing, others, strict=True):
+            row_format.encode(self._rows(rank), *row_format.parts(piece, self._share))
+        self._incoming = self._pieces(len(others))
+        self._arrival = exchange.send_pieces(begin, outgoing.view(-1), self._incoming.view(-1))
+
+    def reduce(self) -> None:
+        """Add the rows of the other ranks to those of this one, and send the result to all."""
+        total = self._rows(self._exchange.rank).float().mul(self._factor)
+        self._arrival.wait()
+        for piece in self._incoming:
+            self._format.add(*self._format.parts(piece, self._share), total, self._factor)
+        own = self._pieces(1)
+        self._format.encode(total, *self._format.parts(own[0], self._share))
+        self._gathered = self._pieces(self._exchange.ranks)
+        self._arrival = self._exchange.gather(self._begin, self._gathered.view(-1), own.view(-1))
+
+    def finish(self) -> None:
+        """Decode the result into the rows of the chunk."""
+        self._arrival.wait()
+        for rank, piece in enumerate(self._gathered):
+            self._format.decode(*self._format.parts(piece, self._share), self._rows(rank))
+        self._chunk.write_back()
+
+    def _pieces(self, count: int) -> torch.Tensor:
+        return torch.empty(count, self._bytes, dtype=torch.uint8, device=self._chunk.rows.device)
+
+    def _rows(self, rank: int) -> torch.Tensor:
+        """Return the rows that ``rank`` reduces: the last ranks may have fewer than the others, or none."""
+        return self._chunk.rows[rank * self._share : (rank + 1) * self._share]

@@ -1,0 +1,148 @@
+"""Operations that begin several collectives, one after another, in the same order in all ranks.
+
+A collective of one rank meets the collective that its peers begin as the same number in their sequence. An operation of
+several collectives, such as a quantized all-reduce, begins the later ones when the earlier ones have arrived: in a
+thread, so that its caller goes on. Until it has ended, no other operation of the group begins.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
+
+from keepstep.runtime.failed_future import fail_future
+from keepstep_mesh.net.fork_safety import tell_children
+
+Begin = Callable[..., Work]
+"""Begins a collective: the method of torch's backends by name, and its arguments."""
+Task = Callable[[Begin], None]
+"""Begins collectives and waits for them."""
+
+
+class Sequence:
+    """The operations of several collectives of one process group, in their order."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tasks: collections.deque[TaskWork] = collections.deque()
+        self._thread: threading.Thread | None = None
+        tell_children(self)
+
+    def forked(self) -> None:
+        """Drop the operations in a forked child, which does not have their thread."""
+        self._changed = threading.Condition()
+        self._tasks.clear()
+        self._thread = None
+
+    def add(self, task: Task, tensors: list[torch.Tensor], begin: Begin, abort: Callable[[str], None]) -> TaskWork:
+        """Run a task in a thread, after the tasks before it.
+
+        Args:
+            task: called with ``begin``.
+            tensors: value of the future.
+            begin: begins a collective of the group.
+            abort: aborts the group, with the reason.
+        """
+        work = TaskWork(partial(task, begin), tensors, abort)
+        with self._changed:
+            self._tasks.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="keepstep-sequence", daemon=True)
+                self._thread.start()
+        return work
+
+    def wait_turn(self) -> None:
+        """Wait until all tasks have ended. The timeouts of their collectives limit the wait."""
+        if self._tasks and threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._tasks)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    self._thread = None
+                    return
+                work = self._tasks[0]
+            work.run()
+            with self._changed:
+                self._tasks.popleft()
+                self._changed.notify_all()
+
+
+class TaskWork(Work):
+    """A task in flight."""
+
+    def __init__(self, task: Callable[[], None], tensors: list[torch.Tensor], abort: Callable[[str], None]) -> None:
+        super().__init__()
+        self._task: Callable[[], None] | None = task
+        self._tensors = tensors
+        self._abort = abort
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Run the task. Does not raise."""
+        task, self._task = self._task, None
+        try:
+            if task is not None:
+                with torch.no_grad():
+                    task()
+        except Exception as error:  # noqa: BLE001  raised by `wait`
+            self._error = error.with_traceback(None)  # its frames hold buffers
+            self._abort(f"{type(error).__name__}: {error}")  # peers wait for the rest of the operation
+        del task
+        self._over.set()
+        if self._error is None:
+            self._future.set_result(self._tensors)
+        else:
+            fail_future(self._future, self._error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the operation is over.
+
+        Args:
+            timeout: limit of the wait, after which the group is aborted; 0: the timeout of its collectives.
+
+        Returns:
+            True.
+
+        Raises:
+            TimeoutError: the operation took too long. The group must be configured again.
+            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
+        """
+        if not self._over.wait(timeout.total_seconds() if timeout > timedelta(0) else None):
+            self._abort(f"an operation took longer than {timeout}")
+            self._over.wait()
+            raise TimeoutError(f"the operation took longer than {timeout}: a peer is stuck, slow or disconnected")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the tensors, or the error, when the operation is over."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()

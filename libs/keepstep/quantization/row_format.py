@@ -1,0 +1,138 @@
+"""Rows of 8-bit values with one float32 scale each: the bytes that quantized collectives send.
+
+A row has ``ROW`` elements. Its scale is its largest absolute value divided by the largest value of the format, so an
+element is ``value * scale``. A piece of ``n`` rows is ``4 n`` bytes of scales, then ``ROW * n`` bytes of values: 25.4 %
+of float32. A row with a NaN or an infinity has the scale NaN, so every element of it decodes to NaN.
+
+Decoding multiplies once and adds without a fused multiply-add, so equal bytes give equal numbers on every processor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+ROW = 256
+"""Elements of a row."""
+SCALE_BYTES = 4
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of tensors that can be quantized."""
+
+_BLOCK_ROWS = 256
+"""Rows that one processor core handles at once: 256 KiB of float32, which stay in its cache."""
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """A format of the values of a row."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+    """Largest value that a row uses."""
+
+    def piece_bytes(self, rows: int) -> int:
+        """Return the size of a piece of ``rows`` rows."""
+        return rows * (SCALE_BYTES + ROW)
+
+    def parts(self, piece: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a piece: float32 scales of shape (rows,), and values of shape (rows, ROW)."""
+        split = SCALE_BYTES * rows
+        return piece[:split].view(torch.float32), piece[split:].view(self.dtype).view(rows, ROW)
+
+    def encode(self, rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the rows of a float tensor of shape (n, ROW) into the first n ``scales`` and ``values``."""
+        count = rows.shape[0]
+        scales, values = scales[:count], values[:count]
+        if (kernels := _kernels(rows)) is not None:
+            kernels.encode(rows, scales, values, self.largest)
+            return
+        for begin, end, scratch in _blocks(rows):
+            block = rows[begin:end]
+            scale = torch.linalg.vector_norm(block, float("inf"), dim=1, dtype=torch.float32)
+            scale.mul_(1 / self.largest).clamp_min_(_SMALLEST_SCALE)
+            scale += scale - scale  # infinity becomes NaN
+            scales[begin:end] = scale
+            torch.mul(block, scale.reciprocal_().unsqueeze(1), out=scratch)
+            if not self.dtype.is_floating_point:
+                scratch.round_()
+            values[begin:end].copy_(scratch)
+
+    def decode(self, scales: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the first n scales and values into a float tensor of shape (n, ROW)."""
+        count = rows.shape[0]
+        scales, values = scales[:count], values[:count]
+        if (kernels := _kernels(rows)) is not None:
+            kernels.decode(scales, values, rows)
+            return
+        for begin, end, scratch in _blocks(rows):
+            block, scale = rows[begin:end], scales[begin:end].unsqueeze(1)
+            target = block if block.dtype is torch.float32 else scratch
+            target.copy_(values[begin:end]).mul_(scale)
+            if target is scratch:
+                block.copy_(scratch)
+
+    def add(self, scales: torch.Tensor, values: torch.Tensor, total: torch.Tensor, factor: float) -> None:
+        """Add ``factor`` times the first n scales and values to a float32 tensor of shape (n, ROW)."""
+        count = total.shape[0]
+        scales, values = scales[:count] * factor, values[:count]
+        if (kernels := _kernels(total)) is not None:
+            kernels.add(scales, values, total)
+            return
+        for begin, end, scratch in _blocks(total):
+            total[begin:end] += scratch.copy_(values[begin:end]).mul_(scales[begin:end].unsqueeze(1))
+
+
+INT8 = RowFormat("int8", torch.int8, 127.0)
+FP8 = RowFormat("fp8", torch.float8_e4m3fn, 448.0)
+FORMATS = {one.name: one for one in (INT8, FP8)}
+
+
+def default_format(device: torch.device) -> RowFormat:
+    """Return the format of quantized collectives on ``device``: int8 in main memory, fp8 on an accelerator."""
+    return INT8 if device.type == "cpu" else FP8
+
+
+def check_floats(tensors: list[torch.Tensor]) -> None:
+    """Raise ValueError for a tensor that cannot be quantized."""
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"cannot quantize a tensor of {tensor.dtype} and {tensor.layout}: expected a dense tensor of float16, "
+                "bfloat16, float32, or float64; reduce it without quantization"
+            )
+
+
+def rows_of(elements: int) -> int:
+    """Return the number of rows that hold so many elements."""
+    return -(-elements // ROW)
+
+
+def _blocks(rows: torch.Tensor) -> Any:
+    """Yield begin, end, and float32 scratch memory of each block of rows. Other devices take all rows at once."""
+    count = rows.shape[0]
+    size = min(count, _BLOCK_ROWS * torch.get_num_threads() if rows.is_cpu else count)
+    scratch = torch.empty(size, ROW, device=rows.device)
+    for begin in range(0, count, size or 1):
+        end = min(begin + size, count)
+        yield begin, end, scratch[: end - begin]
+
+
+@cache
+def _triton_kernels() -> Any:
+    try:
+        from keepstep.quantization import triton_kernels  # noqa: PLC0415  Triton is on machines with a GPU only
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return None
+    return triton_kernels
+
+
+def _kernels(tensor: torch.Tensor) -> Any:
+    """Return the kernels for the tensor's device; None: operations of torch compute the same."""
+    return _triton_kernels() if tensor.is_cuda and tensor.is_contiguous() else None
