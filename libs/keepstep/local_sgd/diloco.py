@@ -107,7 +107,8 @@ class DiLoCo(OuterSteps):
         ]
         cap = size_in_bytes(BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) if use_bucketization else None
         keys = [f"StreamingDiLoCoFragment_{number}" for number in range(len(model_fragments))]
-        super().__init__(manager, inner_optimizer, schedule, frozenset(keys))
+        everything = [one for fragment in parameters for one in fragment.values()]
+        super().__init__(manager, inner_optimizer, everything, schedule, frozenset(keys))
         self._fragments = [
             Fragment(
                 *(manager, parameters[number], buffers[number], OuterOptimizer(outer, [*parameters[number].values()])),

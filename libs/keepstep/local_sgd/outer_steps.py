@@ -8,18 +8,26 @@ period together with the weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep.local_sgd.schedule import Schedule
 from keepstep.optim import OptimizerWrapper
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from keepstep.manager import Manager
+
+log = get_logger("keepstep.local_sgd")
 
 
 class OuterSteps(ABC):
@@ -28,11 +36,19 @@ class OuterSteps(ABC):
     Args:
         manager: of this replica group.
         optimizer: the inner optimizer, whose steps are counted.
+        parameters: that the groups synchronize.
         schedule: when outer steps begin and end.
         compared: the registered states that are equal in all groups between two steps.
     """
 
-    def __init__(self, manager: Manager, optimizer: Optimizer, schedule: Schedule, compared: frozenset[str]) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        optimizer: Optimizer,
+        parameters: Iterable[nn.Parameter],
+        schedule: Schedule,
+        compared: frozenset[str],
+    ) -> None:
         if isinstance(optimizer, OptimizerWrapper):
             raise TypeError(
                 "the inner optimizer is a keepstep.Optimizer, which averages and commits in every step: pass the "
@@ -40,10 +56,13 @@ class OuterSteps(ABC):
             )
         self._manager = manager
         self._optimizer = optimizer
+        self._parameters = list(parameters)
         self._schedule = schedule
+        self._sources: list[dict[str, Any]] = []
+        """States that this group loaded in the current quorum."""
         self._hook: RemovableHandle | None = None
         self._joined = False
-        manager.register_state_dict_fn(type(self).__name__, self._load_position, self._position)
+        manager.register_state_dict_fn(type(self).__name__, self._load, self._save)
         manager.compare_only(compared)
 
     @abstractmethod
@@ -91,7 +110,7 @@ class OuterSteps(ABC):
         if self._joined or self._manager.current_step() or not self._manager.init_sync:
             return
         self._joined = True
-        self._manager.start_quorum()
+        self._start_quorum()
         if self._manager.is_healing():
             self._schedule.skip_to_begin()  # the others average now, and this group heals when they end
         self._advance()
@@ -107,7 +126,7 @@ class OuterSteps(ABC):
             self._end(self._schedule.in_flight)
 
     def _begin(self) -> None:
-        self._manager.start_quorum()
+        self._start_quorum()
         if self._schedule.begins:  # else this group has healed from one that is earlier in its period
             self._start(self._schedule.begin(self._manager.current_step()))
 
@@ -117,8 +136,47 @@ class OuterSteps(ABC):
         finally:
             self._schedule.end()
 
+    def _start_quorum(self) -> None:
+        """Begin a step of the Manager. In a synchronous quorum this group heals here, if it is behind."""
+        self._sources.clear()
+        self._manager.start_quorum()
+        if self._sources:
+            self._check_healed(self._sources[-1])
+
+    def _check_healed(self, source: dict[str, Any]) -> None:
+        """Raise if the parameters of the model did not heal: they would be averaged as they are."""
+        if not torch.equal(_bits(self._sample()), _bits(source["sample"])):
+            raise KeepstepError(
+                "this group healed, but its parameters differ from those of its source: return the state_dict() of "
+                "the model in the Manager's state_dict, and load it in load_state_dict"
+            )
+        if source["inner_states"] and not self._optimizer.state:
+            log.warning(
+                "the inner optimizer did not heal",
+                reason="it has no state after the heal, and that of the source has",
+                remedy="return its state_dict() in the Manager's state_dict, and load it in load_state_dict",
+            )
+
+    def _sample(self) -> torch.Tensor:
+        """Return the first element of each parameter."""
+        first = [local_tensor(one)[(0,) * one.dim()] for one in self._parameters if local_tensor(one).numel()]
+        parts = [torch.view_as_real(one)[0] if one.is_complex() else one for one in first]
+        return torch.tensor([part.item() for part in parts], dtype=torch.float64)
+
     def _position(self) -> dict[str, Any]:
         return {"position": self._schedule.position}
 
+    def _save(self) -> dict[str, Any]:
+        return {**self._position(), "sample": self._sample(), "inner_states": len(self._optimizer.state)}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._load_position(state)
+        self._sources.append(state)
+
     def _load_position(self, state: dict[str, Any]) -> None:
         self._schedule.position = int(state["position"])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, so that a NaN equals itself."""
+    return tensor.view(torch.int64)

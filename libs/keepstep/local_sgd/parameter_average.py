@@ -57,8 +57,7 @@ class LocalSGD(OuterSteps):
         schedule = Schedule(sync_every)
         parameters = parameters_of_model(model, optimizer)
         self._buffers = SyncedBuffers(manager, model, sync=sync_buffers, average=(), ignore=())
-        super().__init__(manager, optimizer, schedule, frozenset())
-        self._parameters = list(parameters.values())
+        super().__init__(manager, optimizer, parameters.values(), schedule, frozenset())
         self._averages: list[torch.Tensor] = []
         self._works: list[Work] = []
         manager.add_layout([f"LocalSGD sync_every {sync_every}", *parameter_lines(parameters), *self._buffers.lines])

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from keepstep import Manager
 from keepstep.local_sgd import DiLoCo, LocalSGD
 from keepstep.runtime.exits import MismatchExit
+from keepstep_mesh.errors import KeepstepError
 from tests.services.manager.groups import events, manager, together
 
 DEADLINE = 60
@@ -26,15 +27,24 @@ DEADLINE = 60
 class Trainer:
     """A group with a model, an inner optimizer, and a block of LocalSGD or DiLoCo."""
 
-    def __init__(self, m: Manager, seed: int, *, local: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        m: Manager,
+        seed: int,
+        *,
+        local: bool = False,
+        registered: Sequence[str] = ("model", "inner"),
+        **options: Any,
+    ) -> None:
         torch.manual_seed(seed)
         self.manager = m
         self.random = torch.Generator().manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.inner_steps = 0
-        m.register_state_dict_fn("model", self.model.load_state_dict, self.model.state_dict)
-        m.register_state_dict_fn("inner", self.inner.load_state_dict, self.inner.state_dict)
+        for name in registered:
+            part = getattr(self, name)
+            m.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
         self.block: Any
         if local:
             self.block = LocalSGD(m, self.model, self.inner, **{"sync_every": 4, **options})
@@ -215,6 +225,40 @@ def test_a_group_with_other_settings_is_refused_by_name(lighthouse, odd, named) 
 
     _, reason = together(usual, differing)
     assert re.search(named, reason), reason
+
+
+def test_a_model_that_does_not_heal_is_named(lighthouse) -> None:
+    ready = threading.Barrier(2)
+
+    def run(name: str) -> str:
+        with trainer(lighthouse, name, "diloco", registered=["inner"]) as one:
+            ready.wait(DEADLINE)
+            try:
+                with one.block:
+                    one.until(1)
+            except KeepstepError as error:
+                return str(error)
+            return ""
+
+    source, joiner = together(lambda: run("a"), lambda: run("b"))
+    assert source == ""
+    assert "its parameters differ from those of its source: return the state_dict() of the model" in joiner
+
+
+def test_an_inner_optimizer_that_does_not_heal_is_named(lighthouse, caplog) -> None:
+    ready = threading.Barrier(2)
+
+    def run(name: str) -> None:
+        with trainer(lighthouse, name, "diloco", registered=["model"]) as one:
+            if name == "a":
+                one.step()  # the inner optimizer has a state
+            ready.wait(DEADLINE)
+            with one.block:
+                one.until(1)
+            ready.wait(DEADLINE)
+
+    together(lambda: run("a"), lambda: run("b"))
+    assert "the inner optimizer did not heal" in caplog.text
 
 
 class Policy:
