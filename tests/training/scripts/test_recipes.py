@@ -130,7 +130,7 @@ def test_the_page_shows_lines_of_the_scripts() -> None:
             (script,) = scripts
             shown.add(script)
             assert block.strip() in passages(EXAMPLES / script, block.count("\n")), f"not in {script}:\n{block}"
-    assert shown == {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("train_")}
+    assert shown >= {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("train_")}
 
 
 def passages(script: Path, length: int) -> set[str]:
