@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
+from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
 from keepstep.manager import Manager
 from keepstep.process_group import ManagedProcessGroup
 
@@ -34,8 +35,8 @@ def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:
 def average_over_groups(model: nn.Module, manager: Manager) -> None:
     """Average the gradients of an FSDP2 model over the groups, in each backward pass.
 
-    Call it once, after ``fully_shard`` and before the first step. The other groups compare names, shapes, dtypes, and
-    placements of the parameters, and a group that differs is refused.
+    Call it once, after ``fully_shard`` and before the first step. The groups compare names, shapes, dtypes, and
+    sharding of the parameters, and the shard that each rank holds. A group that differs is refused.
 
     Args:
         model: a model with at least one module that ``fully_shard`` has sharded.
@@ -48,25 +49,28 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError("the model has no sharded module: call torch.distributed.fsdp.fully_shard on it first")
-    plain = [name for name, one in model.named_parameters() if one.requires_grad and not isinstance(one, DTensor)]
-    if plain:
+    covered = {id(one) for module in sharded for one in module.parameters() if is_dtensor(one)}
+    missed = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in covered]
+    if missed:
         raise ValueError(
-            f"{len(plain)} parameters are in no sharded module, such as {plain[0]!r}, and their gradients would not be "
-            "averaged: call fully_shard on the whole model too"
+            f"{len(missed)} parameters are in no sharded module, such as {missed[0]!r}, and their gradients would not "
+            "be averaged: call fully_shard on the whole model too"
         )
     hook = all_reduce_hook(manager)
     for module in sharded:
         module.set_all_reduce_hook(hook)
+    manager.script_checker.add_module(model)
     manager.add_layout([_line(name, parameter) for name, parameter in model.named_parameters()])
 
 
 def _line(name: str, parameter: nn.Parameter) -> str:
+    """Describe a parameter and this rank's shard of it: rank i averages with rank i, so both hold the same shard."""
     line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
-    if isinstance(parameter, DTensor):
-        placements = [
-            f"sharded by {one.dim}" if isinstance(one, Shard) else "replicated" for one in parameter.placements
-        ]
-        line += f" {', '.join(placements)} on {tuple(parameter.device_mesh.shape)}"
+    if is_dtensor(parameter):
+        sharding = sharding_of(parameter)
+        names = sharding.mesh_names or ("mesh",) * len(sharding.mesh_shape)
+        mesh = " x ".join(f"{name}={size}" for name, size in zip(names, sharding.mesh_shape, strict=True))
+        line += f" {' '.join(sharding.placements)} over {mesh}, shard at {sharding.global_offset}"
     return line
 
 
@@ -125,6 +129,12 @@ class ManagedDeviceMesh:
         if name == self.replicate_dim_name:
             return self._manager.participating_rank() or 0
         return self.inner.get_local_rank(name)
+
+    @overload
+    def __getitem__(self, names: str) -> DeviceMesh: ...
+
+    @overload
+    def __getitem__(self, names: tuple[str, ...]) -> DeviceMesh | ManagedDeviceMesh: ...
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh | ManagedDeviceMesh:
         wanted = (names,) if isinstance(names, str) else names

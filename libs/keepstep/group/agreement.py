@@ -62,4 +62,7 @@ def first_difference(settings: str, lines: list[str], their_settings: str, their
         return f"first difference: only {where}: {longer[min(len(lines), len(their_lines))]!r}"
     if settings != their_settings:
         return f"the parameters are equal, but {peer} runs another version of keepstep; run one version in all groups"
-    return "rank 0's parameters are equal; those of another rank differ"
+    return (
+        "rank 0's parameters are equal, and those of another rank differ; use the same number of ranks, in the same "
+        "order on the device mesh, in all groups"
+    )

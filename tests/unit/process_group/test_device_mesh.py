@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.device_mesh import ManagedDeviceMesh, average_over_groups, ft_init_device_mesh
 from keepstep.process_group import ProcessGroupDummy
@@ -24,6 +25,8 @@ class ThreeGroups:
     def __init__(self) -> None:
         self.layout: list[str] = []
         self.reduced = 0
+        self.script_checker = self
+        self.modules: list[nn.Module] = []
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any = ReduceOp.AVG) -> Work:
         assert reduce_op == ReduceOp.AVG
@@ -39,6 +42,9 @@ class ThreeGroups:
 
     def add_layout(self, lines: list[str]) -> None:
         self.layout += lines
+
+    def add_module(self, module: nn.Module) -> None:
+        self.modules.append(module)
 
 
 @pytest.fixture
@@ -58,6 +64,13 @@ def mesh_of(manager: Any, **changes: Any) -> ManagedDeviceMesh:
         "replicate_dim": 0,
     }
     return ft_init_device_mesh(manager=manager, **{**arguments, **changes})
+
+
+def shard_rows(layer: nn.Module, mesh: Any) -> None:
+    """Shard the parameters as tensor parallelism does; its own function needs a collective of the world."""
+    for name, parameter in list(layer.named_parameters()):
+        sharded = DTensor.from_local(parameter.detach(), mesh, [Shard(0)])
+        layer.register_parameter(name, nn.Parameter(sharded))
 
 
 def test_a_mesh_has_the_groups_as_one_dimension(world) -> None:
@@ -105,9 +118,20 @@ def test_gradients_of_a_sharded_model_are_averaged_over_the_groups(world) -> Non
     for expected, sharded in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.to_local(), expected.grad / 3)
     assert manager.layout == [
-        "weight (2, 3) torch.float32 sharded by 0 on (1,)",
-        "bias (2,) torch.float32 sharded by 0 on (1,)",
+        "weight (2, 3) torch.float32 S(0) over dp_shard=1, shard at (0, 0)",
+        "bias (2,) torch.float32 S(0) over dp_shard=1, shard at (0,)",
     ]
+    assert manager.modules == [model], "the Manager warns of parameters that are not registered"
+
+
+def test_the_layout_of_a_model_with_tensor_parallelism_has_both_shardings(world) -> None:
+    manager = ThreeGroups()
+    mesh = mesh_of(manager)
+    model = nn.Linear(3, 2)
+    shard_rows(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    average_over_groups(model, manager)  # type: ignore[arg-type]
+    assert manager.layout[0] == "weight (2, 3) torch.float32 S(0) S(0) over dp_shard=1 x tp=1, shard at (0, 0)"
 
 
 def test_a_model_that_is_not_sharded_whole_is_refused(world) -> None:
@@ -116,5 +140,8 @@ def test_a_model_that_is_not_sharded_whole_is_refused(world) -> None:
     with pytest.raises(ValueError, match=r"no sharded module: call torch.distributed.fsdp.fully_shard"):
         average_over_groups(model, manager)
     fully_shard(model[0], mesh=mesh_of(manager)["dp_shard"])
+    with pytest.raises(ValueError, match=r"2 parameters are in no sharded module, such as '1.weight'"):
+        average_over_groups(model, manager)
+    shard_rows(model[1], mesh_of(manager)["tp"])
     with pytest.raises(ValueError, match=r"2 parameters are in no sharded module, such as '1.weight'"):
         average_over_groups(model, manager)
