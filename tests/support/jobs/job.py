@@ -39,13 +39,16 @@ def free_port() -> int:
 TRAINER = Path(__file__).with_name("trainer.py")
 SCRIPTS = Path(__file__).with_name("scripts.py")
 """In place of ``TRAINER`` for a group with SCRIPTS in its environment."""
+SHARDED = Path(__file__).with_name("sharded_trainer.py")
+"""In place of ``TRAINER`` for a group with TRAINER_SHARDED in its environment."""
 
 
 class Rank:
     """One process of a group."""
 
     def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]], host: Host) -> None:
-        command = [*host.command, sys.executable, str(SCRIPTS if "SCRIPTS" in environment else TRAINER)]
+        script = SCRIPTS if "SCRIPTS" in environment else SHARDED if "TRAINER_SHARDED" in environment else TRAINER
+        command = [*host.command, sys.executable, str(script)]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -89,6 +92,10 @@ class Group:
         self.lines.append(event)
         if event["event"] == "committed":
             self._commits.setdefault(event["pid"], {})[event["step"]] = event["digest"]
+
+    def has(self, event: str, pid: int) -> bool:
+        """Return whether this process has printed ``event``."""
+        return any((line["event"], line["pid"]) == (event, pid) for line in self.lines)
 
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
         for one in self.ranks if rank is None else [self.ranks[rank]]:
@@ -196,13 +203,18 @@ class Job:
             async with asyncio.timeout(DEADLINE):
                 await self.lighthouse.wait()
 
-    async def start(self, name: str, ranks: int = 1, lighthouse: str = "", **environment: str) -> Group:
-        """Start a group. A second call with a name restarts that group."""
+    async def start(
+        self, name: str, ranks: int = 1, lighthouse: str = "", *, backwards: bool = False, **environment: str
+    ) -> Group:
+        """Start a group. A second call with a name restarts that group.
+
+        ``backwards``: start the highest rank first, and each rank when the one before it has printed "started".
+        """
         group = self.groups.setdefault(name, Group(name))
         await group.gone()
         restart = sum(e["event"] == "started" and e["rank"] == 0 for e in group.lines)
         port = free_port()
-        for rank in range(ranks):
+        for rank in reversed(range(ranks)) if backwards else range(ranks):
             variables = {
                 **os.environ,
                 "KEEPSTEP_LIGHTHOUSE": lighthouse or self.address,
@@ -216,7 +228,10 @@ class Job:
                 "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
-            group.ranks.append(Rank(variables, partial(self._heard, group), self.host_of(name)))
+            one = Rank(variables, partial(self._heard, group), self.host_of(name))
+            group.ranks.insert(0 if backwards else rank, one)
+            if backwards:
+                await self.until(partial(group.has, "started", one.pid), f"rank {rank} of {name} starts")
         return group
 
     def assert_all_live(self) -> None:

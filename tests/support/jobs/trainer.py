@@ -38,6 +38,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from keepstep import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from keepstep.checkpointing.state.sharding import is_dtensor
 from keepstep.process_group import ProcessGroupBabyGloo
 
 
@@ -50,7 +51,9 @@ def digest(*states: dict[str, object]) -> str:
     total = hashlib.blake2b(digest_size=12)
 
     def feed(value: object) -> None:
-        if isinstance(value, torch.Tensor):
+        if is_dtensor(value):
+            feed(value.to_local())
+        elif isinstance(value, torch.Tensor):
             total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
