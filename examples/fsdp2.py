@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from keepstep import Manager, Optimizer, ProcessGroupGloo
+from keepstep.device_mesh import average_over_groups
 
 STEPS = int(os.environ.get("STEPS", "60"))
 
@@ -30,16 +31,14 @@ manager = Manager(
     state_dict=lambda: {name: part.state_dict() for name, part in state.items()},
     load_state_dict=lambda saved: [part.load_state_dict(saved[name]) for name, part in state.items()],
 )
-manager.add_layout([f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in model.named_parameters()])
+average_over_groups(model, manager)
 optimizer = Optimizer(manager, adamw)
 
 while manager.current_step() < STEPS:
     batch = torch.randint(len(labels), (32,), generator=random)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(pixels[batch].float()), labels[batch])
-    loss.backward()
-    for parameter in model.parameters():
-        manager.allreduce(parameter.grad.to_local())  # averages each shard over the groups, in place
+    loss.backward()  # averages over the ranks of the group, then over the groups
     if optimizer.step() and rank == 0 and manager.current_step() % 10 == 0:
         print(f"step {manager.current_step()} groups {manager.num_participants()} loss {loss.item():.3f}", flush=True)
 

@@ -121,10 +121,10 @@ async def test_a_sharded_group_heals_after_one_of_its_ranks_was_killed() -> None
         assert not warnings(a, b)
 
 
-def test_the_page_shows_lines_of_the_scripts() -> None:
-    page = (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+def test_the_pages_show_lines_of_the_scripts() -> None:
+    pages = [(EXAMPLES.parent / "docs" / name).read_text() for name in ("recipes.md", "hsdp.md")]
     shown = set()
-    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+    for section in [section for page in pages for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]]:
         scripts = set(re.findall(r"\]\(\.\./examples/(\w+\.py)\)", section))
         for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
             (script,) = scripts
