@@ -19,6 +19,7 @@ import click
 import failover
 import heal
 import heal_step
+import hsdp_step
 import kill_to_commit
 import quorum_round
 import rank_step
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "kill": kill_to_commit.run,
     "failover": failover.run,
     "step": step_cost.run,
+    "hsdp": hsdp_step.run,
     "transfer": transfer.run,
     "heal": heal.run,
     "swarm": swarm.run,
