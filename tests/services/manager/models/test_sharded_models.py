@@ -170,7 +170,7 @@ def test_a_compiled_model_has_the_averaged_gradients_of_the_plain_one(lighthouse
     for grads, reduced in train(lighthouse, build, one_pass):
         torch.testing.assert_close(grads, expected())
         assert reduced == (UNITS if wrap is shard else 1)
-    assert compiler.frame_count == 2 * len(PASSES), "each block in each group, once"
+    assert 0 < compiler.frame_count <= 2 * len(PASSES), "each block in each group at most once"
 
 
 def without_reduction(model: Any, last: bool) -> None:
