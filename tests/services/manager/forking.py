@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.futures import context_timeout, future_timeout
+from keepstep.process_group import ProcessGroupBabyGloo
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore
 
 SECOND = timedelta(seconds=1)
@@ -365,6 +366,64 @@ def process_groups_alone(pair: Pair) -> Any:
     return told
 
 
+class Sums(Dataset[str]):
+    """What a worker gets that uses the process group of the trainer."""
+
+    def __init__(self, group: ProcessGroupBabyGloo) -> None:
+        self.group = group
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        return error_of(lambda: self.group.allreduce([torch.ones(1)]))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        return f"returned {call()}"
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return f"{type(error).__name__}: {error}"
+
+
+def process_groups_in_children(pair: Pair) -> Any:
+    """Process groups whose backend runs in a child process, and that nothing else of this process uses."""
+    groups = [ProcessGroupBabyGloo(timeout=60 * SECOND) for _ in range(2)]
+    server = KeyValueServer()
+
+    def configure(rank: int) -> None:
+        store = RendezvousStore("http://127.0.0.1:1", timeout=60 * SECOND, server=server)
+        groups[rank].configure("", "r", rank, 2, store=store, host="127.0.0.1")
+
+    def reduce(group: ProcessGroupBabyGloo) -> float:
+        tensor = torch.ones(1)
+        group.allreduce([tensor]).wait()
+        return tensor.item()
+
+    def both(call: Callable[[Any], Any], *of: Any) -> list[Any]:
+        other = pair.pool.submit(call, of[1])
+        return [call(of[0]), other.result(60)]
+
+    def use() -> list[str]:
+        calls = [call for one in groups for call in (partial(one.allreduce, [torch.ones(1)]), one.shutdown)]
+        return [error_of(call) for call in calls]
+
+    both(configure, 0, 1)
+    told = {
+        "parent": os.getpid(),
+        "child": in_child(use),
+        "exit": wait(fork_and_exit()),
+        "worker": next(iter(DataLoader(Sums(groups[0]), num_workers=1, multiprocessing_context="fork"))),
+        "sums": both(reduce, *groups),
+    }
+    both(configure, 0, 1)
+    told["sums_after_configure"] = both(reduce, *groups)
+    for group in groups:
+        group.shutdown()
+    pair.steps()
+    return told
+
+
 def fork_and_exit() -> int:
     """A child that ends as a script does; its pid."""
     pid = os.fork()
@@ -409,7 +468,7 @@ SCENES: dict[str, Callable[[Pair], Any]] = {
     for scene in (
         no_socket, own_sockets, use_of_the_manager, sigterm, sigterm_of_the_script, many, data_loader, executed,
         manager_of_the_child, lighthouse_of_the_parent, ranks_of_one_group, process_groups_alone,
-        rest_of_the_library, from_a_thread,
+        process_groups_in_children, rest_of_the_library, from_a_thread,
     )
 }  # fmt: skip
 SCENES |= {f"child_exits_{how}": partial(child_exits, how=how) for how in ("sys.exit", "os._exit", "worker")}

@@ -105,6 +105,15 @@ def test_a_child_that_ends_does_not_wait_for_the_threads_of_a_process_group(scen
     assert scene("process_groups_alone") == 7
 
 
+def test_process_groups_in_child_processes_say_in_a_forked_child_whose_they_are_and_go_on(scene):
+    told = scene("process_groups_in_children")
+    owner = f"the process group belongs to process {told['parent']};"
+    assert [owner in text for text in [*told["child"][::2], *told["worker"]]] == [True] * 3
+    assert told["child"][1::2] == ["returned None"] * 2, "shutdown does nothing there"
+    assert told["exit"] == 7
+    assert told["sums"] == told["sums_after_configure"] == [2, 2]
+
+
 def test_a_process_group_says_in_a_child_whose_it_is_and_deadlines_are_kept(scene):
     all_reduce, deadline = scene("rest_of_the_library")
     assert "the process group belongs to process" in all_reduce

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from keepstep.process_group.baby.channel import Channel
 from keepstep.process_group.base import ProcessGroupError
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.net.fork_safety import claim
+from keepstep_mesh.net.fork_safety import claim, tell_children
 
 log = get_logger("keepstep.process_group")
 
@@ -74,8 +74,16 @@ class Spawner:
         self._users = 0
         self._starting: Future[Channel] = Future()
         self._forking = threading.Lock()
+        self._of_parent = False
+        tell_children(self)
         self._keeper = threading.Thread(target=self._keep, name="keepstep-spawner", daemon=True)
         self._keeper.start()
+
+    def forked(self) -> None:
+        """Forget the spawner in a forked child, so that only the parent ends it."""
+        self._of_parent = True
+        Spawner._shared = None
+        Spawner._lock = threading.Lock()
 
     @property
     def alive(self) -> bool:
@@ -94,6 +102,8 @@ class Spawner:
 
     def release(self) -> None:
         """Count one user less, and end the process after the last one."""
+        if self._of_parent:
+            return
         with self._lock:
             self._users -= 1
             if self._users:
