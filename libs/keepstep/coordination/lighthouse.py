@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from keepstep.coordination.connections import Connections
 from keepstep.runtime.loop_thread import CALL_MARGIN_SECONDS, LoopThread
-from keepstep_mesh.config.settings import Settings, split_addresses
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.config.settings import Settings, bind_address, split_addresses
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.membership import Data, Member, MemberInfo
 from keepstep_mesh.protocol.membership import Quorum as MeshQuorum
 from keepstep_mesh.protocol.messages import QuorumRequest
-from keepstep_mesh.security.tls import tls_of_service
-from keepstep_mesh.security.tokens import Tokens, tokens_of_service
+from keepstep_mesh.security.reloaded_files import ReloadedFiles
+from keepstep_mesh.serving.listen_settings import ListenSettings, read_listen_settings
 from keepstep_mesh.session.lighthouse_session import LighthouseSession
 from keepstep_mesh.session.session_settings import SessionSettings
 
 if TYPE_CHECKING:
     from keepstep_lighthouse.app import Lighthouse
+
+log = get_logger("keepstep.coordination")
 
 START_SECONDS = 30.0
 """Time limit for starting and for stopping the lighthouse."""
@@ -120,8 +122,8 @@ class LighthouseServer:
     """A lighthouse in a thread of its own. Keeps its state in memory.
 
     Args:
-        bind: ``host:port``; port 0 takes a free one. ``[::]`` and ``0.0.0.0`` listen on 127.0.0.1 only, unless a token
-            is set (``KEEPSTEP_WORKER_TOKEN`` ...).
+        bind: ``host:port``; port 0 takes a free one. ``[::]`` and ``0.0.0.0`` mean all interfaces if the lighthouse
+            has a token (``KEEPSTEP_WORKER_TOKEN`` ...) or ``KEEPSTEP_LIGHTHOUSE_INSECURE`` is 1, else 127.0.0.1 only.
         min_replicas: a quorum has at least this many groups.
         join_timeout_ms: how long a quorum waits for healthy groups that have not asked; default 60 s.
         quorum_tick_ms: ignored; accepted for compatibility with torchft.
@@ -156,30 +158,44 @@ class LighthouseServer:
         )
         if (problem := policy_problem(policy)) is not None:
             raise ValueError(problem)
-        host, _, port = bind.removeprefix("http://").rpartition(":")
-        tokens = tokens_of_service(os.environ, None)
-        if host in ("[::]", "0.0.0.0", ""):  # noqa: S104  torchft's spelling of "everywhere"
-            host = "127.0.0.1" if tokens == Tokens() else "0.0.0.0"  # noqa: S104
+        settings = Settings(flags={"lighthouse_bind": bind.removeprefix("http://")})
+        listen = ListenSettings(**read_listen_settings(settings, "lighthouse", bind))
+        host, port = bind_address(listen.bind)
+        if host in ("::", "0.0.0.0"):  # noqa: S104  torchft's spelling of "everywhere"
+            listen = replace(listen, bind=f"{_interfaces(listen)}:{port}")
         self._mesh = LoopThread("keepstep-lighthouse")
         try:
-            self._service: Lighthouse = Lighthouse(
-                LighthouseSettings(
-                    bind=f"{host}:{port}", policy=policy, tokens=tokens, tls=tls_of_service(Settings(), "lighthouse")
-                )
-            )
+            self._service: Lighthouse = Lighthouse(LighthouseSettings(**vars(listen), policy=policy))
             self._mesh.call(self._service.start(), START_SECONDS)
         except BaseException:
             self._mesh.stop()
             raise
 
     def address(self) -> str:
-        """Return ``http://host:port``; ``https`` with ``KEEPSTEP_LIGHTHOUSE_TLS_CERT``."""
-        return self._service.address
+        """Return ``http://host:port``, as other machines reach it; ``https`` with ``KEEPSTEP_LIGHTHOUSE_TLS_CERT``.
+
+        The host is that of ``bind``. If the lighthouse listens on all interfaces, it is the address of the one with the
+        default route. ``KEEPSTEP_LIGHTHOUSE_ADVERTISE=host:port`` overrides both.
+        """
+        return self._service.known_address
 
     def shutdown(self) -> None:
         """Stop the lighthouse and its thread. Sessions of clients break."""
         self._mesh.call(self._service.stop(), START_SECONDS)
         self._mesh.stop()
+
+
+def _interfaces(listen: ListenSettings) -> str:
+    """Return the host to listen on in place of "all interfaces": without a token, this machine only."""
+    tokens = listen.tokens.value if isinstance(listen.tokens, ReloadedFiles) else listen.tokens
+    if tokens or listen.insecure:
+        return "0.0.0.0"  # noqa: S104
+    log.warning(
+        "listening on this machine only, because no token is set; for trainers on other machines set "
+        "KEEPSTEP_WORKER_TOKEN here and KEEPSTEP_TOKEN there, or KEEPSTEP_LIGHTHOUSE_INSECURE=1",
+        bind=listen.bind,
+    )
+    return "127.0.0.1"
 
 
 class _Replica:

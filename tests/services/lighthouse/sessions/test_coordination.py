@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import subprocess
 import sys
 import threading
@@ -13,10 +14,20 @@ from datetime import timedelta
 import pytest
 
 from keepstep.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, Quorum
+from keepstep_mesh.net.addresses import outward_address
 from keepstep_mesh.testing import ChaosProxy, scripted_lighthouse
 from tests.support.network.certificates import Authority
+from tests.support.network.namespaces import Namespaces, why_not
+from tests.support.services.command import environment
 
 LIMIT = timedelta(seconds=30)
+TOKEN = "token-of-the-workers"
+
+
+@contextlib.contextmanager
+def closing_at_the_end(server: LighthouseServer) -> Iterator[LighthouseServer]:
+    yield server
+    server.shutdown()
 
 
 @pytest.fixture
@@ -162,6 +173,55 @@ def test_the_lighthouse_and_its_client_take_their_certificates_from_the_environm
     finally:
         client.shutdown()
         lighthouse.shutdown()
+
+
+@pytest.mark.parametrize("bind", ["[::]:0", "0.0.0.0:0"])
+def test_all_interfaces_are_this_machine_until_a_token_is_set(bind, monkeypatch, caplog):
+    with closing_at_the_end(LighthouseServer(bind, min_replicas=1)) as server:
+        assert server.address().startswith("http://127.0.0.1:")
+    assert "listening on this machine only, because no token is set" in caplog.text
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE_INSECURE", "1")
+    with closing_at_the_end(LighthouseServer(bind, min_replicas=1)) as server:
+        assert server.address() == f"http://{outward_address()}:{server.address().rpartition(':')[2]}"
+    monkeypatch.setenv("KEEPSTEP_LIGHTHOUSE_ADVERTISE", "head.example:29510")
+    with closing_at_the_end(LighthouseServer(bind, min_replicas=1)) as server:
+        assert server.address() == "http://head.example:29510"
+
+
+ON_THE_HEAD = """
+import sys
+from keepstep.coordination import LighthouseServer
+server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=100,
+                          heartbeat_timeout_ms=5000)
+print(server.address(), flush=True)
+sys.stdin.read()
+server.shutdown()
+"""
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+def test_the_address_of_all_interfaces_reaches_the_lighthouse_from_another_host(monkeypatch):
+    """As Ray Train's TorchftConfig starts it, on the head node."""
+    with Namespaces() as network:
+        head = network.host("head")
+        server = subprocess.Popen(
+            [*head.command, sys.executable, "-c", ON_THE_HEAD],
+            env=environment(KEEPSTEP_WORKER_TOKEN=TOKEN),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        assert address.startswith(f"http://{head.address}:")
+        monkeypatch.setenv("KEEPSTEP_TOKEN", TOKEN)
+        client = LighthouseClient(address, LIMIT)
+        try:
+            assert client.quorum("a", LIMIT).quorum_id >= 1
+        finally:
+            client.shutdown()
+            server.communicate(timeout=60)
+        assert server.returncode == 0
 
 
 def test_a_port_that_is_none_is_refused_and_leaves_no_thread():
