@@ -112,10 +112,12 @@ class KeyValueServer:
     Args:
         token: token of the job. Callers over HTTP must send the token derived from it (``ClientToken``). None: accept
             callers without a token.
+        max_bytes: limit of all tables together; None: ``MAX_TOTAL_BYTES``.
     """
 
-    def __init__(self, token: str | ClientToken | None = None) -> None:
+    def __init__(self, token: str | ClientToken | None = None, *, max_bytes: int | None = None) -> None:
         self._token = ClientToken.of(token)
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._tables: dict[Table, _Contents] = {}
         self._oldest: dict[str, Table] = {}
@@ -206,8 +208,9 @@ class KeyValueServer:
                 raise RendezvousError(
                     f"rendezvous value {key!r} too large: {len(value)} bytes (limit {MAX_VALUE_BYTES})"
                 )
-            if sum(held.size for held in self._tables.values()) + _size(key, value) > MAX_TOTAL_BYTES:
-                raise RendezvousError(f"the rendezvous host is full: it stores up to {MAX_TOTAL_BYTES} bytes")
+            limit = self._max_bytes or MAX_TOTAL_BYTES
+            if sum(held.size for held in self._tables.values()) + _size(key, value) > limit:
+                raise RendezvousError(f"the rendezvous host is full: it stores up to {limit} bytes")
             complete = contents.put(key, value)
         for arrival in complete:
             if arrival.set_running_or_notify_cancel():
@@ -239,15 +242,15 @@ class KeyValueServer:
     async def _handle(self, request: web.Request) -> web.Response:
         if not self._token.accepts_peer(request.headers.get("Authorization", "")):
             return Problem(HTTPStatus.UNAUTHORIZED, "unauthorized: send a bearer token of this job").response()
-        try:
-            result = await self._execute(*_unpack(await _body(request)))
-        except ProtocolError as error:
-            return Problem(HTTPStatus.BAD_REQUEST, str(error)).response()
-        except RendezvousError as error:
-            return Problem(HTTPStatus.GONE, str(error)).response()
-        return web.Response(body=cast("bytes", msgpack.packb(result)), content_type="application/msgpack")
+        return await handle(request, lambda _: self)
 
-    async def _execute(self, table: Table, operation: str, arguments: list[Any]) -> object:
+    async def execute(self, table: Table, operation: str, arguments: list[Any]) -> object:
+        """Run one operation of a request.
+
+        Raises:
+            ProtocolError: the operation is unknown, or its arguments are invalid.
+            RendezvousError: see the class.
+        """
         try:
             match operation, arguments:
                 case "wait", [list(keys), int(start), float(seconds)] if start >= 0 and seconds >= 0:
@@ -279,6 +282,23 @@ class KeyValueServer:
         raise ProtocolError(
             f"unknown rendezvous operation {operation!r} with {len(arguments)} arguments of these types"
         )
+
+
+async def handle(request: web.Request, server_of: Callable[[Table], KeyValueServer]) -> web.Response:
+    """Answer a request at ``PATH``.
+
+    Args:
+        request: of any peer.
+        server_of: returns the server of a table, or raises RendezvousError.
+    """
+    try:
+        table, operation, arguments = _unpack(await _body(request))
+        result = await server_of(table).execute(table, operation, arguments)
+    except ProtocolError as error:
+        return Problem(HTTPStatus.BAD_REQUEST, str(error)).response()
+    except RendezvousError as error:
+        return Problem(HTTPStatus.GONE, str(error)).response()
+    return web.Response(body=cast("bytes", msgpack.packb(result)), content_type="application/msgpack")
 
 
 def _check_key(key: str) -> None:
