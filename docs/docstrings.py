@@ -102,6 +102,13 @@ SECTIONS = (
         "LighthouseServer LighthouseClient Quorum QuorumMember ManagerServer ManagerClient QuorumResult",
     ),
     section(
+        "A parameter server",
+        "[Parameter server](parameter-server.md) shows it in use.",
+        "keepstep.parameter_server",
+        "ParameterServer",
+    ),
+    section("A component for torchx", "See [Launchers](launchers.md#torchx).", "keepstep.torchx", "hsdp"),
+    section(
         "Tests of your own",
         "[Testing your training](testing.md) shows them in use.",
         "keepstep_mesh.testing",
@@ -116,6 +123,7 @@ SECTIONS = (
         "SessionClosed Banned ExitWithReason keepstep.process_group:ProcessGroupError "
         "keepstep.process_group:ProcessGroupAbortedError keepstep.checkpointing:TransferError "
         "keepstep.checkpointing:StateMismatch "
+        "keepstep.parameter_server:SessionRefused "
         "keepstep.checkpointing:UnsupportedValue",
     ),
 )

@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
-NOT_YET = {"parameter_server", "torchx"}
-"""Modules that keepstep does not have yet."""
 ABSENT: dict[str, dict[str, str]] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))["NAMES"]
 """Helpers of torchft without a meaning for its users, with what to use instead."""
 DIFFERENT = {
@@ -64,8 +62,6 @@ def differences(module: str, name: str, entry: dict[str, Any]) -> Iterator[str]:
 def row(module: str, name: str, entry: dict[str, Any]) -> str:
     """Return a row of the table."""
     releases = ", ".join(entry["in"])
-    if module in NOT_YET:
-        return f"| `{name}` | {releases} | not available yet |"
     if (instead := ABSENT.get(module, {}).get(name)) is not None:
         return f"| `{name}` | {releases} | no: {instead} |"
     methods = {one.partition("(")[0] for one in differences(module, name, entry)}

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, takewhile
@@ -44,11 +44,20 @@ SHARDED = Path(__file__).with_name("sharded_trainer.py")
 
 
 class Rank:
-    """One process of a group."""
+    """One process of a group, or the launcher of all of them.
 
-    def __init__(self, environment: dict[str, str], heard: Callable[[str], Awaitable[None]], host: Host) -> None:
+    ``launcher``: its command; empty: the process runs the trainer itself.
+    """
+
+    def __init__(
+        self,
+        environment: dict[str, str],
+        heard: Callable[[str], Awaitable[None]],
+        host: Host,
+        launcher: Sequence[str] = (),
+    ) -> None:
         script = SCRIPTS if "SCRIPTS" in environment else SHARDED if "TRAINER_SHARDED" in environment else TRAINER
-        command = [*host.command, sys.executable, str(script)]
+        command = [*host.command, *(launcher or (sys.executable, str(script)))]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -204,11 +213,19 @@ class Job:
                 await self.lighthouse.wait()
 
     async def start(
-        self, name: str, ranks: int = 1, lighthouse: str = "", *, backwards: bool = False, **environment: str
+        self,
+        name: str,
+        ranks: int = 1,
+        lighthouse: str = "",
+        *,
+        backwards: bool = False,
+        launcher: Sequence[str] = (),
+        **environment: str,
     ) -> Group:
         """Start a group. A second call with a name restarts that group.
 
         ``backwards``: start the highest rank first, and each rank when the one before it has printed "started".
+        ``launcher``: as in ``Rank``.
         """
         group = self.groups.setdefault(name, Group(name))
         await group.gone()
@@ -228,7 +245,7 @@ class Job:
                 "KEEPSTEP_STEP_LOG": str(self.logs / f"{name}.jsonl"),
                 **environment,
             }
-            one = Rank(variables, partial(self._heard, group), self.host_of(name))
+            one = Rank(variables, partial(self._heard, group), self.host_of(name), launcher)
             group.ranks.insert(0 if backwards else rank, one)
             if backwards:
                 await self.until(partial(group.has, "started", one.pid), f"rank {rank} of {name} starts")
