@@ -54,7 +54,9 @@ def differences(module: str, name: str, entry: dict[str, Any]) -> Iterator[str]:
             continue
         if any(one.kind is one.VAR_KEYWORD for one in have.values()):
             continue
-        missing = [one for one in parameters if one != "self" and not one.startswith("*") and one not in have]
+        missing = [
+            one for one in parameters if one not in ("self", "cls") and not one.startswith("*") and one not in have
+        ]
         if missing:
             yield f"{method or name}({', '.join(missing)})"
 

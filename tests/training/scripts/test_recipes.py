@@ -130,7 +130,8 @@ def test_the_pages_show_lines_of_the_scripts() -> None:
             (script,) = scripts
             shown.add(script)
             assert block.strip() in passages(EXAMPLES / script, block.count("\n")), f"not in {script}:\n{block}"
-    assert shown >= {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("train_")}
+    others = {"parameter_server.py", *(path.name for path in EXAMPLES.glob("train_*.py"))}
+    assert shown | others >= {path.name for path in EXAMPLES.glob("*.py")}
 
 
 def passages(script: Path, length: int) -> set[str]:
