@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: keepstep run --replicas 2 -- examples/train_diloco.py --fragments 2 --delay 2 --alpha 0.5
+"""Streaming DiLoCo: keepstep run --replicas 2 -- examples/train_diloco.py --fragments 2 --delay 2 --codec two-bit
 
 With `--nproc-per-replica 2` the ranks of a group share the model (FSDP2).
 """
@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from keepstep import Manager, ProcessGroupGloo
+from keepstep.collectives.codecs import Quantized, TopK, TwoBit
 from keepstep.local_sgd import DiLoCo
+
+CODECS = {"none": lambda: None, "quantized": Quantized, "top-k": lambda: TopK(1 / 16), "two-bit": TwoBit}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30, help="outer steps")
@@ -21,6 +24,7 @@ parser.add_argument("--sync-every", type=int, default=20, help="inner steps in w
 parser.add_argument("--fragments", type=int, default=1, choices=(1, 2, 4))
 parser.add_argument("--delay", type=int, default=0, help="inner steps that overlap the all-reduce")
 parser.add_argument("--alpha", type=float, default=0.0, help="weight of a group's own parameters in the result")
+parser.add_argument("--codec", default="none", choices=CODECS, help="average with fewer bytes")
 args = parser.parse_args()
 group, rank, ranks = (int(os.environ.get(name, "0")) for name in ("REPLICA_GROUP_ID", "RANK", "WORLD_SIZE"))
 
@@ -51,6 +55,7 @@ diloco = DiLoCo(
     fragment_sync_delay=args.delay,
     fragment_update_alpha=args.alpha,
     use_bucketization=True,
+    codec=CODECS[args.codec](),
 )
 
 with diloco:

@@ -498,6 +498,14 @@ class Manager:
         """
         self._current().synchronized = True
 
+    def cancel_step(self) -> None:
+        """End a step that served to heal only: it is neither committed nor discarded.
+
+        Call it in all ranks of the group. In a step in which something was reduced, or has failed, it does nothing.
+        """
+        if self._attempt is not None:
+            self._attempt.cancel()
+
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step, and return whether it commits. Step the optimizer only if it does.
 

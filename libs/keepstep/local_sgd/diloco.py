@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from keepstep.collectives.codecs import Quantized
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
 from keepstep.local_sgd.fragment import Fragment
@@ -21,6 +22,7 @@ from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
 
 if TYPE_CHECKING:
+    from keepstep.collectives.codecs import Codec
     from keepstep.manager import Manager
 
 
@@ -60,12 +62,13 @@ class DiLoCo(OuterSteps):
         pin_memory: keep them in pinned memory, if they are on the CPU and this process uses CUDA.
         use_bucketization: reduce several parameters together. The result is the same.
         bucket_cap_mb: size of a bucket in MiB; None: 32.
-        should_quantize: not supported: True raises ValueError.
+        should_quantize: average 8-bit values; the same as ``codec=Quantized()``.
         fragment_sync_delay: inner steps between the begin of the all-reduce and the outer step, during which the groups
             train on; below ``sync_every / len(model_fragments)``.
         fragment_update_alpha: weight in [0, 1] of a group's own parameters in the mean with the result of the outer
             step; 0: the parameters become the result.
         sync_buffers: average or copy the buffers of a fragment with its outer step, as in ``DistributedDataParallel``.
+        codec: of ``keepstep.collectives.codecs``, for averages with fewer bytes; None: full precision.
 
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
@@ -89,14 +92,16 @@ class DiLoCo(OuterSteps):
         fragment_update_alpha: float = 0.0,
         *,
         sync_buffers: bool = True,
+        codec: Codec | None = None,
     ) -> None:
         if manager.use_async_quorum:
             raise ValueError(
                 "DiLoCo needs a synchronous quorum, in which a group heals before it computes its pseudo-gradient: "
                 "pass use_async_quorum=False to the Manager"
             )
-        if should_quantize:
-            raise ValueError("this build of keepstep has no quantized all-reduce; pass should_quantize=False")
+        if should_quantize and codec is not None:
+            raise ValueError(f"should_quantize=True and codec={codec.name} are two ways to reduce; pass one of them")
+        self._codec = Quantized() if should_quantize else codec
         if not 0 <= fragment_update_alpha <= 1:
             raise ValueError(f"fragment_update_alpha={fragment_update_alpha} must be in [0, 1]")
         schedule = Schedule(sync_every, len(model_fragments), fragment_sync_delay)
@@ -116,6 +121,8 @@ class DiLoCo(OuterSteps):
                 pin_memory=pin_memory,
                 bucket_bytes=cap,
                 alpha=fragment_update_alpha,
+                codec=self._codec,
+                key=keys[number],
             )
             for number, outer in enumerate(outers)
         ]
@@ -127,6 +134,7 @@ class DiLoCo(OuterSteps):
             f"fragment_sync_delay {fragment_sync_delay}",
             f"fragment_update_alpha {fragment_update_alpha}",
             f"buckets of {cap} bytes" if cap else "no buckets",
+            f"codec {self._codec.name if self._codec else 'none'}",
         ]
         for number, outer in enumerate(outers):
             lines += [optimizer_line(number, outer), *parameter_lines(parameters[number], f"fragment {number} ")]
@@ -138,7 +146,7 @@ class DiLoCo(OuterSteps):
 
         Returns:
             The position in the period, and the outer optimizer and parameters of each fragment. An outer step that has
-            begun is not in it.
+            begun is not in it, and neither is the error feedback of a codec.
         """
         return {**self._position(), "fragments": [fragment.state_dict() for fragment in self._fragments]}
 
@@ -158,6 +166,14 @@ class DiLoCo(OuterSteps):
             fragment.load_state_dict(state)
         self._load_position(state_dict)
 
+    def _position(self) -> dict[str, Any]:
+        return super()._position() | ({"codec": self._codec.state_dict()} if self._codec else {})
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        super()._load_position(state)
+        if self._codec is not None:
+            self._codec.load_state_dict(state["codec"])
+
     def _start(self, fragment: int) -> None:
         self._fragments[fragment].begin()
 
@@ -165,7 +181,7 @@ class DiLoCo(OuterSteps):
         return self._fragments[fragment].end()
 
     def _abandon(self, fragment: int) -> None:
-        self._fragments[fragment].abandon()
+        self._fragments[fragment].settle(committed=False)
 
 
 def _one_each(outer: Optimizer | Sequence[Optimizer], inner: Optimizer, fragments: int) -> list[Optimizer]:

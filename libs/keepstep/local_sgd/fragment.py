@@ -21,6 +21,7 @@ from keepstep.optim import changing_weights
 from keepstep_mesh.text import listed
 
 if TYPE_CHECKING:
+    from keepstep.collectives.codecs import Codec
     from keepstep.manager import Manager
 
 MAX_NAMED = 3
@@ -39,6 +40,8 @@ class Fragment:
         pin_memory: keep originals on the CPU in pinned memory, if this process uses CUDA.
         bucket_bytes: size of a bucket; None: an all-reduce for each parameter.
         alpha: weight of the local parameters when the result is merged into them.
+        codec: of the average; None: full precision.
+        key: name of this fragment, for the codec.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Fragment:
         pin_memory: bool,
         bucket_bytes: int | None,
         alpha: float,
+        codec: Codec | None,
+        key: str,
     ) -> None:
         self._manager = manager
         self._parameters = dict(parameters)
@@ -59,6 +64,8 @@ class Fragment:
         self._outer_optimizer = outer_optimizer
         self._bucket_bytes = bucket_bytes
         self._alpha = alpha
+        self._codec = codec
+        self._key = key
         pinned = pin_memory and backup_device.type == "cpu" and torch.cuda.is_available()
         self.originals = {
             name: _backup(local_tensor(parameter), backup_device, pinned=pinned)
@@ -76,7 +83,10 @@ class Fragment:
         for gradient, original, now in zip(self._pseudo_gradients, self.originals.values(), local, strict=True):
             gradient.copy_(original, non_blocking=True).sub_(now)
         self._buffers.start()
-        self._works = [self._manager.allreduce(one) for one in reduced]
+        if self._codec is None:
+            self._works = [self._manager.allreduce(one) for one in reduced]
+        elif reduced:
+            self._works = [self._codec.allreduce(self._manager, self._key, reduced)]
 
     def end(self) -> bool:
         """Wait for the average, and commit. Return whether the outer step committed.
@@ -84,6 +94,7 @@ class Fragment:
         If it did, the outer optimizer steps the originals, and the parameters become a mean of the result and the local
         parameters. Otherwise the parameters become the originals.
         """
+        committed = False
         try:
             for work in self._works:
                 work.wait()
@@ -96,11 +107,13 @@ class Fragment:
                     self._keep_originals()
                     self._merge(trained)
         finally:
-            self.abandon()
+            self.settle(committed=committed)
         return committed
 
-    def abandon(self) -> None:
-        """Forget the outer step that has begun, and free its memory."""
+    def settle(self, *, committed: bool) -> None:
+        """Forget the outer step that has begun, and free its memory. ``committed``: whether its result is used."""
+        if self._codec is not None:
+            self._codec.settle(self._key, committed)
         self._works, self._pseudo_gradients = [], []
 
     @torch.no_grad()

@@ -113,7 +113,10 @@ class OuterSteps(ABC):
         self._start_quorum()
         if self._manager.is_healing():
             self._schedule.skip_to_begin()  # the others average now, and this group heals when they end
-        self._advance()
+        if self._schedule.begins:
+            self._advance()
+        else:
+            self._manager.cancel_step()  # the first outer step has a quorum of its own, with groups that start later
 
     def _after_inner_step(self, *_: object) -> None:
         self._schedule.count()
@@ -127,8 +130,10 @@ class OuterSteps(ABC):
 
     def _begin(self) -> None:
         self._start_quorum()
-        if self._schedule.begins:  # else this group has healed from one that is earlier in its period
+        if self._schedule.begins:
             self._start(self._schedule.begin(self._manager.current_step()))
+        else:
+            self._manager.cancel_step()  # this group has healed from one that is earlier in its period
 
     def _end(self, fragment: int) -> bool:
         try:

@@ -224,6 +224,12 @@ class Attempt:
         """Number of collectives that were started."""
         return self._collectives.started
 
+    def cancel(self) -> None:
+        """End an attempt in which nothing was reduced and nothing failed, without a vote."""
+        if self.plan is not None and self.error is None and not self.done and not self._collectives.started:
+            self.after = AfterStep(self._context, self.participation(self.plan))
+            self._context.link.finished_step()
+
     def is_in_flight(self) -> bool:
         """Return whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
         if not self.done and self.answered is None and self._request is not None:

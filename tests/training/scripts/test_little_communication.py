@@ -30,8 +30,8 @@ def compared(job: Job) -> set[str]:
     ("script", "ranks", "variables", "verified"),
     [
         ("train_local_sgd", 1, {"STEPS": "60"}, set()),
-        ("train_diloco", 1, {"ARGUMENTS": f"{STREAMING} 120"}, {"replicas_verified"}),
-        ("train_diloco", 2, {"ARGUMENTS": f"{STREAMING} 16"}, {"replicas_verified"}),
+        ("train_diloco", 1, {"ARGUMENTS": f"{STREAMING} 120 --codec two-bit"}, {"replicas_verified"}),
+        ("train_diloco", 2, {"ARGUMENTS": f"{STREAMING} 16 --codec quantized"}, {"replicas_verified"}),
     ],
     ids=["local_sgd", "diloco", "diloco-sharded"],
 )

@@ -91,6 +91,12 @@ class Member:
         assert not self.open, "the open step was not ended"
         self.open = True
 
+    def is_healing(self) -> bool:
+        return False
+
+    def cancel_step(self) -> None:
+        self.open = False
+
     def allreduce(self, tensor: torch.Tensor, **options: Any) -> Work:
         """Average over the groups at once, in the order of their ranks."""
         assert self.open

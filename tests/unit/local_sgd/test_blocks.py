@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from keepstep.collectives.codecs import Codec, TopK, TwoBit
 from keepstep.local_sgd import DiLoCo, LocalSGD, extract_local_tensor
 from keepstep.optim import OptimizerWrapper
 from keepstep.process_group import ProcessGroupDummy
@@ -42,7 +43,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
         ({"fragment_sync_delay": 2}, r"fragment_sync_delay=2 must be in \[0, 2\)"),
         ({"fragment_update_alpha": 1.5}, r"fragment_update_alpha=1.5 must be in \[0, 1\]"),
         ({"use_bucketization": True, "bucket_cap_mb": 0}, "bucket_cap_mb=0 must be above 0"),
-        ({"should_quantize": True}, "no quantized all-reduce"),
+        ({"should_quantize": True, "codec": TwoBit()}, "should_quantize=True and codec=two-bit are two ways"),
     ],
 )
 def test_an_argument_out_of_range_is_named(options, reason) -> None:
@@ -88,13 +89,14 @@ def test_groups_compare_all_settings_parameters_and_outer_optimizers() -> None:
     manager = alone()
     model = nn.BatchNorm1d(2)
     make(manager, model, sync_every=6, fragment_sync_delay=2, fragment_update_alpha=0.5)
-    settings, rest = manager.layout[:5], manager.layout[5:]
+    settings, rest = manager.layout[:6], manager.layout[6:]
     assert settings == [
         "DiLoCo sync_every 6",
         "fragments 1",
         "fragment_sync_delay 2",
         "fragment_update_alpha 0.5",
         "no buckets",
+        "codec none",
     ]
     assert rest[0].startswith("fragment 0 outer optimizer SGD(dampening=0,")
     assert "lr=1.0, maximize=False, momentum=0" in rest[0]
@@ -299,6 +301,52 @@ def test_frozen_parameters_are_reduced_if_the_outer_optimizer_has_them() -> None
     manager = alone()
     DiLoCo(manager, [model], inner, torch.optim.SGD([model.p0], lr=1.0), 1)
     assert not any("p1" in line for line in manager.layout)
+
+
+class Recorded(Codec):
+    """Full precision; records what it is asked to do."""
+
+    name = "recorded"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def allreduce(self, manager: Any, key: str, tensors: list[torch.Tensor]) -> Any:
+        self.calls.append((key, len(tensors)))
+        return [manager.allreduce(one) for one in tensors][-1]
+
+    def _start(self, *_: Any) -> Any:
+        raise AssertionError
+
+    def settle(self, key: str, committed: bool) -> None:
+        self.calls.append((key, committed))
+
+
+def test_a_codec_averages_a_fragment_at_once_and_is_told_whether_its_result_is_used() -> None:
+    manager, codec = Groups(1, rejected=[1]).members[0], Recorded()
+    _, inner, diloco = make(manager, module_of(SHAPE * 3), 1, codec=codec)
+    with diloco:
+        for step in range(3):
+            train(inner, 0, step)
+    key = "StreamingDiLoCoFragment_0"
+    assert codec.calls == [(key, 3), (key, True), (key, 3), (key, False), (key, 3), (key, True)]
+    assert "codec recorded" in manager.layout
+
+
+def test_a_codec_is_told_of_an_outer_step_that_an_exception_ends() -> None:
+    codec = Recorded()
+    _, inner, diloco = make(alone(), sync_every=2, fragment_sync_delay=1, codec=codec)
+    with pytest.raises(KeyError), diloco:
+        train(inner, 0, 0)
+        raise KeyError("batch")
+    assert codec.calls[-1] == ("StreamingDiLoCoFragment_0", False)
+
+
+def test_a_state_with_another_codec_is_refused() -> None:
+    _, _, one = make(alone(), codec=TopK(0.5))
+    _, _, other = make(alone(), codec=TwoBit())
+    with pytest.raises(ValueError, match=r"the state is of codec 'top-k\(0.5\)', and this group uses 'two-bit'"):
+        other.load_state_dict(one.state_dict())
 
 
 @pytest.fixture

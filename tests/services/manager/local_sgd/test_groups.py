@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from keepstep import Manager
+from keepstep.collectives.codecs import TwoBit
 from keepstep.local_sgd import DiLoCo, LocalSGD
 from keepstep.runtime.exits import MismatchExit
 from keepstep_mesh.errors import KeepstepError
@@ -46,6 +47,8 @@ class Trainer:
             part = getattr(self, name)
             m.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
         self.block: Any
+        if "codec" in options:
+            options["codec"] = options["codec"]()
         if local:
             self.block = LocalSGD(m, self.model, self.inner, **{"sync_every": 4, **options})
         else:
@@ -89,6 +92,8 @@ KINDS = {
         "fragment_update_alpha": 0.5,
         "use_bucketization": True,
     },
+    "diloco-quantized": {"use_async_quorum": False, "should_quantize": True, "fragment_sync_delay": 1},
+    "diloco-two-bit": {"use_async_quorum": False, "codec": TwoBit, "fragment_sync_delay": 1},
 }
 OF_MANAGER = ("use_async_quorum", "min_replica_size", "timeout")
 
@@ -142,19 +147,53 @@ def test_a_group_that_joins_late_trains_on_from_the_state_of_another(lighthouse,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_start_together_begin_with_equal_weights(lighthouse, kind, steps: Path) -> None:
-    at_end = threading.Barrier(2)
+    meet = threading.Barrier(2)
     seen: dict[str, list[torch.Tensor]] = {}
 
     def run(name: str) -> list[torch.Tensor]:
-        with trainer(lighthouse, name, kind, min_replica_size=2) as one, one.block:
-            seen[name] = [parameter.detach().clone() for parameter in one.model.parameters()]
-            one.until(4)
-            assert one.inner_steps == 16
-            at_end.wait(DEADLINE)
-            return one.shared()
+        with trainer(lighthouse, name, kind, min_replica_size=2) as one:
+            meet.wait(DEADLINE)  # else one may begin alone
+            with one.block:
+                seen[name] = [parameter.detach().clone() for parameter in one.model.parameters()]
+                one.until(4)
+                assert one.inner_steps == 16
+                meet.wait(DEADLINE)
+                return one.shared()
 
     equal(*together(lambda: run("a"), lambda: run("b")))
     equal(seen["a"], seen["b"])
+    assert "discarded" not in events(steps)
+
+
+@pytest.mark.parametrize("kind", ["local-async", "diloco"])
+def test_a_group_that_starts_a_moment_later_is_in_the_first_outer_step(lighthouse, kind, steps: Path) -> None:
+    entered, meet = threading.Event(), threading.Barrier(2)
+
+    def run(name: str) -> list[torch.Tensor]:
+        if name == "b":
+            assert entered.wait(DEADLINE)
+        with trainer(lighthouse, name, kind) as one:
+            if name == "b":
+                meet.wait(DEADLINE)
+            with one.block:
+                if name == "a":
+                    assert one.manager.num_participants() == 1
+                    entered.set()
+                    meet.wait(DEADLINE)
+                one.until(1)
+                assert one.manager.num_participants() == 2
+                meet.wait(DEADLINE)
+                return one.shared()
+
+    equal(*together(lambda: run("a"), lambda: run("b")))
+    assert "discarded" not in events(steps)
+
+
+def test_a_block_that_is_left_before_its_first_outer_step_leaves_the_job_in_order(lighthouse, steps: Path) -> None:
+    with trainer(lighthouse, "a", "diloco") as one:
+        with one.block:
+            one.step()
+        assert not one.manager._attempt.is_in_flight()
     assert "discarded" not in events(steps)
 
 
@@ -202,6 +241,7 @@ def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment
         ({"sync_every": 4}, "here 'DiLoCo sync_every 4', in .* 'DiLoCo sync_every 8'"),
         ({"fragment_sync_delay": 1}, "here 'fragment_sync_delay 1', in .* 'fragment_sync_delay 0'"),
         ({"use_bucketization": True}, "here 'buckets of 33554432 bytes', in .* 'no buckets'"),
+        ({"codec": TwoBit}, "here 'codec two-bit', in .* 'codec none'"),
     ],
 )
 def test_a_group_with_other_settings_is_refused_by_name(lighthouse, odd, named) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_other_arguments_begin_another_step(lighthouse, steps: Path, second):
         m.start_quorum(**second)
         assert m.should_commit()
     assert events(steps).count("discarded") == 1
+
+
+def test_a_step_that_is_cancelled_is_neither_committed_nor_discarded(lighthouse, steps: Path):
+    with manager(lighthouse, "a") as m:
+        m.cancel_step()
+        for _ in range(3):
+            m.start_quorum()
+            m.wait_quorum()
+            m.cancel_step()
+        with pytest.raises(RuntimeError, match="no step has begun"):
+            m.should_commit()
+        m.start_quorum()
+        m.allreduce(torch.ones(1)).wait()
+        m.cancel_step()
+        assert m.should_commit(), "a step in which something was reduced goes on"
+        assert m.current_step() == 1
+    assert "discarded" not in events(steps)
+    quorums = {line["quorum_id"] for line in map(json.loads, steps.read_text().splitlines()) if line["quorum_id"]}
+    assert len(quorums) == 1, "the process group was built once"
 
 
 @pytest.mark.parametrize("what", ["reduced", "failed", "loaded", "layout"])
