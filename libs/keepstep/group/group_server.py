@@ -25,7 +25,7 @@ from keepstep.rendezvous.key_value_server import KeyValueServer
 from keepstep.runtime.exits import leave_cause
 from keepstep.runtime.owned_tasks import OwnedTasks
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.errors import KeepstepError, SessionClosed
+from keepstep_mesh.errors import Banned, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
 from keepstep_mesh.net.http import Problem
 from keepstep_mesh.protocol.group_messages import RankAsk, RankVote
 from keepstep_mesh.protocol.membership import MemberInfo, Quorum
@@ -253,6 +253,8 @@ class GroupServer:
                 future.cancel()
             raise
         except Exception as error:  # noqa: BLE001  every rank gets the same answer, whatever it is
+            if isinstance(error, (LayoutMismatch, StartRefused, Banned)):
+                self.leaving = True  # the ranks end one after the other, and none has failed
             for _, future in asks.values():
                 if not future.done():
                     future.set_exception(error)

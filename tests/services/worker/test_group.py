@@ -21,7 +21,7 @@ from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
-from keepstep_mesh.errors import KeepstepError, SessionClosed
+from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankVote
 from keepstep_mesh.protocol.messages import Evicted, Healing, MemberLost, Refused, ServiceAddress
@@ -398,14 +398,31 @@ async def test_the_first_difference_of_two_layouts_is_named(pair):
     assert "does not answer" in await first_layout_difference("http://127.0.0.1:9", None, ["a (2,)"])
 
 
+async def assert_not_failed_by_the_end_of_a_rank(group: Group) -> None:
+    idle = len(group.server._tasks._running)
+    await group.clients[0]._socket.close()  # a process that ends says no goodbye
+    await eventually(lambda: not group.server._connections._ranks)
+    await eventually(lambda: len(group.server._tasks._running) == idle)
+    assert not [reason for reason in group.failed if "died" in reason]
+
+
 async def test_the_ranks_of_an_evicted_group_end_in_any_order_and_none_has_failed(lighthouse, pair):
     told = asyncio.get_running_loop().create_future()
     pair.hear = pair.clients[0]._on_push = lambda push: told.done() or told.set_result(push)
     await lighthouse.jobs["default"].order(EvictOrdered("a", "bad GPU", 0.0, "ann"))
     assert await asyncio.wait_for(told, DEADLINE) == Evicted("bad GPU", 0.0)
-    await pair.clients[0]._socket.close()  # a process that ends says no goodbye
-    await eventually(lambda: not pair.server._connections._ranks)
-    assert not [reason for reason in pair.failed if "died" in reason]
+    await assert_not_failed_by_the_end_of_a_rank(pair)
+
+
+async def test_the_ranks_of_a_refused_group_end_in_any_order_and_none_has_failed(lighthouse, pair):
+    await pair.ask(layout="model")
+    other = Group(lighthouse, 2, "b:1")
+    await other.start()
+    try:
+        assert [type(answer) for answer in await other.ask(layout="other model")] == [LayoutMismatch] * 2
+        await assert_not_failed_by_the_end_of_a_rank(other)
+    finally:
+        await other.close()
 
 
 async def test_every_rank_knows_the_services_whenever_it_came(lighthouse):
