@@ -455,6 +455,8 @@ class Manager:
             ValueError: an average of integers, or a quantized reduction other than SUM and AVG of floats.
             RuntimeError: no step has begun.
         """
+        if (op := getattr(reduce_op, "op", None)) not in (None, ReduceOp.PREMUL_SUM):
+            reduce_op = op  # the object in torch's options equals its name, and is in no tuple of names
         if should_quantize:
             check_quantizable([tensor], reduce_op)
         average = reduce_op == ReduceOp.AVG

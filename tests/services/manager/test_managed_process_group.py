@@ -68,7 +68,8 @@ def test_functional_reductions_go_through_the_manager(world, lighthouse) -> None
     assert together(lambda: functions("a"), lambda: methods("b")) == [[6.0, 3.0, 4.5, 9, 7, 2, True]] * 2
 
 
-def test_a_group_that_heals_does_not_change_a_maximum(lighthouse) -> None:
+@pytest.mark.parametrize("op", [ReduceOp.MAX, ReduceOp(ReduceOp.MAX)], ids=["name", "object"])  # torch passes both
+def test_a_group_that_heals_does_not_change_a_maximum(lighthouse, op) -> None:
     """The joiner contributes the neutral element: the maximum of the others, which are all negative, stays."""
     joined, left = threading.Event(), threading.Event()
 
@@ -78,7 +79,7 @@ def test_a_group_that_heals_does_not_change_a_maximum(lighthouse) -> None:
             while not left.is_set():
                 m.start_quorum()
                 tensor = torch.tensor([-3.0])
-                if m.allreduce(tensor, reduce_op=ReduceOp.MAX).wait():
+                if m.allreduce(tensor, reduce_op=op).wait():
                     seen.add((tensor.item(), m.num_participants()))
                 if m.should_commit() and m.current_step() > 3:
                     joined.set()
@@ -91,7 +92,7 @@ def test_a_group_that_heals_does_not_change_a_maximum(lighthouse) -> None:
             for _ in range(2):
                 m.start_quorum()
                 tensor = torch.tensor([-5.0])
-                m.allreduce(tensor, reduce_op=ReduceOp.MAX).wait()
+                m.allreduce(tensor, reduce_op=op).wait()
                 m.should_commit()
                 results.append(tensor.item())
         left.set()

@@ -27,13 +27,14 @@ async def test_a_trainer_of_torchtitans_shape_heals_and_logs_values_of_all_group
         await job.until(lambda: logged(a).keys() & logged(b).keys() >= {1, 2, 3}, "both train")
         b.kill(rank=1)
         await b.exit_codes()
-        before = max(logged(b))
+        before, heard = max(logged(b)), len(b.output)
         await job.start("1", ranks=2, SCRIPTS=str(SCRIPT))
 
         def healed() -> list[int]:
             return sorted(step for step in logged(a).keys() & logged(b).keys() if step > before + 1)
 
         await job.until(lambda: len(healed()) > 10, "the killed group heals and trains")
+        assert not [line for line in b.output[heard:] if "will not commit" in line], job.report()
         a.kill(number=signal.SIGTERM)
         b.kill(number=signal.SIGTERM)
         assert [await group.exit_codes() for group in (a, b)] == [[0, 0], [0, 0]], job.report()
