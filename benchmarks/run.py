@@ -21,6 +21,7 @@ import heal
 import heal_step
 import hsdp_step
 import kill_to_commit
+import outer_step
 import quorum_round
 import rank_step
 import rebuild
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "failover": failover.run,
     "step": step_cost.run,
     "hsdp": hsdp_step.run,
+    "outer": outer_step.run,
     "transfer": transfer.run,
     "heal": heal.run,
     "swarm": swarm.run,

@@ -1,0 +1,70 @@
+"""Measure the outer step of DiLoCo, and its bytes on the wire: two groups, gloo over loopback, no faults.
+
+The time of the call of the inner optimizer that takes the outer step, of group 0: quorum, pseudo-gradients, all-reduce,
+commit, outer optimizer, and a step of SGD. torchft and keepstep take turns, then keepstep's codecs follow: torchft has
+none on a CPU. The bytes are those that the loopback interface sends in an outer step, for each group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import tempfile
+from pathlib import Path
+
+from figures import Figure, p50
+from sides import HERE, Side, lighthouse, stop
+
+GROUPS = 2
+WARM_UP = 3
+STEPS = {"1M": 40, "100M": 8}
+REPEATS = 3
+CODECS = ("quantized", "top-k", "two-bit")
+RUN_TIMEOUT = 300.0
+
+
+def measure(side: Side, model: str, steps: int, log: Path, *flags: str) -> tuple[list[float], float]:
+    """Return the milliseconds of each outer step of group 0, and the median of MB sent by each group."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        address = stack.enter_context(lighthouse(side, min_replicas=GROUPS, log=log)).address
+        trainers = []
+        for group in range(GROUPS):
+            command = [side.python, HERE / "outer_step_trainer.py", "--library", side.name, "--lighthouse", address]
+            command += ["--group", str(group), "--groups", str(GROUPS), "--model", model, *flags]
+            command += ["--steps", str(steps + WARM_UP), "--out", f"{folder}/{group}"]
+            with log.open("ab") as errors:
+                trainer = subprocess.Popen(
+                    command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+                )
+            stack.callback(stop, trainer)
+            trainers.append(trainer)
+        for trainer in trainers:
+            if trainer.wait(RUN_TIMEOUT) != 0:
+                raise RuntimeError(f"a trainer of {side.name} ended with {trainer.returncode}; see {log}")
+        lines = [line.split() for line in Path(folder, "0").read_text().splitlines()]
+        sent = [int(after) - int(before) for (_, before), (_, after) in itertools.pairwise(lines)]
+        return [float(seconds) * 1e3 for seconds, _ in lines[WARM_UP:]], p50(sent[WARM_UP:]) / GROUPS / 1e6
+
+
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
+    figures = []
+    for model, steps in STEPS.items():
+        for buckets in ((), ("--buckets",)):
+            times: dict[str, list[float]] = {ours.name: [], theirs.name: []}
+            sent: dict[str, list[float]] = {ours.name: [], theirs.name: []}
+            for _ in range(1 if quick else REPEATS):
+                for side in (theirs, ours):
+                    print(f"outer step, {model}: {side.name} {' '.join(buckets)} ...", flush=True)
+                    milliseconds, megabytes = measure(side, model, steps, log, *buckets)
+                    times[side.name] += milliseconds
+                    sent[side.name].append(megabytes)
+            name = f"outer step, {model} parameters{', in buckets' if buckets else ''}"
+            figures.append(Figure(name, "ms", "p50", times[ours.name], times[theirs.name]))
+            figures.append(Figure(f"{name}, sent", "MB", "p50", sent[ours.name], sent[theirs.name]))
+        for codec in CODECS:
+            print(f"outer step, {model}: {codec} ...", flush=True)
+            milliseconds, megabytes = measure(ours, model, steps // 2, log, "--buckets", "--codec", codec)
+            figures.append(Figure(f"outer step, {model} parameters, {codec}", "ms", "p50", milliseconds))
+            figures.append(Figure(f"outer step, {model} parameters, {codec}, sent", "MB", "p50", [megabytes]))
+    return figures
