@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 # ---- damage
 
 
-async def test_a_bit_flipped_between_relay_and_joiner_is_found_named_and_sent_again(caplog):
+async def test_a_bit_flipped_between_relay_and_joiner_is_found_named_and_sent_again(caplog, patient):
     change = flip_once(20)
     async with relay() as url:
         with Groups([url], mib=64) as groups, before(url, change) as proxy, sent_by(groups) as source:
@@ -81,7 +81,7 @@ async def test_a_bit_flipped_between_peers_is_found_named_and_had_from_elsewhere
             assert f"sender={proxy.url}" in caplog.text
 
 
-async def test_a_bit_flipped_between_source_and_relay_is_refused_there_and_sent_again(caplog):
+async def test_a_bit_flipped_between_source_and_relay_is_refused_there_and_sent_again(caplog, patient):
     changed = []
 
     def flip(data: bytes) -> bytes:
@@ -101,7 +101,7 @@ async def test_a_bit_flipped_between_source_and_relay_is_refused_there_and_sent_
             assert "upload it again" in caplog.text
 
 
-async def test_a_bit_flipped_on_the_relays_disk_is_not_served_and_the_chunk_comes_from_the_source(tmp_path):
+async def test_a_bit_flipped_on_the_relays_disk_is_not_served_and_the_chunk_comes_from_the_source(tmp_path, patient):
     with Groups([], mib=32) as groups:
         async with mortal_relay("--data-dir", str(tmp_path)) as (_, url):
             groups.relays = [url]
@@ -207,7 +207,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
 async def test_a_peer_that_lies_about_what_it_has_costs_little(lie):
     async with relay() as url, says(lie) as liar:
-        with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, liar.url):
+        with Groups([url], joiners=2, uplink=32 * MIB) as groups, claimed(url, liar.url, groups.mib):
             groups.stage()
             await groups.heal(0)
             assert liar.asked
@@ -216,7 +216,7 @@ async def test_a_peer_that_lies_about_what_it_has_costs_little(lie):
 async def test_a_peer_that_serves_others_first_is_asked_again_and_one_that_has_nothing_is_not():
     for status, lasts in (("503 Busy", True), ("404 Not Found", False)):
         async with relay() as url, says(answer(b"", status)) as peer:
-            with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, peer.url):
+            with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, peer.url, groups.mib):
                 groups.stage()
                 await groups.heal(0)
                 assert (peer.asked > MAX_FAILURES) is lasts, (status, peer.asked)
@@ -226,7 +226,7 @@ async def test_a_peer_that_serves_others_first_is_asked_again_and_one_that_has_n
 async def test_an_address_of_a_peer_that_is_none_costs_nothing(address, caplog):
     caplog.set_level(logging.INFO)
     async with relay() as url:
-        with Groups([url], joiners=2, mib=64, uplink=64 * MIB) as groups, claimed(url, address):
+        with Groups([url], joiners=2, uplink=32 * MIB) as groups, claimed(url, address, groups.mib):
             groups.stage()
             await groups.heal(0)
             assert groups.joiners[0].via == "relay"
@@ -235,10 +235,12 @@ async def test_an_address_of_a_peer_that_is_none_costs_nothing(address, caplog):
 
 
 class claimed:  # noqa: N801 - used as a function
-    """Says to the relay, as often as it takes, that ``address`` serves all chunks of step 1."""
+    """Says to the relay, as often as it takes, that ``address`` serves all chunks of step 1, a state of ``mib`` MiB."""
 
-    def __init__(self, url: str, address: str) -> None:
+    def __init__(self, url: str, address: str, mib: int) -> None:
         self._url, self._address = url, address
+        chunks = mib // CHUNK_MIB + 1
+        self._has = ((1 << chunks) - 1).to_bytes(-(-chunks // 8), "little").hex()
 
     def __enter__(self) -> None:
         self._task = asyncio.create_task(self._claim())
@@ -251,7 +253,7 @@ class claimed:  # noqa: N801 - used as a function
         async with client(self._url, job=JOB) as worker:
             while True:
                 path = f"{self._url}{worker.checkpoints}/{name}/holders/liar"
-                body = {"rank": 0, "address": self._address, "has": "ff" + "01"}
+                body = {"rank": 0, "address": self._address, "has": self._has}
                 async with worker.http.put(path, json=body) as _:
                     pass
                 await asyncio.sleep(0.01)
@@ -282,7 +284,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
 async def test_a_relay_that_talks_nonsense_is_done_without(wrong, caplog):
     async with says(wrong) as liar:
-        with Groups([liar.url], joiners=2, mib=64) as groups:
+        with Groups([liar.url], joiners=2) as groups:
             groups.stage()
             await groups.heal()
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR], "a lie is no fault of ours"
@@ -293,7 +295,7 @@ async def test_a_relay_that_talks_nonsense_is_done_without(wrong, caplog):
 )
 async def test_a_relay_whose_answer_has_no_end_is_done_without(wrong):
     async with says(wrong, drip=True) as liar:
-        with Groups([liar.url], joiners=2, mib=64) as groups:
+        with Groups([liar.url], joiners=2) as groups:
             groups.stage()
             await groups.heal()
             assert {one.via for one in groups.joiners} == {"direct"}
@@ -302,11 +304,11 @@ async def test_a_relay_whose_answer_has_no_end_is_done_without(wrong):
 
 async def test_beside_a_relay_that_talks_nonsense_the_other_one_is_used():
     async with says(answer(b"<html>")) as liar, relay() as url:
-        with Groups([liar.url, url], mib=128) as groups:
+        with Groups([liar.url, url], mib=64) as groups:
             groups.stage()
             await groups.heal()
             await groups.uploaded(url)
-            assert await received_mib(url) == pytest.approx(128, abs=0.1), "the part of the other one too"
+            assert await received_mib(url) == pytest.approx(64, abs=0.1), "the part of the other one too"
 
 
 # ---- another state under the same name

@@ -16,7 +16,7 @@ from tests.support.checkpoints.checkpoint_peer import state_of
 from tests.support.network.certificates import Authority
 
 
-async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only():
+async def test_one_joiner_heals_through_the_relay_and_the_source_serves_its_manifest_only(patient):
     async with relay() as url:
         with Groups([url], mib=64) as groups, sent_by(groups) as source:
             groups.stage()
@@ -38,7 +38,7 @@ async def test_three_sources_upload_each_chunk_about_once():
 
 
 @pytest.mark.parametrize("joiners", [2, 6])
-async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners):
+async def test_joiners_bring_each_other_what_the_relay_sent_to_one(joiners, patient):
     """The upload takes long enough for all of them to be there from its beginning."""
     async with relay() as url:
         with Groups([url], joiners=joiners, mib=96, uplink=64 * MIB) as groups, sent_by(groups) as source:
@@ -121,7 +121,7 @@ def slowly(_number, _so_far, data):
     return data
 
 
-async def test_two_relays_have_a_part_each():
+async def test_two_relays_have_a_part_each(patient):
     async with relay() as one, relay() as other:
         with Groups([one, other], sources=2, joiners=2, mib=128) as groups, sent_by(groups) as source:
             groups.stage()
@@ -132,7 +132,7 @@ async def test_two_relays_have_a_part_each():
                 await groups.uploaded(url, state="part")
 
 
-async def test_the_parts_of_a_state_outlast_the_time_limit_of_uploads():
+async def test_the_parts_of_a_state_outlast_the_time_limit_of_uploads(patient):
     async with relay("--upload-timeout", "1") as one, relay("--upload-timeout", "1") as other:
         with Groups([one, other], mib=64) as groups, sent_by(groups) as source:
             groups.stage()
@@ -144,7 +144,7 @@ async def test_the_parts_of_a_state_outlast_the_time_limit_of_uploads():
             assert source.passed < MIB
 
 
-async def test_a_relay_that_wants_tokens_and_mutual_tls_gets_them(tmp_path):
+async def test_a_relay_that_wants_tokens_and_mutual_tls_gets_them(tmp_path, patient):
     authority = Authority(tmp_path)
     service = authority.service(mutual=True)
     tokens = tmp_path / "tokens"

@@ -78,7 +78,7 @@ async def test_a_relay_killed_when_all_chunks_are_there():
             assert "relay" in {one.via for one in groups.joiners}
 
 
-async def test_a_connection_to_the_relay_that_breaks_is_made_again():
+async def test_a_connection_to_the_relay_that_breaks_is_made_again(patient):
     async with relay() as url, ChaosProxy.before(url) as proxy:
         loop = asyncio.get_running_loop()
         with Groups([proxy.url], mib=128) as groups, sent_by(groups) as source:
@@ -106,7 +106,7 @@ async def test_a_relay_started_again_during_the_upload_has_all_of_it_in_the_end(
             assert sent_again < 96 - CHUNK_MIB if disk else sent_again == pytest.approx(96, abs=0.1)
 
 
-async def test_a_relay_started_again_with_its_disk_serves_what_was_committed(tmp_path):
+async def test_a_relay_started_again_with_its_disk_serves_what_was_committed(tmp_path, patient):
     flags = ["--data-dir", str(tmp_path)]
     with Groups([]) as groups:
         async with mortal_relay(*flags) as (kill, url):
@@ -182,7 +182,7 @@ async def test_a_relay_whose_name_nobody_answers_for_is_waited_for_only_so_long(
         assert f"the name {name} was not found" in caplog.text
 
 
-async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog):
+async def test_an_address_that_is_none_is_told_and_the_other_relay_used(caplog, patient):
     async with relay() as url:
         with Groups(["nonsense", url]) as groups, sent_by(groups) as source:
             groups.stage()
@@ -203,7 +203,7 @@ async def test_a_relay_that_takes_no_connection_is_given_up():
 
 
 @pytest.mark.parametrize("small_disk", ["24m"], indirect=True)
-async def test_a_full_disk_does_not_stop_a_heal(small_disk):
+async def test_a_full_disk_does_not_stop_a_heal(small_disk, patient):
     async with relay("--data-dir", str(small_disk)) as url:
         with Groups([url], sources=2, mib=64) as groups, sent_by(groups) as source:
             groups.stage()
