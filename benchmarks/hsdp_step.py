@@ -1,6 +1,6 @@
 """Measure the cost of a step of a sharded model over plain FSDP2: one group of two ranks, gloo, no faults.
 
-Plain FSDP2, torchft, and keepstep run one after another, three times over. The figure of a run is the median of 200
+Plain FSDP2, torchft, and keepstep run one after another, five times over. The figure of a run is the median of 120
 steps of rank 0, after a warm-up. The added share is that figure divided by the one of plain FSDP2 of the same turn.
 """
 
@@ -15,9 +15,9 @@ from figures import Figure, Limit, p50
 from sides import HERE, Side, free_port, lighthouse, stop
 
 RANKS = 2
-WARM_UP = 30
-STEPS = 200
-REPEATS = 3
+WARM_UP = 20
+STEPS = 120
+REPEATS = 5
 RUN_TIMEOUT = 300.0
 LIMIT_PERCENT = 5.0
 
