@@ -367,8 +367,8 @@ class Manager:
         ``quorum_timeout``, it logs the reason and asks again.
 
         Args:
-            allow_heal: False: a group that is behind takes part as it is (LocalSGD's sync points). One group that asks
-                so decides it for all groups of the quorum.
+            allow_heal: False: a group that is behind takes part as it is. One group that asks so decides it for all
+                groups of the quorum.
             shrink_only: take no new groups into the quorum.
             timeout: of the quorum, instead of ``quorum_timeout``; after it TimeoutError instead of asking again.
 

@@ -16,7 +16,7 @@ from keepstep.collectives.codecs import Quantized
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
 from keepstep.local_sgd.fragment import Fragment
-from keepstep.local_sgd.layout import optimizer_line, parameter_lines, parameters_of_fragments
+from keepstep.local_sgd.layout import check_for_codec, optimizer_line, parameter_lines, parameters_of_fragments
 from keepstep.local_sgd.outer_optimizer import OuterOptimizer
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
@@ -72,8 +72,9 @@ class DiLoCo(OuterSteps):
 
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
-            fragment or in two, or a buffer cannot be synchronized.
-        TypeError: the inner optimizer is a ``keepstep.Optimizer``.
+            fragment or in two, or a parameter or buffer cannot be synchronized.
+        TypeError: the inner optimizer is a ``keepstep.Optimizer``, or a fragment is wrapped in a
+            ``keepstep.DistributedDataParallel``.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class DiLoCo(OuterSteps):
         schedule = Schedule(sync_every, len(model_fragments), fragment_sync_delay)
         outers = _one_each(outer_optimizer, inner_optimizer, len(model_fragments))
         parameters = parameters_of_fragments(model_fragments, inner_optimizer, outers)
+        if self._codec is not None:
+            check_for_codec(self._codec.name, parameters)
         buffers = [
             SyncedBuffers(manager, module, sync=sync_buffers, average=(), ignore=()) for module in model_fragments
         ]
@@ -117,7 +120,7 @@ class DiLoCo(OuterSteps):
         self._fragments = [
             Fragment(
                 *(manager, parameters[number], buffers[number], OuterOptimizer(outer, [*parameters[number].values()])),
-                backup_device=backup_device or torch.device("cpu"),
+                backup_device=torch.device(backup_device or "cpu"),
                 pin_memory=pin_memory,
                 bucket_bytes=cap,
                 alpha=fragment_update_alpha,

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
 from keepstep.local_sgd.local_tensors import local_tensor
 from keepstep_mesh.text import listed
 
@@ -69,8 +70,31 @@ def in_optimizer(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def check_for_codec(codec: str, fragments: Sequence[Mapping[str, nn.Parameter]]) -> None:
+    """Raise ValueError if a codec cannot average a fragment at once."""
+    for number, parameters in enumerate(fragments):
+        devices = {str(one.device) for one in parameters.values()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"fragment {number} is on {', '.join(sorted(devices))}, and codec {codec} averages tensors of one "
+                f"device: make a fragment for each device"
+            )
+        for name, one in parameters.items():
+            if one.is_complex():
+                raise ValueError(f"parameter {name!r} is {one.dtype}, and codec {codec} averages real floats only")
+
+
 def _parameters(module: nn.Module, stepped: set[int]) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, and those in ``stepped``: a frozen one may train later."""
+    """Return the parameters that train, and those in ``stepped``: a frozen one may train later.
+
+    Raises:
+        TypeError: the module averages gradients.
+    """
+    if any(isinstance(one, (DistributedDataParallel, PureDistributedDataParallel)) for one in module.modules()):
+        raise TypeError(
+            "the model is in a keepstep.DistributedDataParallel, which averages the gradients of every step: pass the "
+            "plain model"
+        )
     return {
         name: one
         for name, one in module.named_parameters()

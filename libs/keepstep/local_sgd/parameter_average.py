@@ -48,7 +48,7 @@ class LocalSGD(OuterSteps):
     Raises:
         ValueError: ``sync_every`` is below 1, the optimizer trains parameters that are not in the model, or a buffer
             cannot be synchronized.
-        TypeError: the optimizer is a ``keepstep.Optimizer``.
+        TypeError: the optimizer is a ``keepstep.Optimizer``, or the model a ``keepstep.DistributedDataParallel``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LocalSGD(OuterSteps):
             Whether the average committed.
         """
         self._schedule.skip_to_begin()
-        self._manager.start_quorum()
+        self._start_quorum()
         fragment = self._schedule.begin(self._manager.current_step())
         self._start(fragment)
         return self._end(fragment)

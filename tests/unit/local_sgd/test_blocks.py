@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from keepstep.collectives.codecs import Codec, TopK, TwoBit
+from keepstep.ddp import PureDistributedDataParallel
 from keepstep.local_sgd import DiLoCo, LocalSGD, extract_local_tensor
 from keepstep.optim import OptimizerWrapper
 from keepstep.process_group import ProcessGroupDummy
@@ -41,6 +42,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     [
         ({"sync_every": 0}, "sync_every=0 must be at least 1"),
         ({"fragment_sync_delay": 2}, r"fragment_sync_delay=2 must be in \[0, 2\)"),
+        ({"model": module_of([((2,), torch.complex64)]), "codec": TwoBit()}, "'p0' is torch.complex64, and codec two-"),
         ({"fragment_update_alpha": 1.5}, r"fragment_update_alpha=1.5 must be in \[0, 1\]"),
         ({"use_bucketization": True, "bucket_cap_mb": 0}, "bucket_cap_mb=0 must be above 0"),
         ({"should_quantize": True, "codec": TwoBit()}, "should_quantize=True and codec=two-bit are two ways"),
@@ -81,6 +83,11 @@ def test_parameters_that_no_group_would_average_are_named() -> None:
     with pytest.raises(TypeError, match=r"pass the optimizer inside it"):
         manager.script_checker = type("Checker", (), {"add_optimizer": lambda *_: None})()
         LocalSGD(manager, first, OptimizerWrapper(manager, torch.optim.SGD(first.parameters(), lr=1)), 2)
+    manager.script_checker.add_module = lambda *_: None
+    wrapped = PureDistributedDataParallel(manager, first)
+    manager.layout.clear()
+    with pytest.raises(TypeError, match=r"pass the plain model"):
+        LocalSGD(manager, wrapped, torch.optim.SGD(first.parameters(), lr=1), 2)
     assert manager.states == {}
     assert manager.layout == [], "a job is not told of what was refused"
 
