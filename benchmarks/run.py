@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 import failover
+import groups
 import heal
 import heal_step
 import hsdp_step
@@ -44,6 +45,7 @@ BENCHMARKS = {
     "heal": heal.run,
     "swarm": swarm.run,
     "heal_step": heal_step.run,
+    "groups": groups.run,
 }
 ALONE = {"rank": rank_step.run, "rebuild": rebuild.run}
 """Without torchft: these need no environment of it."""

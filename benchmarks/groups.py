@@ -1,0 +1,134 @@
+"""Measure process groups beside torchft's: reconfiguration by members, all-reduce, the way to a child process and back.
+
+Every member is a process of its own. ``Gloo`` communicates in that process, ``BabyGloo`` in a child of it. The two
+libraries take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from figures import Figure, Limit
+from sides import HERE, Side, stop
+
+NAMES = {"gloo": "Gloo", "baby": "BabyGloo"}
+SIZES = {"gloo": (2, 4, 8, 16), "baby": (2, 4)}
+"""With more members than cores, torchft's start of a child for each member and turn takes minutes."""
+REBUILDS = {"gloo": 20, "baby": 5}
+WARM_UP = 2
+TENSORS = {2**20: 100, 16 * 2**20: 30, 128 * 2**20: 8}
+"""Bytes of a tensor: number of all-reduces."""
+ROUND_TRIPS = 1000
+TURNS = 2
+
+
+class Members:
+    """Processes of one library."""
+
+    def __init__(self, side: Side, size: int, log: Path, stack: contextlib.ExitStack) -> None:
+        self._log = log
+        self._number = 0
+        self._processes = []
+        for rank in range(size):
+            command = [side.python, HERE / "group_ends.py", "--library", side.name]
+            with log.open("ab") as errors:
+                process = subprocess.Popen(
+                    [*command, *(["--hosts"] if rank == 0 else [])],
+                    env=side.environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            stack.callback(stop, process)
+            self._processes.append(process)
+        ready = [self._read(process, "ready") for process in self._processes]
+        self._address = ready[0][0]
+
+    def configure(self, kind: str) -> float:
+        """Return the milliseconds until the last member is connected to all others."""
+        self._number += 1
+        size = len(self._processes)
+        return self._all(lambda rank: f"configure {kind} {rank} {size} {self._number} {self._address}")[0]
+
+    def allreduce(self, kind: str, size: int, count: int) -> list[float]:
+        """Return the milliseconds of each all-reduce on member 0."""
+        return [float(one) for one in self._all(lambda _: f"allreduce {kind} {size} {count}")[1]]
+
+    def _all(self, line: Callable[[int], str]) -> tuple[float, list[str]]:
+        """Send each member a line. Return the milliseconds until the last has answered, and member 0's answer."""
+        began = time.perf_counter()
+        for rank, process in enumerate(self._processes):
+            process.stdin.write(f"{line(rank)}\n")
+            process.stdin.flush()
+        answers = [self._read(process, "done") for process in self._processes]
+        return (time.perf_counter() - began) * 1e3, answers[0]
+
+    def _read(self, process: subprocess.Popen[str], word: str) -> list[str]:
+        said = process.stdout.readline().split()
+        if not said or said[0] != word:
+            raise RuntimeError(f"a member said {said} instead of {word!r}; see {self._log}")
+        return said[1:]
+
+
+class Samples:
+    """Milliseconds of both sides by name of the figure."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, name: str, side: Side, milliseconds: list[float]) -> None:
+        self.found.setdefault(name, {}).setdefault(side.name, []).extend(milliseconds)
+
+
+def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
+    samples = Samples()
+    share = 4 if quick else 1
+    for _ in range(1 if quick else TURNS):
+        for size in SIZES["gloo"]:
+            for side in (theirs, ours):
+                print(f"process groups of {size} members: {side.name} ...", flush=True)
+                with contextlib.ExitStack() as stack:
+                    members = Members(side, size, log, stack)
+                    for kind in (one for one, sizes in SIZES.items() if size in sizes):
+                        times = [members.configure(kind) for _ in range(WARM_UP + max(2, REBUILDS[kind] // share))]
+                        samples.add(f"reconfigure {NAMES[kind]}, {size} members", side, times[WARM_UP:])
+                        if size == 2:
+                            _reduce(members, side, kind, samples, share)
+        for side in (theirs, ours):
+            with contextlib.ExitStack() as stack:
+                members = Members(side, 1, log, stack)
+                members.configure("baby")
+                members.allreduce("baby", 4, 20)
+                samples.add("round trip to the child", side, members.allreduce("baby", 4, ROUND_TRIPS // share))
+    return [
+        Figure(
+            name,
+            "ms",
+            "p50",
+            found[ours.name],
+            found[theirs.name],
+            Limit(times_theirs=1),
+            definition=_definition(name),
+        )
+        for name, found in samples.found.items()
+    ]
+
+
+def _reduce(members: Members, side: Side, kind: str, samples: Samples, share: int) -> None:
+    for size, count in TENSORS.items():
+        members.allreduce(kind, size, 2)
+        times = members.allreduce(kind, size, max(4, count // share))
+        samples.add(f"all-reduce of {size >> 20} MiB, {NAMES[kind]}, 2 members", side, times)
+
+
+def _definition(name: str) -> str:
+    if name.startswith("reconfigure"):
+        return "from the order to leave the group until the last member is connected in the next one"
+    if name.startswith("round trip"):
+        return "an all-reduce of 4 bytes in a BabyGloo group of one member"
+    return "from the call until wait returns, on member 0"
