@@ -23,6 +23,7 @@ import heal_step
 import hsdp_step
 import kill_to_commit
 import outer_step
+import quantized
 import quorum_round
 import rank_step
 import rebuild
@@ -47,7 +48,7 @@ BENCHMARKS = {
     "heal_step": heal_step.run,
     "groups": groups.run,
 }
-ALONE = {"rank": rank_step.run, "rebuild": rebuild.run}
+ALONE = {"rank": rank_step.run, "rebuild": rebuild.run, "quantized": quantized.run}
 """Without torchft: these need no environment of it."""
 
 

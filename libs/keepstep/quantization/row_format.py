@@ -9,6 +9,7 @@ Decoding multiplies once and adds without a fused multiply-add, so equal bytes g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,8 +22,12 @@ SCALE_BYTES = 4
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of tensors that can be quantized."""
 
-_BLOCK_ROWS = 256
-"""Rows that one processor core handles at once: 256 KiB of float32, which stay in its cache."""
+_BLOCK_ROWS = 120
+"""Rows that are handled at once in main memory: 120 KiB of float32, which stay in a core's cache. For 32768 elements and
+more, torch starts threads, which compete with those of the training thread.
+"""
+_ROUNDING = 1.5 * 2.0**23
+"""Adding and subtracting it rounds a float32 of up to 2^22 to the nearest integer, half to even."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -51,16 +56,15 @@ class RowFormat:
         if (kernels := _kernels(rows)) is not None:
             kernels.encode(rows, scales, values, self.largest)
             return
-        for begin, end, scratch in _blocks(rows):
-            block = rows[begin:end]
-            scale = torch.linalg.vector_norm(block, float("inf"), dim=1, dtype=torch.float32)
+        for (block, scale, value), scratch in _blocks(rows, scales, values):
+            whole = block if block.dtype is torch.float32 else block.float()
+            torch.amax(torch.abs(whole, out=scratch), dim=1, out=scale)  # a tenth of the time of vector_norm
             scale.mul_(1 / self.largest).clamp_min_(_SMALLEST_SCALE)
             scale += scale - scale  # infinity becomes NaN
-            scales[begin:end] = scale
-            torch.mul(block, scale.reciprocal_().unsqueeze(1), out=scratch)
+            torch.mul(whole, scale.reciprocal().unsqueeze_(1), out=scratch)
             if not self.dtype.is_floating_point:
-                scratch.round_()
-            values[begin:end].copy_(scratch)
+                scratch.add_(_ROUNDING).sub_(_ROUNDING)  # round_() starts threads for 2048 elements
+            value.copy_(scratch)
 
     def decode(self, scales: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the first n scales and values into a float tensor of shape (n, ROW)."""
@@ -69,10 +73,9 @@ class RowFormat:
         if (kernels := _kernels(rows)) is not None:
             kernels.decode(scales, values, rows)
             return
-        for begin, end, scratch in _blocks(rows):
-            block, scale = rows[begin:end], scales[begin:end].unsqueeze(1)
+        for (block, scale, value), scratch in _blocks(rows, scales, values):
             target = block if block.dtype is torch.float32 else scratch
-            target.copy_(values[begin:end]).mul_(scale)
+            target.copy_(value).mul_(scale.unsqueeze(1))
             if target is scratch:
                 block.copy_(scratch)
 
@@ -83,8 +86,8 @@ class RowFormat:
         if (kernels := _kernels(total)) is not None:
             kernels.add(scales, values, total)
             return
-        for begin, end, scratch in _blocks(total):
-            total[begin:end] += scratch.copy_(values[begin:end]).mul_(scales[begin:end].unsqueeze(1))
+        for (block, scale, value), scratch in _blocks(total, scales, values):
+            block += scratch.copy_(value).mul_(scale.unsqueeze(1))
 
 
 INT8 = RowFormat("int8", torch.int8, 127.0)
@@ -112,14 +115,20 @@ def rows_of(elements: int) -> int:
     return -(-elements // ROW)
 
 
-def _blocks(rows: torch.Tensor) -> Any:
-    """Yield begin, end, and float32 scratch memory of each block of rows. Other devices take all rows at once."""
-    count = rows.shape[0]
-    size = min(count, _BLOCK_ROWS * torch.get_num_threads() if rows.is_cpu else count)
-    scratch = torch.empty(size, ROW, device=rows.device)
-    for begin in range(0, count, size or 1):
-        end = min(begin + size, count)
-        yield begin, end, scratch[: end - begin]
+def block_rows(device: torch.device) -> int | None:
+    """Return how many rows are handled best at once on ``device``; None: any number."""
+    return _BLOCK_ROWS if device.type == "cpu" else None
+
+
+def _blocks(
+    rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
+) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Yield blocks of all three, and float32 scratch memory of the same shape."""
+    size = min(block_rows(rows.device) or rows.shape[0], rows.shape[0])
+    if size:
+        memory = torch.empty(size, ROW, device=rows.device)
+        for blocks in zip(rows.split(size), scales.split(size), values.split(size), strict=True):
+            yield blocks, memory[: blocks[0].shape[0]]
 
 
 @cache
