@@ -35,6 +35,7 @@ class Exchange:
         self.ranks = ranks
         self._timeout = timeout
         self._end: float | None = None
+        self._unused: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def send_pieces(self, begin: Begin, outgoing: torch.Tensor, incoming: torch.Tensor) -> Arrival:
         """Send each other rank its piece of ``outgoing``, in the order of ranks, and receive theirs."""
@@ -49,6 +50,16 @@ class Exchange:
         options = AllgatherOptions()
         options.timeout = self._left()
         return Arrival(begin("_allgather_base", gathered, own, options))
+
+    def buffer(self, pieces: int, size: int, device: torch.device) -> torch.Tensor:
+        """Return a buffer of ``pieces`` times ``size`` bytes, one that was given back if possible."""
+        unused = self._unused.get((pieces, size))
+        return unused.pop() if unused else torch.empty(pieces, size, dtype=torch.uint8, device=device)
+
+    def give_back(self, *buffers: torch.Tensor) -> None:
+        """Keep buffers for later chunks, because new memory costs a page fault for each 4 KiB."""
+        for one in buffers:
+            self._unused.setdefault((one.shape[0], one.shape[1]), []).append(one)
 
     def _left(self) -> timedelta:
         now = time.monotonic()
@@ -98,17 +109,18 @@ class ChunkReduction:
         self._share = -(-chunk.rows.shape[0] // exchange.ranks)
         self._bytes = row_format.piece_bytes(self._share)
         others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
-        outgoing = self._pieces(len(others))
-        for piece, rank in zip(outgoing, others, strict=True):
+        self._outgoing = self._pieces(len(others))
+        for piece, rank in zip(self._outgoing, others, strict=True):
             row_format.encode(self._rows(rank), *row_format.parts(piece, self._share))
         self._incoming = self._pieces(len(others))
-        self._arrival = exchange.send_pieces(begin, outgoing.view(-1), self._incoming.view(-1))
+        self._arrival = exchange.send_pieces(begin, self._outgoing.view(-1), self._incoming.view(-1))
 
     def reduce(self) -> None:
         """Add the rows of the other ranks to those of this one, and send the result to all."""
-        own, result = self._rows(self._exchange.rank), self._pieces(1)
+        own = self._rows(self._exchange.rank)
+        self._result = self._pieces(1)
         incoming = [self._format.parts(piece, self._share) for piece in self._incoming]
-        scales, values = self._format.parts(result[0], self._share)
+        scales, values = self._format.parts(self._result[0], self._share)
         self._arrival.wait()
         size = block_rows(own.device) or self._share
         for begin in range(0, own.shape[0], size):
@@ -117,18 +129,20 @@ class ChunkReduction:
             for their_scales, their_values in incoming:
                 self._format.add(their_scales[part], their_values[part], total, self._factor)
             self._format.encode(total, scales[part], values[part])
+        self._exchange.give_back(self._outgoing, self._incoming)
         self._gathered = self._pieces(self._exchange.ranks)
-        self._arrival = self._exchange.gather(self._begin, self._gathered.view(-1), result.view(-1))
+        self._arrival = self._exchange.gather(self._begin, self._gathered.view(-1), self._result.view(-1))
 
     def finish(self) -> None:
         """Decode the result into the rows of the chunk."""
         self._arrival.wait()
         for rank, piece in enumerate(self._gathered):
             self._format.decode(*self._format.parts(piece, self._share), self._rows(rank))
+        self._exchange.give_back(self._gathered, self._result)
         self._chunk.write_back()
 
     def _pieces(self, count: int) -> torch.Tensor:
-        return torch.empty(count, self._bytes, dtype=torch.uint8, device=self._chunk.rows.device)
+        return self._exchange.buffer(count, self._bytes, self._chunk.rows.device)
 
     def _rows(self, rank: int) -> torch.Tensor:
         """Return the rows that ``rank`` reduces: the last ranks may have fewer than the others, or none."""

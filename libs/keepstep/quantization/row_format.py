@@ -23,9 +23,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of tensors that can be quantized."""
 
 _BLOCK_ROWS = 120
-"""Rows that are handled at once in main memory: 120 KiB of float32, which stay in a core's cache. For 32768 elements and
-more, torch starts threads, which compete with those of the training thread.
+"""Rows that are handled at once in main memory: 120 KiB of float32, which stay in a core's cache. For 32768 elements,
+torch starts threads, which compete with those of the training thread.
 """
+_KERNELS_FROM = (8, 9)
+"""Compute capability from which Triton has e4m3."""
 _ROUNDING = 1.5 * 2.0**23
 """Adding and subtracting it rounds a float32 of up to 2^22 to the nearest integer, half to even."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -47,6 +49,8 @@ class RowFormat:
     def parts(self, piece: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of a piece: float32 scales of shape (rows,), and values of shape (rows, ROW)."""
         split = SCALE_BYTES * rows
+        if not rows:
+            piece = piece.new_empty(0)  # an empty slice may have an offset that no float32 may have
         return piece[:split].view(torch.float32), piece[split:].view(self.dtype).view(rows, ROW)
 
     def encode(self, rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
@@ -60,7 +64,7 @@ class RowFormat:
             whole = block if block.dtype is torch.float32 else block.float()
             torch.amax(torch.abs(whole, out=scratch), dim=1, out=scale)  # a tenth of the time of vector_norm
             scale.mul_(1 / self.largest).clamp_min_(_SMALLEST_SCALE)
-            scale += scale - scale  # infinity becomes NaN
+            scale.add_(scale - scale)  # infinity becomes NaN
             torch.mul(whole, scale.reciprocal().unsqueeze_(1), out=scratch)
             if not self.dtype.is_floating_point:
                 scratch.add_(_ROUNDING).sub_(_ROUNDING)  # round_() starts threads for 2048 elements
@@ -87,7 +91,7 @@ class RowFormat:
             kernels.add(scales, values, total)
             return
         for (block, scale, value), scratch in _blocks(total, scales, values):
-            block += scratch.copy_(value).mul_(scale.unsqueeze(1))
+            block.add_(scratch.copy_(value).mul_(scale.unsqueeze(1)))
 
 
 INT8 = RowFormat("int8", torch.int8, 127.0)
@@ -127,7 +131,7 @@ def _blocks(
     size = min(block_rows(rows.device) or rows.shape[0], rows.shape[0])
     if size:
         memory = torch.empty(size, ROW, device=rows.device)
-        for blocks in zip(rows.split(size), scales.split(size), values.split(size), strict=True):
+        for blocks in zip(*(torch.split(one, size) for one in (rows, scales, values)), strict=True):
             yield blocks, memory[: blocks[0].shape[0]]
 
 
@@ -144,4 +148,6 @@ def _triton_kernels() -> Any:
 
 def _kernels(tensor: torch.Tensor) -> Any:
     """Return the kernels for the tensor's device; None: operations of torch compute the same."""
-    return _triton_kernels() if tensor.is_cuda and tensor.is_contiguous() else None
+    if not (tensor.is_cuda and tensor.is_contiguous()) or torch.version.cuda is None:
+        return None
+    return _triton_kernels() if torch.cuda.get_device_capability(tensor.device) >= _KERNELS_FROM else None
