@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ def all_reduce_hook(manager: Manager) -> Callable[[torch.Tensor], None]:
 def average_over_groups(model: nn.Module, manager: Manager) -> None:
     """Average the gradients of an FSDP2 model over the groups, in each backward pass.
 
-    Call it once, after ``fully_shard`` and before the first step. The groups compare names, shapes, dtypes, and
-    sharding of the parameters, and the shard that each rank holds. A group that differs is refused.
+    Call it once, after ``fully_shard`` and before the first step. The groups compare the sharded modules and the dtype
+    of their reductions; names, shapes, dtypes, and sharding of the parameters; and the shard that each rank holds. A
+    group that differs is refused.
 
     Args:
         model: a model with at least one module that ``fully_shard`` has sharded.
@@ -46,10 +47,10 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
         ValueError: ``fully_shard`` was not called, or a trainable parameter is in no sharded module, so that its
             gradient would not be averaged.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not sharded:
         raise ValueError("the model has no sharded module: call torch.distributed.fsdp.fully_shard on it first")
-    covered = {id(one) for module in sharded for one in module.parameters() if is_dtensor(one)}
+    covered = {id(one) for module in sharded.values() for one in module.parameters() if is_dtensor(one)}
     missed = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in covered]
     if missed:
         raise ValueError(
@@ -57,19 +58,27 @@ def average_over_groups(model: nn.Module, manager: Manager) -> None:
             "be averaged: call fully_shard on the whole model too"
         )
     hook = all_reduce_hook(manager)
-    for module in sharded:
+    for module in sharded.values():
         module.set_all_reduce_hook(hook)
     manager.script_checker.add_module(model)
-    manager.add_layout([_line(name, parameter) for name, parameter in model.named_parameters()])
+    lines = [_describe_module(name, module) for name, module in sharded.items()]
+    manager.add_layout(lines + [_describe_parameter(name, one) for name, one in model.named_parameters()])
 
 
-def _line(name: str, parameter: nn.Parameter) -> str:
+def _describe_module(name: str, module: Any) -> str:
+    """Describe a sharded module, whose gradients are reduced together."""
+    policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001  torch has no public name for it
+    dtype = policy and (policy.reduce_dtype or policy.param_dtype)
+    return f"sharded module {name!r} reduces {dtype or 'the dtype of its parameters'}"
+
+
+def _describe_parameter(name: str, parameter: nn.Parameter) -> str:
     """Describe a parameter and this rank's shard of it: rank i averages with rank i, so both hold the same shard."""
-    line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+    line = f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
     if is_dtensor(parameter):
         sharding = sharding_of(parameter)
         names = sharding.mesh_names or ("mesh",) * len(sharding.mesh_shape)
-        mesh = " x ".join(f"{name}={size}" for name, size in zip(names, sharding.mesh_shape, strict=True))
+        mesh = " x ".join(f"{dimension}={size}" for dimension, size in zip(names, sharding.mesh_shape, strict=True))
         line += f" {' '.join(sharding.placements)} over {mesh}, shard at {sharding.global_offset}"
     return line
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.device_mesh import ManagedDeviceMesh, average_over_groups, ft_init_device_mesh
@@ -118,6 +118,7 @@ def test_gradients_of_a_sharded_model_are_averaged_over_the_groups(world) -> Non
     for expected, sharded in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.to_local(), expected.grad / 3)
     assert manager.layout == [
+        "sharded module '' reduces the dtype of its parameters",
         "weight (2, 3) torch.float32 S(0) over dp_shard=1, shard at (0, 0)",
         "bias (2,) torch.float32 S(0) over dp_shard=1, shard at (0,)",
     ]
@@ -131,7 +132,22 @@ def test_the_layout_of_a_model_with_tensor_parallelism_has_both_shardings(world)
     shard_rows(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp_shard"])
     average_over_groups(model, manager)  # type: ignore[arg-type]
-    assert manager.layout[0] == "weight (2, 3) torch.float32 S(0) S(0) over dp_shard=1 x tp=1, shard at (0, 0)"
+    assert manager.layout[1] == "weight (2, 3) torch.float32 S(0) S(0) over dp_shard=1 x tp=1, shard at (0, 0)"
+
+
+def test_the_layout_has_what_decides_which_numbers_the_groups_add(world) -> None:
+    manager = ThreeGroups()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh_of(manager)["dp_shard"], mp_policy=policy)
+    average_over_groups(model, manager)  # type: ignore[arg-type]
+    assert manager.layout[:2] == [
+        "sharded module '' reduces torch.float32",
+        "sharded module '0' reduces torch.float32",
+    ]
+    assert manager.layout[3] == "0.bias (2,) torch.float32 frozen S(0) over dp_shard=1, shard at (0,)"
 
 
 def test_a_model_that_is_not_sharded_whole_is_refused(world) -> None:
