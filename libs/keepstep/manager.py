@@ -541,6 +541,22 @@ class Manager:
 
     # ---- the end
 
+    def leave_if_asked(self) -> None:
+        """Leave the job now if this group was asked to, by SIGTERM or a drain. LocalSGD and DiLoCo call it.
+
+        For loops that take long between two steps. In the middle of a step it does nothing, and neither does it in a
+        group of several ranks, which leave together in their next step.
+
+        Raises:
+            Drained: the group has left.
+            EvictedExit: the group was evicted.
+        """
+        context = self._context
+        context.raise_fatal()
+        between_steps = self._attempt is None or self._attempt.done
+        if context.leaving and between_steps and context.settings.world_size == 1:
+            self._membership.leave(context)
+
     def forked(self) -> None:
         """Disable the copy of this object in a forked child: only the parent has its threads."""
         if not self._membership.ended:

@@ -121,6 +121,7 @@ class OuterSteps(ABC):
     def _after_inner_step(self, *_: object) -> None:
         self._schedule.count()
         self._advance()
+        self._manager.leave_if_asked()  # the next outer step may be minutes away
 
     def _advance(self) -> None:
         if self._schedule.begins:

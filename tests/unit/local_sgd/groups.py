@@ -94,6 +94,8 @@ class Member:
     def is_healing(self) -> bool:
         return False
 
+    def leave_if_asked(self) -> None: ...
+
     def cancel_step(self) -> None:
         self.open = False
 

@@ -19,7 +19,7 @@ from keepstep import Manager
 from keepstep.collectives.codecs import TwoBit
 from keepstep.local_sgd import DiLoCo, LocalSGD
 from keepstep.runtime.exits import MismatchExit
-from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.errors import Drained, KeepstepError
 from tests.services.manager.groups import events, manager, together
 
 DEADLINE = 60
@@ -195,6 +195,17 @@ def test_a_block_that_is_left_before_its_first_outer_step_leaves_the_job_in_orde
             one.step()
         assert not one.manager._attempt.is_in_flight()
     assert "discarded" not in events(steps)
+
+
+@pytest.mark.parametrize("delay", [0, 6])
+def test_a_group_that_is_asked_to_leave_does_so_between_two_outer_steps_and_not_in_one(lighthouse, delay) -> None:
+    options = {"sync_every": 16, "fragment_sync_delay": delay}
+    with trainer(lighthouse, "a", "diloco", **options) as one, pytest.raises(Drained, match="SIGTERM"), one.block:
+        for _ in range(3):
+            one.step()
+        one.manager._membership.request_leave("SIGTERM")
+        one.until(2)
+    assert (one.inner_steps, one.manager.current_step()) == ((4, 0) if not delay else (8, 1))
 
 
 class Died(Exception):
