@@ -17,8 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "parity.md"
 NAMES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("torchft_names.json").read_text())
 
-ABSENT: dict[str, dict[str, str]] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))["NAMES"]
-"""Helpers of torchft without a meaning for its users, with what to use instead."""
+TABLES: dict[str, Any] = runpy.run_path(str(ROOT / "libs" / "keepstep" / "compat" / "absent.py"))
+ABSENT: dict[str, dict[str, str]] = {
+    module: {name: instead for name in NAMES[module] if (instead := TABLES["MODULES"].get(module, known.get(name)))}
+    for module, known in ((module, TABLES["NAMES"].get(module, {})) for module in NAMES)
+}
+"""Names that keepstep does not have, with what to use instead."""
 DIFFERENT = {
     "set_rank_info": "`configure` sets the rank; a handle needs none",
     "abort": "`reason` in place of `errored`",

@@ -6,6 +6,7 @@ MODULES = {
     "_torchft": "keepstep.coordination has its classes",
     "otel": "the metrics service records every step, see docs/metrics.md",
     "torchcomms": "use a process group of keepstep.process_group",
+    "utils": "torch.accelerator has streams and synchronize for every device",
 }
 """Modules of torchft."""
 
@@ -29,6 +30,7 @@ NAMES = {
 VARIABLES = {
     "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": "keepstep has no OpenTelemetry; its metrics service records every step",
     "TORCHFT_TRIGGER_FR_ON_ABORT": "keepstep does not ask NCCL's flight recorder for a trace",
+    "TORCHFT_USE_BUCKETIZATION": "pass use_bucketization=True to DiLoCo",
     "TORCHFT_USE_OTEL": "keepstep has no OpenTelemetry; its metrics service records every step",
 }
 """Environment variables of torchft that have no effect. Every other one of torchft does what it does there."""

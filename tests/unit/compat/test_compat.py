@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import pickle
 import pkgutil
@@ -48,7 +49,10 @@ def test_torchft_is_found_before_it_is_imported() -> None:
     assert importlib.util.find_spec("torchft") is not None
 
 
-@pytest.mark.parametrize("name", ["", ".manager", ".process_group", ".checkpointing.http_transport", ".coordination"])
+TORCHFT: dict[str, Any] = json.loads((Path(__file__).parents[3] / "docs" / "torchft_names.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["", ".checkpointing", *(f".{one}" for one in TORCHFT if one not in absent.MODULES)])
 def test_a_module_of_torchft_is_the_module_of_keepstep(name: str) -> None:
     module = importlib.import_module(f"torchft{name}")
     assert module is importlib.import_module(f"keepstep{name}")
