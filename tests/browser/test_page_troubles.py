@@ -119,7 +119,7 @@ async def test_a_tab_in_the_background_holds_no_connection(tmp_path):
     async with shown(tmp_path, mesh) as (browser, endpoint):
         first = page = await browser.open(endpoint.url)
         await page.until(SHOWN)
-        for _ in range(8):
+        for _ in range(6):
             page = await browser.open(endpoint.url, beside=first)
             await page.until(SHOWN)
         await page.until("!document.hidden")
@@ -164,9 +164,9 @@ async def test_a_page_that_is_looked_at_for_long_does_not_grow(tmp_path):
                     last = len(mesh.events) - 1
                     await page.until(f"document.querySelector('.events').textContent.includes('number {last}')")
 
-        await follow(1000)
+        await follow(500)
         heap, nodes = await page.memory()
-        await follow(1000)
+        await follow(500)
         heap_later, nodes_later = await page.memory()
         assert nodes_later < 1.05 * nodes
         assert heap_later < 1.1 * heap
@@ -184,9 +184,9 @@ async def test_a_page_that_was_left_leaves_nothing_behind(tmp_path):
                 await page.run(f"location.hash = '#/job/{JOB}'")
                 await page.until(f"{SHOWN} && document.querySelector('.charts').textContent.includes('loss')")
 
-        await to_and_fro(4)
+        await to_and_fro(3)
         _, nodes = await page.memory()
-        await to_and_fro(12)
+        await to_and_fro(6)
         _, nodes_later = await page.memory()
         assert nodes_later < 2 * nodes, "the page before may still be there, and none that was before it"
         assert streams(page) == 1

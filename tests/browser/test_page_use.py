@@ -161,7 +161,8 @@ async def test_a_finger_picks_a_group(tmp_path):
 
 async def test_a_range_has_the_length_of_a_day_at_most_and_ends_now_at_the_latest(tmp_path):
     async with shown(tmp_path, ToldMesh(2)) as (browser, endpoint):
-        page = await browser.open(endpoint.url)
+        # a page keeps 250 entries unless told otherwise, fewer than a slow machine needs
+        page = await browser.open(endpoint.url, first="performance.setResourceTimingBufferSize(100000)")
         await page.until(SHOWN)
         await page.run("document.querySelector('.timeline').focus()")
         for key in ["-"] * 60 + ["ArrowRight"] * 3:

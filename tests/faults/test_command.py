@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.faults.row import Row, Run
 from tests.faults.rows import ROWS
 from tests.support.jobs.job import Job
 from tests.support.network.namespaces import FOLDER
+from tests.support.processes.forked import FORKS
 from tests.support.services.command import killed_at_the_end
 
 DEADLINE = 120.0
@@ -25,7 +27,7 @@ DEADLINE = 120.0
 
 def faults(repository: Path, *flags: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
     command = (sys.executable, "-u", "-m", "tests.faults", *flags)
-    return killed_at_the_end(*command, cwd=repository, stderr=subprocess.STDOUT)
+    return killed_at_the_end(*command, cwd=repository, stderr=subprocess.STDOUT, env=os.environ | {FORKS: "1"})
 
 
 @pytest.mark.training
@@ -50,7 +52,8 @@ async def test_ctrl_c_in_the_middle_leaves_nothing(repository: Path, tmp_path: P
     flags = ("--only", "leader_without_etcd", "--results", str(tmp_path))
     async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
         started = psutil.Process(process.pid)
-        while len(children := started.children(recursive=True)) < 5:  # noqa: ASYNC110 - etcd, lighthouses, groups
+        # the fork server, etcd, lighthouses, groups
+        while len(children := started.children(recursive=True)) < 6:  # noqa: ASYNC110 - no event tells of a process
             await asyncio.sleep(0.05)
         process.send_signal(signal.SIGINT)
         said, _ = await process.communicate()

@@ -4,8 +4,8 @@
 and signals, pipes, exit codes and orphans are those of real processes. A command that a fork server cannot start the
 same way (other flags of Python, other ``PYTHON`` variables, inherited descriptors, a ``preexec_fn``) starts as ever.
 
-A `keepstep` command with ``FORKS`` in its environment (`keepstep run`, `keepstep demo`) starts its own Python
-processes, such as trainers, from a fork server too: a child of the command.
+A program ``python -m`` with ``FORKS`` in its environment, such as `keepstep run`, is forked from a process that has
+torch, and starts its own Python processes, such as trainers, from a fork server too: a child of the program.
 """
 
 from __future__ import annotations
@@ -163,14 +163,12 @@ def _request(how: Mapping[str, Any]) -> tuple[ForkServer, Request] | None:
     namespace = ""
     if arguments[:3] == ["ip", "netns", "exec"]:
         namespace, *arguments = arguments[3:]
-    if _own is not None and arguments[1:2] == ["-u"]:
+    serves = environment.pop(FORKS, "") != ""
+    if (serves or _own is not None) and arguments[1:2] == ["-u"]:
         del arguments[1]
         environment["PYTHONUNBUFFERED"] = "1"
-    server = server_of(arguments)
-    serves = FORKS in environment and server is SERVERS["commands"]
-    if serves:
-        server = SERVERS["scripts"]
-        del environment[FORKS]
+    serves = serves and arguments[:2] == [sys.executable, "-m"]
+    server = SERVERS["scripts"] if serves else server_of(arguments)
     if server is None or not same_python(environment) or not Path(folder).is_dir():
         return None
     return server, Request(
@@ -221,7 +219,8 @@ def install(own: bytes = b"") -> None:
     global _own
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
-    _own = ForkServer(address=own) if own else None
+    if own:
+        _own = ForkServer(address=own)
 
 
 def installed() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes.forked import FORKS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*(ROOT / one for one in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
@@ -177,6 +180,7 @@ def test_the_test_that_the_documentation_shows_passes(tmp_path):
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "testing.md").read_text(), re.DOTALL)
     (tmp_path / "test_my_training.py").write_text(script)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    forked = os.environ | {FORKS: "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=forked, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
