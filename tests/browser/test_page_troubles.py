@@ -60,10 +60,29 @@ async def test_a_service_that_is_too_slow_is_told_as_such(tmp_path):
         page = await browser.open(endpoint.url, first=faster)
         await page.until(SHOWN)
         mesh.held.clear()
+        mesh.happened("joined", "trainer-1", "trainer-1 joined")  # the page asks for the log at once
         await page.until(f"({PROBLEM}) === 'The metrics service did not answer within 20 s.'")
         assert await page.run("document.querySelectorAll('.shares li b').length"), "what was there stays"
         mesh.held.set()
+        mesh.happened("joined", "trainer-1", "trainer-1 joined again")
         await page.until(f"({PROBLEM}) === ''")
+
+
+async def test_an_answer_that_arrives_late_does_not_replace_newer_state_of_the_stream(tmp_path):
+    mesh = ToldMesh(1)
+    late = """const answered = fetch; window.fetch = async (path, options) => {
+        const answer = await answered(path, options);
+        if (String(path).includes('/now')) await new Promise((resolve) => window.letGo = resolve);
+        return answer;
+    }"""
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url, first=late)
+        await page.until(f"window.letGo && {HEADLINE} === '1 of 1 group in the quorum, all training.'")
+        mesh.leave("trainer-0")
+        await page.until(f"{HEADLINE} === 'No group is running.'")
+        await page.run("window.letGo()")
+        await page.until("performance.getEntriesByType('resource').some((one) => one.name.includes('/timeline'))")
+        assert await page.run(HEADLINE) == "No group is running."
 
 
 async def test_the_jobs_are_shown_while_no_lighthouse_is_known(tmp_path):

@@ -264,7 +264,10 @@ export class JobPage {
     const began = performance.now();
     const get = (what, query) => this.api.get(`${this.path}/${what}`, query, this.stop.signal);
     try {
-      if (!this.now) this.showNow(await get("now")); // for the service's clock
+      if (!this.now) {
+        const now = await get("now"); // for the service's clock
+        if (!this.now) this.showNow(now); // else the stream has told newer state
+      }
       const { since, until } = this.range;
       const range = { since, until: this.fixed ? until : null };
       const [timeline, steps, goodput, stragglers, transfers, failures, incidents] = await Promise.all([
