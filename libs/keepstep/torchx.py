@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torchx.specs import AppDef
 
 LIGHTHOUSE = ("KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Let torchrun open a new store for each start of a group. Gloo of torch 2.13 would read addresses of the last start."""
 
 
 def hsdp(
@@ -59,7 +61,7 @@ def hsdp(
     ):
         if number < least:
             raise ValueError(f"{name}={number} must be at least {least}")
-    variables = {name: os.environ[name] for name in LIGHTHOUSE if os.environ.get(name)} | (env or {})
+    variables = NEW_STORE | {name: os.environ[name] for name in LIGHTHOUSE if os.environ.get(name)} | (env or {})
     lighthouse = next((variables[name] for name in LIGHTHOUSE if variables.get(name)), None)
     if lighthouse is None:
         raise ValueError(

@@ -48,5 +48,6 @@ def test_each_group_is_a_role_with_a_torchrun_of_its_own(monkeypatch: pytest.Mon
     assert {"--nproc-per-node=4", "--max-restarts=3"} <= set(role.args)
     assert role.env["REPLICA_GROUP_ID"] == "1"
     assert role.env["NUM_REPLICA_GROUPS"] == "2"
+    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert role.env["KEEPSTEP_LIGHTHOUSE"] == "http://l1:29510"
     assert (role.resource.gpu, role.max_retries) == (4, 3)
