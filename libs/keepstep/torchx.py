@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LIGHTHOUSE = ("KEEPSTEP_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Let torchrun open a new store for each start of a group. Gloo of torch 2.13 would read addresses of the last start."""
+"""Make torchrun open a store for each start of a group: Gloo of torch 2.13 would read addresses of the last start."""
 
 
 def hsdp(
