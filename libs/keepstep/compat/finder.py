@@ -13,9 +13,6 @@ from types import ModuleType
 from typing import NoReturn
 
 from keepstep.compat import absent
-from keepstep_mesh.config.logging import get_logger
-
-log = get_logger("keepstep.compat")
 
 
 class TorchftFinder(MetaPathFinder):
@@ -73,6 +70,9 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 def log_variables() -> None:
     """Log each environment variable of torchft that is set and has no effect."""
+    from keepstep_mesh.config.logging import get_logger  # noqa: PLC0415  the finder is there within milliseconds
+
+    log = get_logger("keepstep.compat")
     for name, reason in absent.VARIABLES.items():
         if os.environ.get(name):
             log.warning("variable of torchft has no effect", variable=name, reason=reason)

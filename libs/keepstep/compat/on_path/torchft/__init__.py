@@ -1,4 +1,7 @@
-"""Stands in for torchft where this folder's parent is on PYTHONPATH: puts keepstep in its place."""
+"""Stands in for torchft where this folder's parent is on PYTHONPATH: puts keepstep in its place.
+
+Another thread that imports ``torchft.NAME`` while this file runs does not wait for it, and finds no such module.
+"""
 
 IS_KEEPSTEP = True  # read by keepstep.compat, which refuses another torchft
 
