@@ -1,7 +1,4 @@
-"""Gloo groups of real processes that are frozen, killed and aborted in the middle of collectives.
-
-Some of these tests are slow: a rank that is killed is a new Python process, which imports torch.
-"""
+"""Gloo groups of real processes that are frozen, killed and aborted in the middle of collectives."""
 
 from __future__ import annotations
 
