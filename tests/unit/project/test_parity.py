@@ -26,6 +26,23 @@ def test_a_name_of_torchft_imports_under_the_same_path(module, name) -> None:
     assert callable(getattr(importlib.import_module(f"keepstep.{module}"), name))
 
 
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        (
+            "keepstep",
+            (
+                "DistributedDataParallel DistributedSampler Manager Optimizer ProcessGroupBabyNCCL "
+                "ProcessGroupBabyXCCL ProcessGroupGloo ProcessGroupNCCL ProcessGroupXCCL"
+            ),
+        ),
+        ("keepstep.checkpointing", "CheckpointTransport HTTPTransport"),
+    ],
+)
+def test_a_package_exports_the_names_that_torchfts_does(package, names) -> None:
+    assert set(names.split()) <= set(importlib.import_module(package).__all__)
+
+
 def test_every_difference_has_a_reason_and_every_reason_a_difference() -> None:
     found = set()
     for module, name in PRESENT:
