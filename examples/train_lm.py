@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
+from keepstep import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 STEPS, WARMUP, SAVE_EVERY = int(os.environ.get("STEPS", "300")), 20, 25
 CONTEXT, WIDTH, SAMPLES, MICRO_BATCHES = 64, 64, 32, 2
@@ -44,7 +44,7 @@ adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, schedule)
 state = {"model": model, "optimizer": adamw, "scheduler": scheduler}
 manager = Manager(
-    pg=ProcessGroupNCCL() if device == "cuda" else ProcessGroupGloo(),
+    pg=ProcessGroupGloo(),  # ProcessGroupNCCL() if each group has GPUs of its own
     state_dict=lambda: {name: part.state_dict() for name, part in state.items()},
     load_state_dict=lambda saved: [part.load_state_dict(saved[name]) for name, part in state.items()],
 )
