@@ -17,6 +17,7 @@ from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import aiohttp
+import torch
 from aiohttp import web
 
 from keepstep.group.group_listener import GroupListener
@@ -50,7 +51,7 @@ class SessionRefused(KeepstepError):
 
 
 class ParameterServer(ABC):
-    """A server of parameters, to subclass. It serves from its construction until ``shutdown``.
+    """A server of parameters, to subclass. It serves from its construction, which may take seconds, until ``shutdown``.
 
     A session ends when ``forward`` returns or raises. An operation fails, and with it the session, when its client dies
     or does not answer within the timeout of the process group.
@@ -70,6 +71,7 @@ class ParameterServer(ABC):
         TypeError: ``new_process_group`` returns no process group of keepstep.
         ValueError: ``port`` or ``max_sessions`` is out of range.
         OSError: the port is in use, or ``hostname`` is not an address of this machine.
+        ProcessGroupError: the process that starts the child processes did not start.
     """
 
     def __init__(
@@ -91,19 +93,21 @@ class ParameterServer(ABC):
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._closed = False
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._spawner: Spawner | None = None
-        in_children = isinstance(self._session_group(), ProcessGroupBaby)
+        if isinstance(self._session_group(), ProcessGroupBaby):
+            self._spawner = Spawner.shared()
         host, token = hostname or outward_address(), ClientToken()
         routes = [web.post(NEW_SESSION, self._begin), web.post(PATH, self._rendezvous)]
         self._listener = GroupListener(host, port, token, routes)
         self._mesh = LoopThread("keepstep-parameter-server")
         try:
+            if self._spawner is not None:
+                self._spawner.fork().discard()  # wait for its start, so that no client has to
             self._base = self._mesh.call(self._listener.start(), CALL_MARGIN_SECONDS)
         except BaseException:
-            self._mesh.stop()
+            self._stop()
             raise
-        if in_children:
-            self._spawner = Spawner.shared()  # between two sessions too: its start takes seconds
         if not token and not is_loopback(host):
             log.warning("anyone who can connect may begin a session: set KEEPSTEP_TOKEN", address=self.address())
         atexit.register(self.shutdown)
@@ -184,6 +188,9 @@ class ParameterServer(ABC):
         for session in sessions:
             if not session.joined(deadline):
                 log.warning("forward has not returned; its thread goes on", session=session.id)
+        self._stop()
+
+    def _stop(self) -> None:
         if self._spawner is not None:
             self._spawner.release()
         self._mesh.stop()
@@ -219,6 +226,8 @@ class ParameterServer(ABC):
         return group
 
     def _serve(self, session: _Session) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread begins with device 0
         try:
             session.connect(self._session_group())
             log.info("session began", session=session.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import http.client
+import json
 import os
 import signal
 import socket
@@ -136,6 +137,35 @@ def test_a_tensor_of_another_size_ends_its_session_only(serve) -> None:
         assert doubled(other, 4) == 8
 
 
+def post(server: Doubling, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """Send a request of a client that is not written with keepstep."""
+    connection = http.client.HTTPConnection(urlsplit(server.address()).netloc, timeout=DEADLINE)
+    try:
+        connection.request("POST", path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def session_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-session")]
+
+
+@pytest.mark.parametrize("address", [b"x", bytes(500_000)], ids=len)
+def test_an_address_that_is_garbage_ends_its_session_only(serve, address, caplog) -> None:
+    server = serve()
+    with session(server) as other:
+        others = session_threads()
+        session_id = json.loads(post(server, "/new_session")[1])["session_id"]
+        hostile = next(thread for thread in session_threads() if thread not in others)
+        assert post(server, PATH, msgpack.packb([session_id, 0, 0, 0, "set", "0/1", address]))[0] == 200
+        hostile.join(DEADLINE)
+        assert not hostile.is_alive()
+        assert "reason=ProcessGroupError: " in caplog.text
+        assert doubled(other, 4) == 8
+
+
 BODIES = [b"", b"\xc1", msgpack.packb("text"), msgpack.packb(["no session", 0, 0, 0, "set", "key", b"value"])]
 
 
@@ -143,11 +173,9 @@ BODIES = [b"", b"\xc1", msgpack.packb("text"), msgpack.packb(["no session", 0, 0
 def test_a_request_with_garbage_is_refused_and_ends_no_session(serve, body) -> None:
     server = serve()
     with session(server) as pg:
-        connection = http.client.HTTPConnection(urlsplit(server.address()).netloc, timeout=DEADLINE)
-        connection.request("POST", PATH, body)
-        assert connection.getresponse().status in (400, 410)
-        connection.close()
-        with socket.create_connection((connection.host, connection.port)) as raw:
+        assert post(server, PATH, body)[0] in (400, 410)
+        address = urlsplit(server.address())
+        with socket.create_connection((address.hostname, address.port)) as raw:
             raw.sendall(os.urandom(1000))
         assert doubled(pg, 4) == 8
 
@@ -163,9 +191,8 @@ def test_beyond_the_limit_a_client_is_refused_until_a_session_has_ended(serve) -
         assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
         connection.close()
     assert "recv failed" in ended(server)
-    for thread in threading.enumerate():
-        if thread.name.startswith("keepstep-session"):
-            thread.join(DEADLINE)
+    for thread in session_threads():
+        thread.join(DEADLINE)
     with session(server) as pg:
         assert doubled(pg, 4) == 8
 
@@ -173,11 +200,8 @@ def test_beyond_the_limit_a_client_is_refused_until_a_session_has_ended(serve) -
 def test_a_client_that_never_connects_ends_its_session_by_the_timeout(serve, monkeypatch) -> None:
     monkeypatch.setattr(Doubling, "timeout", SHORT)
     server = serve(max_sessions=1)
-    connection = http.client.HTTPConnection(urlsplit(server.address()).netloc, timeout=DEADLINE)
-    connection.request("POST", "/new_session")
-    assert connection.getresponse().status == 200
-    connection.close()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-session")]
+    assert post(server, "/new_session")[0] == 200
+    (thread,) = session_threads()
     thread.join(DEADLINE)
     assert not thread.is_alive()
     with session(server) as pg:
@@ -229,13 +253,10 @@ def test_a_server_may_run_its_sessions_in_its_own_process(serve) -> None:
 def test_the_shutdown_ends_sessions_in_every_state_and_leaves_nothing(serve) -> None:
     server = serve()
     with session(server) as pg:
-        connection = http.client.HTTPConnection(urlsplit(server.address()).netloc, timeout=DEADLINE)
-        connection.request("POST", "/new_session")  # its client never connects
-        assert connection.getresponse().status == 200
-        connection.close()
+        assert post(server, "/new_session")[0] == 200  # its client never connects
         server.shutdown()
         assert "the parameter server was shut down" in ended(server)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("keepstep-session")]
+        assert not session_threads()
         with pytest.raises(ProcessGroupError):
             doubled(pg, 4)
         with pytest.raises(KeepstepError, match="cannot be reached"):
@@ -255,7 +276,7 @@ def test_a_session_may_shut_the_server_down(serve) -> None:
     server = serve(Ending)
     with session(server) as pg:
         send(pg, SERVER, 0)
-        (thread,) = [one for one in threading.enumerate() if one.name.startswith("keepstep-session")]
+        (thread,) = session_threads()
         thread.join(DEADLINE)
     with pytest.raises(KeepstepError, match="cannot be reached"):
         Ending.new_session(server.address())
