@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from keepstep.collectives.chunks import Chunk, chunks_of
-from keepstep.collectives.composing import compose
+from keepstep.collectives.composing import compose, reduce_alone
 from keepstep.collectives.exchange import ChunkReduction, Exchange
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.process_group.sequence import Begin
@@ -87,10 +87,10 @@ def all_reduce(
         row_format: default: that of the device.
     """
     ranks = process_group.size()
-    if ranks == 1 or not any(tensor.numel() for tensor in tensors):
-        for tensor in tensors if factor != 1 else ():
-            tensor.detach().mul_(factor)
+    if not any(tensor.numel() for tensor in tensors):
         return CompletedWork(tensors)
+    if ranks == 1:
+        return reduce_alone(process_group, tensors)
     chosen = row_format or default_format(tensors[0].device)
     exchange = Exchange(process_group.rank(), ranks, timeout)
     return compose(process_group, partial(_reduce, tensors, exchange, chosen, factor), tensors)

@@ -10,7 +10,7 @@ from torch.distributed import Work
 
 from keepstep.process_group import ProcessGroup
 from keepstep.process_group.sequence import Task
-from keepstep.process_group.works import CompletedWork, StreamWork
+from keepstep.process_group.works import CompletedWork, JointWork, StreamWork
 
 
 def compose(process_group: dist.ProcessGroup, task: Task, tensors: list[torch.Tensor]) -> Work:
@@ -25,3 +25,11 @@ def compose(process_group: dist.ProcessGroup, task: Task, tensors: list[torch.Te
     with torch.no_grad():
         task(begin)
     return CompletedWork(tensors) if tensors[0].is_cpu else StreamWork(tensors)
+
+
+def reduce_alone(process_group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> Work:
+    """Return the work of a reduction in a group of one rank, which leaves ``tensors`` as they are.
+
+    It begins a collective, because a group that is not configured has one rank too, and must raise.
+    """
+    return JointWork([process_group.allreduce([torch.zeros(1, device=tensors[0].device)])], tensors)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, ReduceScatterOptions, Work
 
 from keepstep.collectives.all_reduce import operation_of
-from keepstep.collectives.composing import compose
+from keepstep.collectives.composing import compose, reduce_alone
 from keepstep.collectives.exchange import Exchange
 from keepstep.process_group import ManagedProcessGroup, ProcessGroupError
 from keepstep.process_group.sequence import Begin
@@ -72,5 +72,7 @@ def reduce_scatter_quantized(
                 row_format.add(*row_format.parts(piece, slices.rows), total, factor)
         output.detach().copy_(slices.joined(total))
 
+    if ranks == 1:
+        reduce_alone(process_group, [output]).wait()
     with torch.cuda.stream(sync_stream) if sync_stream is not None else contextlib.nullcontext():
         return compose(process_group, reduce, [output])

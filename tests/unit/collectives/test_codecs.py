@@ -8,7 +8,7 @@ import torch
 from keepstep.collectives.codecs import Codec, Quantized, TopK, TwoBit
 from keepstep.collectives.codecs.error_feedback import ErrorFeedbackCodec
 
-SHAPES = [(300, 41), (7,), ()]
+SHAPES = [(300, 41), (7,), (), (0, 3)]
 WITH_FEEDBACK = [lambda: TopK(1 / 64), TwoBit]
 IDS = ["top-k", "two-bit"]
 

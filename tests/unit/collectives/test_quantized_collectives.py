@@ -242,6 +242,16 @@ def test_a_group_of_one_rank_keeps_its_values():
     assert torch.equal(output, kept)
 
 
+def test_a_group_that_is_not_configured_raises_and_does_not_pass_for_a_group_of_one_rank():
+    group, tensor = ProcessGroupGloo(), torch.ones(300)
+    for reduce in (
+        lambda: allreduce_quantized([tensor], ReduceOp.SUM, group).wait(),
+        lambda: reduce_scatter_quantized(torch.zeros(300), [tensor], ReduceOp.SUM, group).wait(),
+    ):
+        with pytest.raises(ProcessGroupError, match="not configured"):
+            reduce()
+
+
 def test_an_abort_ends_a_quantized_collective_and_the_next_configuration_works(cohort):
     ranks = cohort(2)
     alone = ranks.groups[0]

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Codec, Round, RoundRunner
-from keepstep.collectives.composing import compose
+from keepstep.collectives.composing import compose, reduce_alone
 from keepstep.collectives.exchange import Exchange
 from keepstep.process_group.sequence import Begin
 
@@ -66,22 +66,23 @@ class ErrorFeedbackCodec(Codec):
 
     def _start(self, of_step: Round, key: str, tensors: list[torch.Tensor]) -> Work:
         self._pending.pop(key, None)
-        return compose(of_step.process_group, partial(self._average, of_step, key, tensors), tensors)
+        group = of_step.process_group
+        exchange = Exchange(group.rank(), group.size(), of_step.timeout)
+        if exchange.ranks == 1:
+            reduce_alone(group, tensors).wait()
+        return compose(group, partial(self._average, of_step, key, tensors, exchange), tensors)
 
-    def _average(self, of_step: Round, key: str, tensors: list[torch.Tensor], begin: Begin) -> None:
-        ranks = of_step.process_group.size()
+    def _average(self, of_step: Round, key: str, tensors: list[torch.Tensor], exchange: Exchange, begin: Begin) -> None:
         if of_step.contributes:
             values = [tensor.detach().to(torch.float32, copy=True) for tensor in tensors]
             for value, error in zip(values, self.error(key), strict=False):
                 value.add_(error)
         else:
             values = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
-        if ranks == 1:  # nothing is sent, so nothing is left out
+        if exchange.ranks == 1:  # nothing is sent, so nothing is left out
             totals, errors = values, [torch.zeros_like(value) for value in values]
         else:
-            totals, errors = self._exchange(
-                values, Exchange(of_step.process_group.rank(), ranks, of_step.timeout), begin
-            )
+            totals, errors = self._exchange(values, exchange, begin)
         for tensor, total in zip(tensors, totals, strict=True):
             tensor.detach().copy_(total.div_(max(1, of_step.participants)))
         if of_step.contributes:
