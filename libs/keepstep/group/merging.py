@@ -100,6 +100,7 @@ def _merge_reports(reports: list[StepReport | None]) -> StepReport | None:
         committed=all(report.committed for report in known),
         collectives=sum(report.collectives for report in known),
         nonfinite=any(report.nonfinite for report in known),
+        quantized=sum(report.quantized for report in known),
     )
 
 

@@ -408,8 +408,10 @@ class Attempt:
         self.after = AfterStep(context, self.participation(plan) if plan is not None else (None, 0), self.error)
         context.link.finished_step()
         if plan is not None:
-            began = self._collectives.started
-            context.last_step = StepReport(plan.quorum_id, plan.max_step, committed, began, self._nonfinite)
+            context.last_step = StepReport(
+                *(plan.quorum_id, plan.max_step, committed, self._collectives.started, self._nonfinite),
+                quantized=self._collectives.quantized,
+            )
         if committed and plan is not None:
             participants = self.participation(plan)[1]
             facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}

@@ -41,6 +41,8 @@ class Collectives:
         """The smallest and the largest element of each contribution to a sum or an average."""
         self._results: list[torch.Tensor] = []
         """Those of each result, with ``refuse_nonfinite``."""
+        self.quantized = 0
+        """Number of collectives that sent encoded values."""
 
     @property
     def started(self) -> int:
@@ -97,6 +99,7 @@ class Collectives:
         if quantize:
             self._times.launched = time.monotonic()
             reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
+            self.quantized += 1
             return self._add(reduced, [whole], tensor, summed=summed, write_back=write_back)
         if scale is not None and whole.dtype is torch.float16:
             whole.mul_(scale)
@@ -132,6 +135,7 @@ class Collectives:
                 self._contributed += _extremes(tensor)
         self._times.launched = time.monotonic()
         work = start(Round(context.reconfigurer.pg, contributes, world, context.timeout))
+        self.quantized += 1
         return self._add(work, tensors, tensors, summed=True)
 
     def _add(

@@ -69,6 +69,8 @@ class StepReport:
     """Number of collectives that the group began, over all its ranks. If ``committed``, all of them succeeded."""
     nonfinite: bool = False
     """The group contributed a NaN or an infinity."""
+    quantized: int = 0
+    """Number of these collectives that sent encoded values (``should_quantize``, codecs)."""
 
     @property
     def step_after(self) -> int:

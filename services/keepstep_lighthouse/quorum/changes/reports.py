@@ -1,8 +1,8 @@
 """React to the reports of groups about their last steps. Pure.
 
-Groups that begin different numbers of collectives in each step can never commit a step together. The smaller side ends
-after the second step in a row, because the script of one group is more likely to be wrong than those of all others.
-Both sides end if they are equally large.
+Groups that begin different numbers of collectives in each step can never commit a step together, nor can groups of
+which only some quantize. The smaller side ends after the second step in a row, because the script of one group is more
+likely to be wrong than those of all others. Both sides end if they are equally large.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.reasons import named
-from keepstep_lighthouse.quorum.rules.step_reports import Mismatch
+from keepstep_lighthouse.quorum.rules.step_reports import Mismatch, Mixture
 from keepstep_mesh.protocol.membership import Data, StepReport
 from keepstep_mesh.protocol.messages import Denied
 
@@ -29,15 +29,20 @@ def note(state: JobState, group: Group, report: StepReport | None) -> None:
 
 
 def end_minority(state: JobState) -> bool:
-    """Deny the requests of groups whose number of collectives differed twice. Return whether any was denied."""
-    mismatch = state.reports.take_mismatch()
-    if mismatch is None:
-        return False
+    """Deny the requests of groups whose collectives differed twice. Return whether any was denied."""
+    if (mismatch := state.reports.take_mismatch()) is not None:
+        return _end_by_number(state, mismatch)
+    if (mixture := state.reports.take_mixture()) is not None:
+        return _end_by_encoding(state, mixture)
+    return False
+
+
+def _end_by_number(state: JobState, mismatch: Mismatch) -> bool:
     asking = state.groups.all_asking()
     fewer = [group for group in asking if _completed(group, mismatch)]
     more = [group for group in asking if group.replica_id in mismatch.began]
     lead = mismatch.completed.groups - len(mismatch.began)
-    ends = ((more if lead > 0 else fewer) if lead else [*fewer, *more]) if mismatch.repeated else []
+    ends = _smaller(fewer, more, lead) if mismatch.repeated else []
     sentence = _sentence(mismatch)
     facts: dict[str, Data] = {
         "step": mismatch.step,
@@ -47,6 +52,35 @@ def end_minority(state: JobState) -> bool:
         "ended": sorted(group.replica_id for group in ends),
     }
     state.log("collectives_differ", "", **facts, reason=sentence)
+    return _end(state, ends, sentence)
+
+
+def _end_by_encoding(state: JobState, mixture: Mixture) -> bool:
+    asking = state.groups.all_asking()
+    encoded = [group for group in asking if group.replica_id in mixture.encoded]
+    plain = [group for group in asking if group.replica_id in mixture.plain]
+    ends = _smaller(encoded, plain, len(mixture.encoded) - len(mixture.plain)) if mixture.repeated else []
+    sentence = (
+        f"not all groups quantize: in the step after step {mixture.step}, {named([*mixture.encoded])} sent encoded "
+        f"values and {named([*mixture.plain])} did not; give should_quantize and the codec the same value in all groups"
+    )
+    facts: dict[str, Data] = {
+        "step": mixture.step,
+        "encoded": list(mixture.encoded),
+        "plain": list(mixture.plain),
+        "ended": sorted(group.replica_id for group in ends),
+    }
+    state.log("collectives_differ", "", **facts, reason=sentence)
+    return _end(state, ends, sentence)
+
+
+def _smaller(first: list[Group], second: list[Group], lead: int) -> list[Group]:
+    """Return the smaller side; both if none of them leads. ``lead``: size of the first minus that of the second."""
+    return (second if lead > 0 else first) if lead else [*first, *second]
+
+
+def _end(state: JobState, ends: list[Group], sentence: str) -> bool:
+    """Deny the requests of groups. Return whether any was denied."""
     for group in ends:
         if group.request is not None and group.session is not None:
             state.tell(group.session, Denied(group.request.request, "collectives", sentence))

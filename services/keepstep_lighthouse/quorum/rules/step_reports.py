@@ -5,6 +5,9 @@ another group completed therefore waits for a collective that never comes, and i
 collectives prove nothing: a step that fails early ends before the others. A single difference may come from a group
 that joins, whose script does not know the step of the others yet. Two in a row come from different scripts.
 
+**Quantized collectives.** A collective that sends encoded values does not fit one that does not. Groups of which one
+began only the former in a step and the other only the latter have different scripts, or settings.
+
 **Contributions that are not finite.** A NaN in one group makes the average NaN in all groups, so all of them contribute
 NaNs from the next step on. Only the groups with the first one are named.
 
@@ -45,6 +48,19 @@ class Mismatch:
     """Whether one of these groups differed in its step before this one too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Groups of which some sent encoded values in all collectives of a step, and others in none."""
+
+    step: int
+    encoded: tuple[str, ...]
+    """replica_ids, sorted."""
+    plain: tuple[str, ...]
+    """replica_ids, sorted."""
+    repeated: bool
+    """Whether one of these groups differed in its step before this one too."""
+
+
 class StepReports:
     """The last reports of all groups of a job."""
 
@@ -54,7 +70,7 @@ class StepReports:
         self._failed: dict[str, StepReport] = {}
         """The report of each group whose last step failed."""
         self._differed: set[str] = set()
-        """Groups that began more collectives than others, and have not committed a step since."""
+        """Groups that began more or other collectives than others, and have not committed a step since."""
         self._poisoned = (-1, -1)
         """The first and the last of the steps in a row whose weights follow from an average that was not finite."""
 
@@ -94,6 +110,25 @@ class StepReports:
                 repeated = not self._differed.isdisjoint(began)
                 self._differed.update(began)
                 return Mismatch(report.quorum_id, report.step, completed, began, repeated)
+        return None
+
+    def take_mixture(self) -> Mixture | None:
+        """Return the first mixture of encoded and plain collectives and forget it; None: none is known."""
+        for report in self._failed.values():
+            same = {
+                replica_id: one
+                for replica_id, one in self._failed.items()
+                if (one.quorum_id, one.step) == (report.quorum_id, report.step) and one.collectives
+            }
+            encoded = sorted(replica_id for replica_id, one in same.items() if one.quantized == one.collectives)
+            plain = sorted(replica_id for replica_id, one in same.items() if not one.quantized)
+            if encoded and plain:
+                both = {*encoded, *plain}
+                for replica_id in both:
+                    del self._failed[replica_id]
+                repeated = not self._differed.isdisjoint(both)
+                self._differed |= both
+                return Mixture(report.step, tuple(encoded), tuple(plain), repeated)
         return None
 
     def is_first_nonfinite(self, report: StepReport) -> bool:

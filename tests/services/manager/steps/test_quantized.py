@@ -139,3 +139,23 @@ def test_the_loss_of_a_group_in_the_middle_of_a_quantized_step_costs_the_other_t
             ready.wait(30)
 
     assert together(survivor, victim)[0] == ((False, False), (True, True, 1))
+
+
+def test_groups_of_which_one_does_not_quantize_end_with_a_reason_that_names_them(lighthouse):
+    ready = threading.Barrier(2)
+
+    def group(name: str, quantize: bool) -> str:
+        with manager(lighthouse, name, {"w": torch.zeros(1)}, min_replica_size=2, timeout=SECOND) as m:
+            ready.wait(30)
+            try:
+                for _ in range(5):
+                    m.start_quorum()
+                    m.allreduce(torch.ones(4), should_quantize=quantize)
+                    assert not m.should_commit()
+            except SystemExit as end:
+                return str(end)
+        return "went on"
+
+    for reason in together(lambda: group("a", True), lambda: group("b", False)):
+        assert "not all groups quantize: in the step after step 0, a:" in reason
+        assert "give should_quantize and the codec the same value in all groups" in reason

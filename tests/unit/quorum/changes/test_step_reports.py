@@ -104,6 +104,45 @@ def test_a_step_that_failed_with_no_more_collectives_proves_nothing(began):
     assert not differences(driver)
 
 
+def ask_encoded(driver: Driver, quorum_id: int, quantized: dict[str, int], step: int = 0) -> list[Decision]:
+    """All groups fail the step, after 2 collectives of which so many sent encoded values."""
+    decisions: list[Decision] = []
+    for replica_id, number in quantized.items():
+        report = StepReport(quorum_id, step, False, 2, quantized=number)
+        decisions += driver.asks(replica_id, step, failures=1, last_step=report)
+    return decisions
+
+
+@pytest.mark.parametrize(
+    ("quantized", "ended"),
+    [
+        ({"r0": 2, "r1": 2, "r2": 0}, {"r2"}),
+        ({"r0": 0, "r1": 2, "r2": 0}, {"r1"}),
+        ({"r0": 2, "r1": 0}, {"r0", "r1"}),
+    ],
+)
+def test_the_smaller_side_of_groups_of_which_only_some_quantize_ends_after_two_steps(quantized, ended):
+    for order in permutations(quantized):
+        driver, quorum_id = running(*quantized)
+        numbers = {name: quantized[name] for name in order}
+        first = ask_encoded(driver, quorum_id, numbers)
+        assert not denials(first, driver)
+        second = ask_encoded(driver, announced(first).quorum_id, numbers)
+        assert denials(second, driver) == dict.fromkeys(ended, "collectives"), order
+        assert [who for who, _ in differences(driver)] == [set(), ended]
+        encoded, _, plain = differences(driver)[0][1].partition(" sent encoded values and ")
+        assert set(re.findall(r"r\d", encoded)) == {name for name in quantized if quantized[name]}
+        assert set(re.findall(r"r\d", plain.partition(" did not")[0])) == {n for n in quantized if not quantized[n]}
+
+
+@pytest.mark.parametrize("quantized", [{"r0": 1, "r1": 0}, {"r0": 2, "r1": 1}, {"r0": 2, "r1": 2}, {"r0": 0, "r1": 0}])
+def test_groups_that_fail_after_some_quantized_collectives_prove_nothing(quantized):
+    driver, quorum_id = running(*quantized)
+    for _ in range(3):
+        quorum_id = announced(ask_encoded(driver, quorum_id, quantized)).quorum_id
+    assert not differences(driver)
+
+
 def nonfinite(driver: Driver) -> list[tuple[str, object]]:
     return [(entry.replica_id, entry.detail["step"]) for entry in driver.log if entry.kind == "nonfinite"]
 
