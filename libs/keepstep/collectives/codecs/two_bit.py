@@ -39,7 +39,7 @@ class TwoBit(ErrorFeedbackCodec):
         split = count * _SIZES_BYTES
         small, large = encoded[:split].clone().view(torch.bfloat16).view(count, 2, 1).float().unbind(1)
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=encoded.device)
-        codes = (encoded[split:].view(count, -1, 1) >> shifts).view(count, self.width)
+        codes = (encoded[split:].view(count, self.width // _IN_BYTE, 1) >> shifts).view(count, self.width)
         size = torch.where(codes & 2 != 0, large, small)
         return torch.where(codes & 1 != 0, -size, size)
 
