@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, Work
 
 from keepstep.collectives.chunks import Chunk
 from keepstep.process_group.sequence import Begin
-from keepstep.quantization.row_format import RowFormat, block_rows
+from keepstep.quantization.row_format import RowFormat, multiplied
 
 _SHORTEST = timedelta(milliseconds=1)
 """For torch a timeout of 0 means no timeout of its own."""
@@ -117,18 +117,12 @@ class ChunkReduction:
 
     def reduce(self) -> None:
         """Add the rows of the other ranks to those of this one, and send the result to all."""
-        own = self._rows(self._exchange.rank)
+        total = multiplied(self._rows(self._exchange.rank), self._factor)
         self._result = self._pieces(1)
-        incoming = [self._format.parts(piece, self._share) for piece in self._incoming]
-        scales, values = self._format.parts(self._result[0], self._share)
         self._arrival.wait()
-        size = block_rows(own.device) or self._share
-        for begin in range(0, own.shape[0], size):
-            part = slice(begin, begin + size)
-            total = own[part].float() * self._factor
-            for their_scales, their_values in incoming:
-                self._format.add(their_scales[part], their_values[part], total, self._factor)
-            self._format.encode(total, scales[part], values[part])
+        for piece in self._incoming:
+            self._format.add(*self._format.parts(piece, self._share), total, self._factor)
+        self._format.encode(total, *self._format.parts(self._result[0], self._share))
         self._exchange.give_back(self._outgoing, self._incoming)
         self._gathered = self._pieces(self._exchange.ranks)
         self._arrival = self._exchange.gather(self._begin, self._gathered.view(-1), self._result.view(-1))

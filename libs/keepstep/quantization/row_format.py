@@ -60,12 +60,12 @@ class RowFormat:
         if (kernels := _kernels(rows)) is not None:
             kernels.encode(rows, scales, values, self.largest)
             return
-        for (block, scale, value), scratch in _blocks(rows, scales, values):
-            whole = block if block.dtype is torch.float32 else block.float()
-            torch.amax(torch.abs(whole, out=scratch), dim=1, out=scale)  # a tenth of the time of vector_norm
-            scale.mul_(1 / self.largest).clamp_min_(_SMALLEST_SCALE)
-            scale.add_(scale - scale)  # infinity becomes NaN
-            torch.mul(whole, scale.reciprocal().unsqueeze_(1), out=scratch)
+        for (block, scale), scratch in _blocks(rows, scales):
+            torch.amax(torch.abs(_as_float32(block), out=scratch), dim=1, out=scale)  # a tenth of vector_norm's time
+        scales.mul_(1 / self.largest).clamp_min_(_SMALLEST_SCALE)
+        scales.add_(scales - scales)  # infinity becomes NaN
+        for (block, inverse, value), scratch in _blocks(rows, scales.reciprocal().unsqueeze_(1), values):
+            torch.mul(_as_float32(block), inverse, out=scratch)
             if not self.dtype.is_floating_point:
                 scratch.add_(_ROUNDING).sub_(_ROUNDING)  # round_() starts threads for 2048 elements
             value.copy_(scratch)
@@ -77,9 +77,9 @@ class RowFormat:
         if (kernels := _kernels(rows)) is not None:
             kernels.decode(scales, values, rows)
             return
-        for (block, scale, value), scratch in _blocks(rows, scales, values):
+        for (block, scale, value), scratch in _blocks(rows, scales.unsqueeze(1), values):
             target = block if block.dtype is torch.float32 else scratch
-            target.copy_(value).mul_(scale.unsqueeze(1))
+            target.copy_(value).mul_(scale)
             if target is scratch:
                 block.copy_(scratch)
 
@@ -90,8 +90,8 @@ class RowFormat:
         if (kernels := _kernels(total)) is not None:
             kernels.add(scales, values, total)
             return
-        for (block, scale, value), scratch in _blocks(total, scales, values):
-            block.add_(scratch.copy_(value).mul_(scale.unsqueeze(1)))
+        for (block, scale, value), scratch in _blocks(total, scales.unsqueeze(1), values):
+            block.add_(scratch.copy_(value).mul_(scale))
 
 
 INT8 = RowFormat("int8", torch.int8, 127.0)
@@ -119,20 +119,25 @@ def rows_of(elements: int) -> int:
     return -(-elements // ROW)
 
 
-def block_rows(device: torch.device) -> int | None:
-    """Return how many rows are handled best at once on ``device``; None: any number."""
-    return _BLOCK_ROWS if device.type == "cpu" else None
+def multiplied(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``factor`` times the rows as float32."""
+    total = torch.empty(rows.shape, device=rows.device)
+    for (block, result), _ in _blocks(rows, total):
+        torch.mul(_as_float32(block), factor, out=result)
+    return total
 
 
-def _blocks(
-    rows: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
-) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Yield blocks of all three, and float32 scratch memory of the same shape."""
-    size = min(block_rows(rows.device) or rows.shape[0], rows.shape[0])
+def _as_float32(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.dtype is torch.float32 else rows.float()
+
+
+def _blocks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Yield blocks of all tensors, and float32 scratch memory for one; on an accelerator, all rows at once."""
+    size = min(_BLOCK_ROWS, rows.shape[0]) if rows.is_cpu else rows.shape[0]
     if size:
         memory = torch.empty(size, ROW, device=rows.device)
-        for blocks in zip(*(torch.split(one, size) for one in (rows, scales, values)), strict=True):
-            yield blocks, memory[: blocks[0].shape[0]]
+        for blocks in zip(*(torch.split(one, size) for one in (rows, *others)), strict=True):
+            yield blocks, memory if blocks[0].shape[0] == size else memory[: blocks[0].shape[0]]
 
 
 @cache
