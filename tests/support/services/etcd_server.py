@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -88,7 +89,10 @@ class EtcdNode:
         self._process.send_signal(number)
 
     def freeze(self) -> None:
+        """Stop it, and wait until all of its threads have stopped: until then one may answer a request."""
         self.signal(signal.SIGSTOP)
+        assert self._process is not None
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
