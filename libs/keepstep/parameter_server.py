@@ -61,7 +61,8 @@ class ParameterServer(ABC):
     Args:
         port: to serve on; 0: any free one.
         store_port: ignored; accepted for compatibility with torchft. The store is served at ``port``.
-        hostname: address to serve on and to advertise. Default: that of the interface with the default route.
+        hostname: address to serve on and to advertise. Default: that of the interface with the default route if
+            KEEPSTEP_TOKEN is set, else 127.0.0.1.
         max_sessions: limit of sessions at a time. A client beyond it gets ``SessionRefused`` (HTTP status 503).
         isolate: run each session of a ``ProcessGroupGloo`` in a child process (``ProcessGroupBabyGloo``), because a
             tensor that is larger than expected ends the process that receives it. False saves about 0.2 ms for each
@@ -97,7 +98,8 @@ class ParameterServer(ABC):
         self._spawner: Spawner | None = None
         if isinstance(self._session_group(), ProcessGroupBaby):
             self._spawner = Spawner.shared()
-        host, token = hostname or outward_address(), ClientToken()
+        token = ClientToken()
+        host = hostname or (outward_address() if token else "127.0.0.1")
         routes = [web.post(NEW_SESSION, self._begin), web.post(PATH, self._rendezvous)]
         self._listener = GroupListener(host, port, token, routes)
         self._mesh = LoopThread("keepstep-parameter-server")

@@ -24,7 +24,7 @@ class Doubling(ParameterServer):
 
     def __init__(self, port: int = 0, **settings: object) -> None:
         self.ended: queue.Queue[tuple[str, str]] = queue.Queue()
-        super().__init__(port, hostname="127.0.0.1", **settings)  # type: ignore[arg-type]
+        super().__init__(port, **{"hostname": "127.0.0.1", **settings})  # type: ignore[arg-type]
 
     @classmethod
     def new_process_group(cls) -> ProcessGroup:

@@ -26,6 +26,7 @@ from keepstep.process_group import ProcessGroup, ProcessGroupError
 from keepstep.process_group.baby.children import Spawner
 from keepstep.rendezvous.key_value_server import PATH
 from keepstep_mesh.errors import AuthError, KeepstepError
+from keepstep_mesh.net.addresses import outward_address
 from tests.services.parameter_server import doubling
 from tests.services.parameter_server.doubling import SERVER, TAG, Doubling, doubled, send
 
@@ -290,6 +291,14 @@ def test_a_client_without_the_token_of_the_job_is_refused(serve, monkeypatch) ->
     monkeypatch.setenv("KEEPSTEP_TOKEN", "another-token-of-a-job")
     with pytest.raises(AuthError, match="wrong or missing token"):
         Doubling.new_session(server.address())
+
+
+def test_other_machines_reach_a_server_only_with_a_token_or_by_its_hostname(serve, monkeypatch, caplog) -> None:
+    assert serve(hostname=None).address().startswith("http://127.0.0.1:")
+    assert serve(hostname=outward_address()).address().startswith(f"http://{outward_address()}:")
+    assert ("anyone who can connect may begin a session" in caplog.text) == (outward_address() != "127.0.0.1")
+    monkeypatch.setenv("KEEPSTEP_TOKEN", "token-of-the-job")
+    assert serve(hostname=None).address().startswith(f"http://{outward_address()}:")
 
 
 @pytest.mark.parametrize(
