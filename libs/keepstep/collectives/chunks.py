@@ -11,8 +11,8 @@ import torch
 
 from keepstep.quantization.row_format import ROW, rows_of
 
-CHUNK_ROWS = 4096
-"""Rows of a chunk: 4 MiB of float32. One chunk is encoded while another is on its way."""
+CHUNK_ROWS = 2048
+"""Rows of a chunk: 2 MiB of float32. One chunk is encoded while another is on its way."""
 
 
 class Chunk:
