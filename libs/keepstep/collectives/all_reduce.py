@@ -26,8 +26,6 @@ from keepstep.process_group.works import CompletedWork, JointWork
 from keepstep.quantization.fused import factor_of
 from keepstep.quantization.row_format import RowFormat, check_floats, default_format
 
-DEFAULT_TIMEOUT = timedelta(seconds=60)
-
 
 def allreduce_quantized(
     tensors: list[torch.Tensor],
@@ -43,7 +41,8 @@ def allreduce_quantized(
 
     Args:
         tensors: dense float tensors on one device, of equal shapes and types in all ranks.
-        opts: SUM or AVG, alone or in torch's options, whose timeout limits the whole operation.
+        opts: SUM or AVG, alone or in torch's options, whose timeout limits the whole operation. Without one, the
+            timeout of the process group limits each of its collectives.
         process_group: any process group with ``alltoall_base``, or a ``ManagedProcessGroup``. With a group of torch
             itself the call returns when tensors in main memory are reduced.
         sync_stream: CUDA stream to use instead of the current one.
@@ -64,17 +63,17 @@ def allreduce_quantized(
         return all_reduce(tensors, factor, process_group, timeout)
 
 
-def operation_of(opts: Any) -> tuple[ReduceOp | ReduceOp.RedOpType, timedelta]:
-    """Return the operation and the timeout of torch's options, or of a plain operation."""
+def operation_of(opts: Any) -> tuple[ReduceOp | ReduceOp.RedOpType, timedelta | None]:
+    """Return the operation and the timeout of torch's options, or of a plain operation, which has no timeout."""
     timeout = getattr(opts, "timeout", timedelta(0))
-    return getattr(opts, "reduceOp", opts), timeout if timeout > timedelta(0) else DEFAULT_TIMEOUT
+    return getattr(opts, "reduceOp", opts), timeout if timeout > timedelta(0) else None
 
 
 def all_reduce(
     tensors: list[torch.Tensor],
     factor: float,
     process_group: dist.ProcessGroup,
-    timeout: timedelta,
+    timeout: timedelta | None,
     row_format: RowFormat | None = None,
 ) -> Work:
     """Start a quantized all-reduce.
@@ -83,7 +82,7 @@ def all_reduce(
         tensors: dense float tensors on one device.
         factor: of each rank's contribution to the sum.
         process_group: of the ranks.
-        timeout: of the whole operation.
+        timeout: of the whole operation; None: that of the process group, for each collective.
         row_format: default: that of the device.
     """
     ranks = process_group.size()

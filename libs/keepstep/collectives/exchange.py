@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
@@ -13,6 +14,7 @@ from keepstep.collectives.chunks import Chunk
 from keepstep.process_group.sequence import Begin
 from keepstep.quantization.row_format import RowFormat, multiplied
 
+O = TypeVar("O", AllToAllOptions, AllgatherOptions)  # noqa: E741
 _SHORTEST = timedelta(milliseconds=1)
 """For torch a timeout of 0 means no timeout of its own."""
 _CAUSES = (
@@ -27,10 +29,10 @@ class Exchange:
     Args:
         rank: of this process.
         ranks: number of ranks.
-        timeout: of the whole operation, from its first collective.
+        timeout: of the whole operation, from its first collective; None: that of the process group, for each one.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: timedelta | None) -> None:
         self.rank = rank
         self.ranks = ranks
         self._timeout = timeout
@@ -41,15 +43,12 @@ class Exchange:
         """Send each other rank its piece of ``outgoing``, in the order of ranks, and receive theirs."""
         size = outgoing.numel() // (self.ranks - 1)
         sizes = [0 if rank == self.rank else size for rank in range(self.ranks)]
-        options = AllToAllOptions()
-        options.timeout = self._left()
+        options = self._limited(AllToAllOptions())
         return Arrival(begin("alltoall_base", incoming, outgoing, sizes, list(sizes), options))
 
     def gather(self, begin: Begin, gathered: torch.Tensor, own: torch.Tensor) -> Arrival:
         """Gather ``own`` of all ranks, in the order of ranks."""
-        options = AllgatherOptions()
-        options.timeout = self._left()
-        return Arrival(begin("_allgather_base", gathered, own, options))
+        return Arrival(begin("_allgather_base", gathered, own, self._limited(AllgatherOptions())))
 
     def buffer(self, pieces: int, size: int, device: torch.device) -> torch.Tensor:
         """Return a buffer of ``pieces`` times ``size`` bytes, one that was given back if possible."""
@@ -61,13 +60,17 @@ class Exchange:
         for one in buffers:
             self._unused.setdefault((one.shape[0], one.shape[1]), []).append(one)
 
-    def _left(self) -> timedelta:
+    def _limited(self, options: O) -> O:
+        """Return the options with the time that is left for the operation."""
+        if self._timeout is None:
+            return options
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._timeout.total_seconds()
         if now >= self._end:
             raise TimeoutError(f"a quantized collective took longer than {self._timeout}: {_CAUSES}")
-        return max(timedelta(seconds=self._end - now), _SHORTEST)
+        options.timeout = max(timedelta(seconds=self._end - now), _SHORTEST)
+        return options
 
 
 class Arrival:

@@ -32,7 +32,7 @@ def reduce_scatter_quantized(
     Args:
         output: the share of this rank, as ``allocate_reduce_scatter_output`` allocates it.
         inputs: dense float tensors on one device, of equal shapes and types in all ranks. They stay as they are.
-        opts: SUM or AVG, alone or in torch's options, whose timeout limits the whole operation.
+        opts: as of ``allreduce_quantized``.
         process_group: any process group with ``alltoall_base``.
         sync_stream: CUDA stream to use instead of the current one.
 

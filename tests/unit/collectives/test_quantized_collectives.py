@@ -293,6 +293,13 @@ def test_a_peer_that_does_not_quantize_fails_the_collective_and_the_error_names_
     assert "does not quantize; give should_quantize and the codec the same value in all groups" in ranks.each(run)[0]
 
 
+def test_without_a_timeout_of_its_own_the_timeout_of_the_group_limits_a_collective(cohort):
+    ranks = cohort(2, timeout=timedelta(seconds=1))
+    work = allreduce_quantized([torch.ones(3)], ReduceOp.SUM, ranks.groups[0])  # the other rank never comes
+    with pytest.raises(TimeoutError, match="took longer than 0:00:01"):
+        work.wait()
+
+
 def test_a_wrapper_that_swallows_errors_swallows_those_of_quantized_collectives(cohort):
     ranks = cohort(1, configured=False)
     wrapper = ErrorSwallowingProcessGroupWrapper(ranks.groups[0])
