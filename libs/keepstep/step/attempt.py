@@ -227,6 +227,7 @@ class Attempt:
     def cancel(self) -> None:
         """End an attempt in which nothing was reduced and nothing failed, without a vote."""
         if self.plan is not None and self.error is None and not self.done and not self._collectives.started:
+            self.refuse_joiners("this group cancelled the step")
             self.after = AfterStep(self._context, self.participation(self.plan))
             self._context.link.finished_step()
 

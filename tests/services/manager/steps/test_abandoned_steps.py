@@ -109,6 +109,19 @@ def test_a_source_whose_collectives_were_aborted_refuses_its_joiner_all_the_same
     assert weights == [1.0] * 4
 
 
+def test_a_source_that_cancels_its_step_refuses_its_joiner_at_once(lighthouse: str) -> None:
+    story = Story(lighthouse)
+
+    def cancels(m: Manager) -> None:
+        m.cancel_step()
+        goes_on(story)(m)
+
+    _, (took, why, weights) = together(lambda: story.source(cancels), lambda: story.joiner(nothing))
+    assert took < AT_ONCE
+    assert re.search(r"a:.* cancelled the step", why)
+    assert weights == [1.0] * 4
+
+
 def test_a_source_that_ends_in_the_middle_of_a_step_keeps_nobody_waiting(lighthouse: str) -> None:
     story = Story(lighthouse)
     _, (took, why, _) = together(
