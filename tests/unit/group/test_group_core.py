@@ -1,4 +1,4 @@
-"""Requests, heals, and votes of the ranks of one group, merged."""
+"""Requests, heals, and votes of the ranks of one group, merged, and errors for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks
-from keepstep_mesh.errors import KeepstepError
+from keepstep.group.ranks.rank_link import denial, denied
+from keepstep_mesh.errors import (
+    Banned,
+    CollectivesMismatch,
+    KeepstepError,
+    LayoutMismatch,
+    SessionClosed,
+    StartRefused,
+)
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDecision, RankVote
 from keepstep_mesh.protocol.membership import StateRoot
 
@@ -126,3 +134,12 @@ def test_a_late_vote_for_an_older_attempt_is_dropped():
     barrier.vote(0, vote(True, attempt=2))
     assert barrier.vote(1, vote(False, attempt=1)) is None
     assert barrier.vote(1, vote(True, attempt=2)) == RankDecision(1, 5, 3, 2, ok=True)
+
+
+@pytest.mark.parametrize(
+    "kind", [TimeoutError, LayoutMismatch, CollectivesMismatch, StartRefused, Banned, SessionClosed]
+)
+def test_every_rank_of_a_group_gets_the_kind_of_error_that_rank_0_got(kind):
+    answer = denied(7, kind("the reason"))
+    error = denial(answer.code, answer.reason, answer.peer_address)
+    assert (type(error), str(error), answer.request) == (kind, "the reason", 7)

@@ -10,7 +10,14 @@ from typing import Protocol
 from keepstep.group.merging import DisagreeError
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.rendezvous.key_value_server import KeyValueServer
-from keepstep_mesh.errors import CollectivesMismatch, KeepstepError, LayoutMismatch, SessionClosed, StartRefused
+from keepstep_mesh.errors import (
+    Banned,
+    CollectivesMismatch,
+    KeepstepError,
+    LayoutMismatch,
+    SessionClosed,
+    StartRefused,
+)
 from keepstep_mesh.protocol.group_messages import RankAsk, RankDenied, RankVote
 from keepstep_mesh.protocol.messages import Healing, ServiceAddress
 
@@ -120,9 +127,10 @@ _DENIALS: dict[str, type[Exception]] = {
     "layout": LayoutMismatch,
     "collectives": CollectivesMismatch,
     "start": StartRefused,
+    "banned": Banned,
     "closed": SessionClosed,
 }
-"""Code of a denied request: the error that it stands for. Any other code stands for KeepstepError."""
+"""Code of a denied request: the error that it stands for, special ones first. Any other stands for KeepstepError."""
 
 
 def denied(request: int, error: Exception) -> RankDenied:
