@@ -285,7 +285,7 @@ def test_a_peer_that_does_not_quantize_fails_the_collective_and_the_error_names_
 
     def run(group: ProcessGroup, rank: int) -> str:
         tensor = torch.ones(5000)
-        work = allreduce_quantized([tensor], options, group) if rank == 0 else group.allreduce([tensor], options)
+        work = allreduce_quantized([tensor], options, group) if rank == 0 else group.allreduce([tensor])
         with pytest.raises((TimeoutError, ProcessGroupError)) as failure:
             work.wait()
         return str(failure.value)
