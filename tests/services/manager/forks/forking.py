@@ -31,7 +31,7 @@ from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.futures import context_timeout, future_timeout
 from keepstep.process_group import ProcessGroupBabyGloo
-from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore
+from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
 
 SECOND = timedelta(seconds=1)
 DEADLINE = 20.0
@@ -391,8 +391,8 @@ def process_groups_in_children(pair: Pair) -> Any:
     groups = [ProcessGroupBabyGloo(timeout=60 * SECOND) for _ in range(2)]
     server = KeyValueServer()
 
-    def configure(rank: int) -> None:
-        store = RendezvousStore("http://127.0.0.1:1", timeout=60 * SECOND, server=server)
+    def configure(rank: int, quorum: int) -> None:
+        store = RendezvousStore("http://127.0.0.1:1", Table(quorum_id=quorum), timeout=60 * SECOND, server=server)
         groups[rank].configure("", "r", rank, 2, store=store, host="127.0.0.1")
 
     def reduce(group: ProcessGroupBabyGloo) -> float:
@@ -408,7 +408,7 @@ def process_groups_in_children(pair: Pair) -> Any:
         calls = [call for one in groups for call in (partial(one.allreduce, [torch.ones(1)]), one.shutdown)]
         return [error_of(call) for call in calls]
 
-    both(configure, 0, 1)
+    both(partial(configure, quorum=1), 0, 1)
     told = {
         "parent": os.getpid(),
         "child": in_child(use),
@@ -416,7 +416,7 @@ def process_groups_in_children(pair: Pair) -> Any:
         "worker": next(iter(DataLoader(Sums(groups[0]), num_workers=1, multiprocessing_context="fork"))),
         "sums": both(reduce, *groups),
     }
-    both(configure, 0, 1)
+    both(partial(configure, quorum=2), 0, 1)
     told["sums_after_configure"] = both(reduce, *groups)
     for group in groups:
         group.shutdown()
