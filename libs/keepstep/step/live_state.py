@@ -67,8 +67,17 @@ class LiveState:
         transport.send_checkpoint(destinations, step, self._save(), timeout)
 
     def root(self) -> bytes:
-        """Compute the root digest of the parts that are compared, without a copy of them."""
+        """Compute the root digest of the parts that are compared, without a copy of them.
+
+        Raises:
+            KeepstepError: the state is not readable, or a key of ``compared`` is not registered.
+        """
         self._check_readable("the lighthouse compares the states of all groups")
+        if unknown := (self.compared or frozenset()) - self._parts.keys():
+            raise KeepstepError(
+                f"compare_only() has {sorted(unknown)}, and the registered states are {sorted(self._parts)}; give the "
+                f"keys of registered states"
+            )
         return state_root(self._save(self.compared))
 
     def _check_readable(self, occasion: str) -> None:

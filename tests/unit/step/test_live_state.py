@@ -1,4 +1,4 @@
-"""The live state is received through transports of keepstep and of torchft's contract."""
+"""The live state: received through transports of keepstep and of torchft's contract, and compared."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from keepstep.checkpointing import CheckpointTransport, HTTPTransport, PGTransport, RelayTransport
 from keepstep.step.live_state import LiveState
+from keepstep_mesh.errors import KeepstepError
 
 SECOND = timedelta(seconds=1)
 RECEIVED = {"user": {"model": {"w": torch.ones(2)}}, "manager": {"step": 7}}
@@ -66,3 +67,15 @@ def test_a_transport_that_accepts_into_is_given_the_state_and_the_limits() -> No
     state.receive(transport, 3, "there", 7, SECOND, print, limit=2 * SECOND)
     assert transport.options.pop("into")["user"]["model"]["w"].equal(torch.zeros(2))
     assert transport.options == {"progress": print, "limit": 2 * SECOND}
+
+
+def test_only_registered_parts_are_compared_and_another_key_is_named() -> None:
+    state, *_ = registered()
+    whole = state.root()
+    state.register("own", lambda _: None, lambda: {"position": 3})
+    assert state.root() != whole
+    state.compared = frozenset({"model"})
+    assert state.root() == whole
+    state.compared = frozenset({"modle"})
+    with pytest.raises(KeepstepError, match=r"compare_only\(\) has \['modle'\].*\['model', 'own'\]"):
+        state.root()
