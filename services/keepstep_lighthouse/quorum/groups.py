@@ -204,15 +204,19 @@ class Groups:
         """``request`` ends the step that began with the last answer, ``seconds`` ago."""
         group.step_seconds, group.working_since = seconds, None
         # a group that asks for the same step again, without a failure, waited for heals before that step
-        same_step = group.answer is not None and request.step == group.answer.announce.step
-        committed = request.commit_failures == 0 and not same_step
+        answer, report = group.answer.announce if group.answer is not None else None, request.last_step
+        same_step = answer is not None and request.step == answer.step
+        failed = request.commit_failures > 0
+        if failed and answer is not None and report is not None and report.committed:
+            # what failed is a collective after the step, if the report is of this step
+            failed = (report.quorum_id, report.step) != (answer.quorum_id, answer.step)
+        committed = not failed and not same_step
         group.committed += committed
         if committed:
             group.committed_at = group.asked_at
         self.tally.committed += committed
-        discarded = request.commit_failures > 0
-        self.tally.discarded += discarded
-        if committed or discarded:
+        self.tally.discarded += failed
+        if committed or failed:
             self.tally.steps.add(seconds)
 
     def withdraw(self, group: Group) -> None:

@@ -176,3 +176,11 @@ def test_a_refused_nan_is_named_once_for_all_its_retries_and_once_for_each_reque
     driver.asks("r1", 0, failures=4, last_step=StepReport(quorum_id + 3, 0, False, 4, True))
     driver.asks("r1", 0, failures=4, last_step=StepReport(quorum_id + 3, 0, False, 4, True))
     assert nonfinite(driver) == [("r0", 0), ("r1", 0)]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_step_counts_as_reported_when_a_collective_after_it_broke_the_process_group(committed: bool) -> None:
+    driver, quorum_id = running("a", "b")
+    for name in "ab":
+        driver.asks(name, int(committed), failures=1, last_step=StepReport(quorum_id, 0, committed, 1))
+    assert (driver.core.tally.committed, driver.core.tally.discarded) == ((2, 0) if committed else (0, 2))
