@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -29,11 +29,11 @@ from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
+from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
-from keepstep_mesh.protocol.messages import ServiceAddress
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
-class Manager:
+class Manager(StateAndProgress):
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
@@ -152,111 +152,7 @@ class Manager:
         self._membership.start(self._context)
         atexit.register(self.shutdown)  # a script that just ends leaves the job too
 
-    # ---- state
-
-    def register_state_dict_fn(
-        self,
-        key: str,
-        load_state_dict: Callable[[T], None],
-        state_dict: Callable[[], T],
-    ) -> None:
-        """Register a named part of the user's state, which heals together with all other parts.
-
-        Args:
-            key: name of the part, equal in all groups.
-            load_state_dict: loads what ``state_dict`` of another group returned.
-            state_dict: returns the part: tensors, and containers of tensors and plain values.
-
-        Raises:
-            ValueError: ``key`` is registered already.
-        """
-        self._context.state.register(key, load_state_dict, state_dict)
-
-    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
-        """Register the user's state under "default", in place of what was registered there.
-
-        Args:
-            load_state_dict: see ``register_state_dict_fn``.
-            state_dict: see ``register_state_dict_fn``.
-        """
-        self._context.state.register("default", load_state_dict, state_dict, replace=True)
-
-    def compare_only(self, keys: Collection[str]) -> None:
-        """Exclude state that differs between groups by design from the comparison of their weights. It still heals.
-
-        Args:
-            keys: of the registered parts that are equal in all groups between two steps. Empty: never compare.
-        """
-        self._context.state.compared = frozenset(keys)
-
-    def allow_state_dict_read(self) -> None:
-        """End ``disallow_state_dict_read``."""
-        self._context.state.readable = True
-
-    def disallow_state_dict_read(self) -> None:
-        """Hand out no state until ``allow_state_dict_read``, because the state is in the middle of a change."""
-        self._context.state.readable = False
-
-    def add_layout(self, lines: list[str]) -> None:
-        """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
-
-        A group whose lines differ from the job's, also in their order, is refused with the first difference.
-
-        Args:
-            lines: one for each parameter or bucket.
-        """
-        self._context.add_layout(lines)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the Manager's part of the user's own checkpoint.
-
-        Returns:
-            ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
-        """
-        return self._context.progress.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from the user's own checkpoint.
-
-        Once groups that resumed have committed a step, a group that was away since before the resume heals from them,
-        even when its step is higher.
-
-        Args:
-            state_dict: what ``state_dict`` returned. One of torchft, which has no lineage, works too.
-        """
-        self._context.progress.resume(state_dict)
-        self._context.log_progress("loaded")
-
-    def mark_torn(self) -> None:
-        """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.
-
-        The group heals from another one at the next step, and no group heals from it until then.
-        """
-        self._context.tear()
-
-    def record(self, **values: float) -> None:
-        """Record numbers of the current step for the metrics service, such as ``record(loss=loss.item())``.
-
-        Rank 0 sends them in the background with the step that ends next. Without a metrics service nothing is sent.
-
-        Args:
-            **values: at most 16 names.
-        """
-        self._context.telemetry.values({name: float(value) for name, value in values.items()})
-
     # ---- facts of the step
-
-    def current_step(self) -> int:
-        """Return the number of committed steps. It changes only in ``should_commit`` and when this group heals."""
-        return self._context.progress.step
-
-    def batches_committed(self) -> int:
-        """Return the number of batches, of all groups, that went into committed steps."""
-        return self._context.progress.batches_committed
-
-    def replica_id(self) -> str:
-        """Return the id of this incarnation of the group, ``name:uuid``."""
-        return self._context.link.replica_id
 
     @property
     def use_async_quorum(self) -> bool:
@@ -272,11 +168,6 @@ class Manager:
     def refuse_nonfinite(self) -> bool:
         """Whether a step with a NaN or an infinity does not commit."""
         return self._settings.refuse_nonfinite
-
-    @property
-    def services(self) -> tuple[ServiceAddress, ...]:
-        """Relays and metrics services that are registered with the lighthouse now."""
-        return self._context.link.services
 
     def participating_rank(self) -> int | None:
         """Wait for the quorum, and return this group's number among the groups that take part.

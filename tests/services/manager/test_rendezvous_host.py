@@ -32,7 +32,7 @@ def test_after_a_host_that_never_answers_the_members_meet_at_another(three_neede
         """The quorum_id of the first step that commits, and whether one did."""
         with manager(three_needed, name, timeout=4 * SECOND) as m:
             if name != "c":  # accepts what peers ask at the rendezvous, and never answers
-                monkeypatch.setattr(m._context.link.key_values, "_execute", never)
+                monkeypatch.setattr(m._context.link.key_values, "execute", never)
             quorum_id, committed = 0, False
             for _ in range(4):
                 m.start_quorum()

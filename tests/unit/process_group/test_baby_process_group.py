@@ -182,6 +182,18 @@ def usage() -> dict[str, int]:
     }
 
 
+def test_an_operation_that_begins_while_the_group_is_aborted_fails(ranks, monkeypatch) -> None:
+    group, _ = ranks.groups
+
+    def packed(*arguments: Any) -> PackedCall:
+        group.abort("the test aborts it")
+        return PackedCall(*arguments)
+
+    monkeypatch.setattr("keepstep.process_group.baby.connection.PackedCall", packed)
+    with pytest.raises(ProcessGroupError, match="the test aborts it"):
+        group.allreduce([torch.ones(3)]).wait(timedelta(seconds=5))
+
+
 def test_two_hundred_reconfigurations_leave_nothing_behind(ranks) -> None:
     """Slow: 400 forks with a rendezvous each."""
 

@@ -111,11 +111,11 @@ class BabyWork(Work):
             self._over.set()
             self._future.set_result(self._tensors)
             return
-        self._error = self._named(error)
+        self._error = self.error_of(error)
         self._over.set()
         fail_future(self._future, self._error)
 
-    def _named(self, error: Exception) -> Exception:
+    def error_of(self, error: Exception) -> Exception:
         """Return an error of this operation: ``error`` may be that of the whole connection."""
         if not isinstance(error, ProcessGroupError | TimeoutError):
             return error  # an invalid call

@@ -144,6 +144,8 @@ class Connection:
 
     def _begin(self, work: BabyWork, order: dict[str, Any]) -> BabyWork:
         with self._lock:
+            if self.error is not None:
+                raise work.error_of(self.error)
             number = next(self._ids)
             self._works[number] = work
         self._send(order | {"id": number})

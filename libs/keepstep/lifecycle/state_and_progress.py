@@ -1,0 +1,125 @@
+"""The part of a Manager that lasts from step to step: the registered state and the progress of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from keepstep.step.context import StepContext
+from keepstep_mesh.protocol.messages import ServiceAddress
+
+T = TypeVar("T")
+
+
+class StateAndProgress:
+    """State that heals and is compared, and how far the group is. The ``Manager`` derives from it."""
+
+    _context: StepContext
+    """Of all steps of the group."""
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[T], None],
+        state_dict: Callable[[], T],
+    ) -> None:
+        """Register a named part of the user's state, which heals together with all other parts.
+
+        Args:
+            key: name of the part, equal in all groups.
+            load_state_dict: loads what ``state_dict`` of another group returned.
+            state_dict: returns the part: tensors, and containers of tensors and plain values.
+
+        Raises:
+            ValueError: ``key`` is registered already.
+        """
+        self._context.state.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
+        """Register the user's state under "default", in place of what was registered there.
+
+        Args:
+            load_state_dict: see ``register_state_dict_fn``.
+            state_dict: see ``register_state_dict_fn``.
+        """
+        self._context.state.register("default", load_state_dict, state_dict, replace=True)
+
+    def compare_only(self, keys: Collection[str]) -> None:
+        """Exclude state that differs between groups by design from the comparison of their weights. It still heals.
+
+        Args:
+            keys: of the registered parts that are equal in all groups between two steps. Empty: never compare.
+        """
+        self._context.state.compared = frozenset(keys)
+
+    def allow_state_dict_read(self) -> None:
+        """End ``disallow_state_dict_read``."""
+        self._context.state.readable = True
+
+    def disallow_state_dict_read(self) -> None:
+        """Hand out no state until ``allow_state_dict_read``, because the state is in the middle of a change."""
+        self._context.state.readable = False
+
+    def add_layout(self, lines: list[str]) -> None:
+        """Add to the layout that all groups must have in common. Each DDP adds the layout of its module.
+
+        A group whose lines differ from the job's, also in their order, is refused with the first difference.
+
+        Args:
+            lines: one for each parameter or bucket.
+        """
+        self._context.add_layout(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Manager's part of the user's own checkpoint.
+
+        Returns:
+            ``step``, ``batches_committed`` and, after the first commit, ``lineage``.
+        """
+        return self._context.progress.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from the user's own checkpoint.
+
+        Once groups that resumed have committed a step, a group that was away since before the resume heals from them,
+        even when its step is higher.
+
+        Args:
+            state_dict: what ``state_dict`` returned. One of torchft, which has no lineage, works too.
+        """
+        self._context.progress.resume(state_dict)
+        self._context.log_progress("loaded")
+
+    def mark_torn(self) -> None:
+        """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.
+
+        The group heals from another one at the next step, and no group heals from it until then.
+        """
+        self._context.tear()
+
+    def record(self, **values: float) -> None:
+        """Record numbers of the current step for the metrics service, such as ``record(loss=loss.item())``.
+
+        Rank 0 sends them in the background with the step that ends next. Without a metrics service nothing is sent.
+
+        Args:
+            **values: at most 16 names.
+        """
+        self._context.telemetry.values({name: float(value) for name, value in values.items()})
+
+    def current_step(self) -> int:
+        """Return the number of committed steps. It changes only in ``should_commit`` and when this group heals."""
+        return self._context.progress.step
+
+    def batches_committed(self) -> int:
+        """Return the number of batches, of all groups, that went into committed steps."""
+        return self._context.progress.batches_committed
+
+    def replica_id(self) -> str:
+        """Return the id of this incarnation of the group, ``name:uuid``."""
+        return self._context.link.replica_id
+
+    @property
+    def services(self) -> tuple[ServiceAddress, ...]:
+        """Relays and metrics services that are registered with the lighthouse now."""
+        return self._context.link.services
