@@ -166,8 +166,12 @@ class Liar:
 async def says(what: bytes, *, drip: bool = False) -> AsyncIterator[Liar]:
     """Yield a server that answers every request with ``what``; ``drip``: then with a byte now and then, without end."""
     liar = Liar()
+    open_connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        open_connections[task] = writer
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -184,11 +188,15 @@ async def says(what: bytes, *, drip: bool = False) -> AsyncIterator[Liar]:
             pass
         finally:
             writer.close()
+            del open_connections[task]
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         liar.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield liar
+        for writer in open_connections.values():
+            writer.transport.abort()  # its task may wait for a peer that reads no more
+        await asyncio.gather(*open_connections)
 
 
 CHUNK = bytes(CHUNK_MIB * MIB)
