@@ -75,7 +75,7 @@ class Optimizers(torch.optim.Optimizer):
             for one in self.optimizers:
                 one.zero_grad(*args, **kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # torchtitan's returns no loss
         if self._use_ft_optimizer:
             self._use_ft_optimizer = False
             self._ft_optimizer.step(*args, **kwargs)

@@ -83,7 +83,7 @@ def test_pickles_that_name_torchft_load() -> None:
     mode = keepstep.WorldSizeMode.DYNAMIC
     old = pickle.dumps(mode, 0).replace(keepstep.WorldSizeMode.__module__.encode(), b"torchft.manager")
     assert b"torchft.manager" in old
-    assert pickle.loads(old) is mode
+    assert pickle.loads(old) is mode  # bytes that this test has made
     assert pickle.loads(pickle.dumps(importlib.import_module("torchft").Manager)) is keepstep.Manager
 
 

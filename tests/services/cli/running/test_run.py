@@ -153,7 +153,7 @@ if os.environ["RANK"] == "0":
     while True:
         signal.pause()
 while not os.path.exists("go"):
-    time.sleep(0.01)  # for the test to say so
+    time.sleep(0.01)  # until the test, another process, creates the file
 sys.exit(5)
 """
     run = started(script, "--replicas", "1", "--nproc-per-replica", "2", "--grace", "0.3")
