@@ -21,6 +21,7 @@ import aiohttp
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE = 60.0
 CLOSE_SECONDS = 10.0
+NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests may run as root, and open only pages of our own
@@ -46,6 +47,9 @@ class Page:
         """Addresses of requests whose answer has not ended, by their ids."""
         self.complaints: list[str] = []
         """Exceptions, errors and warnings of the console, and violations of the security policy."""
+        self.loaded = asyncio.Event()
+        self.cut_off = False
+        """Whether chromium dropped a request because a network interface of this machine came or went."""
 
     async def tell(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._browser.tell(method, self._session, **params)
@@ -56,14 +60,36 @@ class Page:
             self.unanswered[params["requestId"]] = params["request"]["url"]
         elif method in {"Network.loadingFinished", "Network.loadingFailed"}:
             self.unanswered.pop(params["requestId"], None)
+            self.cut_off |= params.get("errorText") == NETWORK_CHANGED
+        elif method == "Page.loadEventFired":
+            self.loaded.set()
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
             self.complaints.append(json.dumps(params["args"])[:500])
         elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
-            self.complaints.append(
-                f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url')}"
-            )
+            if NETWORK_CHANGED not in params["entry"]["text"]:
+                self.complaints.append(
+                    f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url')}"
+                )
+
+    async def load(self, url: str) -> None:
+        """Open a page and wait until it has loaded. Repeat what another test spoiled that made a network interface."""
+        await self.tell("Page.navigate", url=url)
+        await self._until_loaded()
+        while self.cut_off:
+            self.cut_off = False
+            self.complaints.clear()
+            await self.tell("Page.reload")
+            await self._until_loaded()
+
+    async def _until_loaded(self) -> None:
+        async with asyncio.timeout(DEADLINE):
+            await self.loaded.wait()
+            while self.loaded.is_set():  # again if it was the blank page of the new tab
+                self.loaded.clear()
+                if await self.run("location.href") == "about:blank":
+                    await self.loaded.wait()
 
     async def run(self, expression: str) -> Any:
         """The value of a JavaScript expression; promises are awaited."""
@@ -185,7 +211,7 @@ class Browser:
         if token:
             first += f";sessionStorage.setItem('keepstep-token', {json.dumps(token)})"
         await page.tell("Page.addScriptToEvaluateOnNewDocument", source=first)
-        await page.tell("Page.navigate", url=url)
+        await page.load(url)
         return page
 
     async def close(self) -> None:

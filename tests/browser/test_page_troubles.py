@@ -209,3 +209,15 @@ async def test_a_page_that_was_left_leaves_nothing_behind(tmp_path):
         _, nodes_later = await page.memory()
         assert nodes_later < 2 * nodes, "the page before may still be there, and none that was before it"
         assert streams(page) == 1
+
+
+async def test_a_page_whose_scripts_do_not_load_says_so(tmp_path):
+    mesh = ToldMesh(1)
+    async with shown(tmp_path, mesh) as (browser, endpoint):
+        page = await browser.open(endpoint.url)
+        await page.until(SHOWN)
+        assert await page.run("document.querySelector('#unloaded')") is None
+        for script in ("uPlot", "words.js"):
+            await page.tell("Network.setBlockedURLs", urls=[f"*{script}*"])
+            await page.load(endpoint.url)
+            await page.until("document.querySelector('#unloaded').checkVisibility({ visibilityProperty: true })")
