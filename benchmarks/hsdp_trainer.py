@@ -1,8 +1,10 @@
 """Train a model on one replica group of several ranks that shard it with FSDP2, for ``hsdp_step.py``.
 
-All libraries share the loop. ``--library plain`` is FSDP2 alone; with keepstep and torchft the all-reduce hook of FSDP2
-averages each shard over the groups through the Manager. At the end rank 0 writes one line for each step: its seconds,
-and the seconds of processor time of rank 0.
+Blocks of managed and of plain steps alternate in one process, because the speed of a machine changes from one process
+to the next by more than the figure. In a managed step the all-reduce hook of FSDP2 averages each shard over the groups
+through the Manager, which also asks for the quorum and commits. A plain step is FSDP2 alone. The first step of a block
+does not count. At the end rank 0 writes one line for each other step: its kind, its seconds, and the seconds of
+processor time of rank 0.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import importlib
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from torch.distributed.fsdp import fully_shard
 FEATURES = 1024
 LAYERS = 4
 BATCH = 64
+BLOCK = 4
+"""Steps of one kind in a row."""
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -38,16 +43,15 @@ def network(ranks: int) -> nn.Sequential:
     return model
 
 
-def average_over_groups(library: str, model: nn.Module, manager: object) -> None:
+def hook_of(library: str, manager: object) -> Callable[[torch.Tensor], None]:
+    """Return the all-reduce hook that a script of this library gives to FSDP2."""
     if library == "keepstep":
-        importlib.import_module("keepstep.device_mesh").average_over_groups(model, manager)
-        return
+        return importlib.import_module("keepstep.device_mesh").all_reduce_hook(manager)
 
     def average(shard: torch.Tensor) -> None:
         manager.allreduce(shard).wait()
 
-    for unit in (*model, model):
-        unit.set_all_reduce_hook(average)
+    return average
 
 
 def begin(options: argparse.Namespace, model: nn.Module, inner: torch.optim.Optimizer) -> tuple[object, object]:
@@ -67,14 +71,13 @@ def begin(options: argparse.Namespace, model: nn.Module, inner: torch.optim.Opti
         timeout=TIMEOUT,
         replica_id="group_0",
     )
-    average_over_groups(options.library, model, manager)
     return manager, library.Optimizer(manager, inner)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--library", choices=("plain", "torchft", "keepstep"), required=True)
-    parser.add_argument("--lighthouse", default="")
+    parser.add_argument("--library", choices=("torchft", "keepstep"), required=True)
+    parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--store-port", type=int, required=True)
@@ -91,23 +94,27 @@ def main() -> None:
     )
     dist.init_process_group("gloo")
     model = network(options.ranks)
-    optimizer = inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    manager = None
-    if options.library != "plain":
-        manager, optimizer = begin(options, model, inner)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    manager, optimizer = begin(options, model, inner)
+    hook = hook_of(options.library, manager)
     inputs = torch.randn(BATCH, FEATURES)
     lines = []
-    for _ in range(options.steps):
+    for step in range(options.steps):
+        managed = step // BLOCK % 2 == 0
+        for unit in (*model, model):
+            unit.set_all_reduce_hook(hook if managed else lambda _: None)
         began, used = time.perf_counter(), time.process_time()
-        optimizer.zero_grad()
+        stepper = optimizer if managed else inner
+        stepper.zero_grad()
         model(inputs).square().mean().backward()
-        if optimizer.step() is False:
+        if stepper.step() is False:
             raise RuntimeError("a step did not commit")
-        lines.append(f"{time.perf_counter() - began:.9f} {time.process_time() - used:.9f}\n")
+        seconds, of_processor = time.perf_counter() - began, time.process_time() - used
+        if step % BLOCK:
+            lines.append(f"{'managed' if managed else 'plain'} {seconds:.9f} {of_processor:.9f}\n")
     if options.rank == 0:
         Path(options.out).write_text("".join(lines), encoding="ascii")
-    if manager is not None:
-        manager.shutdown()
+    manager.shutdown()
     dist.barrier()
     os._exit(0)  # torch sometimes aborts while its threads are torn down
 

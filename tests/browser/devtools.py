@@ -68,10 +68,8 @@ class Page:
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
             self.complaints.append(json.dumps(params["args"])[:500])
         elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
-            if NETWORK_CHANGED not in params["entry"]["text"]:
-                self.complaints.append(
-                    f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url')}"
-                )
+            text = f"{params['entry']['source']}: {params['entry']['text']} {params['entry'].get('url')}"
+            self.complaints += [text] if NETWORK_CHANGED not in text else []
 
     async def load(self, url: str) -> None:
         """Open a page and wait until it has loaded. Repeat what another test spoiled that made a network interface."""
