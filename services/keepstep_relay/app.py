@@ -25,7 +25,7 @@ from keepstep_mesh.serving.process import Hosted
 from keepstep_mesh.serving.service import Endpoint, Service
 from keepstep_mesh.telemetry.record_sender import Sender
 from keepstep_relay.api import admin, bulk, prometheus
-from keepstep_relay.core.events import Cause, RefusedError, UploadEnded
+from keepstep_relay.core.events import Cause, Kind, RefusedError, UploadEnded
 from keepstep_relay.node import RETRY_AFTER_SECONDS, RelayNode
 from keepstep_relay.recovery import recover
 from keepstep_relay.settings import RelaySettings
@@ -126,6 +126,8 @@ class Relay(RelayNode, Embedded):
             await self._telemetry.flush(FLUSH_RECORDS_SECONDS)
 
     def _report_upload(self, one: UploadEnded, began: float) -> None:
+        if one.facts.kind is Kind.DURABLE and not one.committed:
+            self.traffic.failed_durable_uploads += 1
         if self._telemetry is None:
             return
         self._telemetry.record(

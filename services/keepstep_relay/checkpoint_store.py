@@ -57,7 +57,8 @@ log = get_logger("keepstep.relay.checkpoints")
 class CheckpointStore:
     """Checkpoints in the given tiers.
 
-    ``on_upload`` is called with each upload that ended, and when it began (Unix time).
+    ``on_upload`` is called with each upload that ended, and when it began (Unix time). ``durable_in_memory``: accept
+    durable checkpoints although neither disk nor durable tier is there.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class CheckpointStore:
         disk: DiskTier | None,
         durable: DurableTier | None,
         on_upload: Callable[[UploadEnded, float], None],
+        *,
+        durable_in_memory: bool = False,
     ) -> None:
         self.core = core
         self.chunks = ChunkStore(core, memory_bytes, disk, durable, make_room=self._make_room, forget=self._forget)
@@ -75,6 +78,7 @@ class CheckpointStore:
         self.manifests: dict[tuple[Key, int], bytes] = {}
         """By checkpoint and rank."""
         self._on_upload = on_upload
+        self._accepts_durable = durable_in_memory or disk is not None or durable is not None
         self._written: set[tuple[Key, int]] = set()
         """Manifests and records (``RECORD``) that are on disk."""
 
@@ -95,10 +99,11 @@ class CheckpointStore:
 
     async def begin(self, key: Key, facts: Facts) -> bool:
         """Return False if the checkpoint exists already. Raises ``RefusedError``, ``DiskError``."""
-        if facts.kind is Kind.DURABLE and self.chunks.disk is None and self.chunks.durable is None:
+        if facts.kind is Kind.DURABLE and not self._accepts_durable:
             raise RefusedError(
                 Cause.CONFLICT,
-                f"{key} is durable, but this relay only has memory; start it with --data-dir or --durable",
+                f"{key} is durable, but this relay only has memory; start it with --data-dir, --durable or "
+                f"--memory-checkpoints",
             )
         async with self.chunks.locks(key):
             new = Keep(key) in self.step(Begun(key, facts))
@@ -262,3 +267,14 @@ class CheckpointStore:
                 except Exception:
                     log.exception("fault in a tick")
                     await asyncio.sleep(TICK_FAULT_PAUSE_SECONDS)
+
+
+def newest_durable(store: CheckpointStore) -> dict[str, Record]:
+    """Return the record of the last durable commit of each job."""
+    newest: dict[str, Record] = {}
+    for key, record in store.records.items():
+        if record.facts.kind is Kind.DURABLE and record.committed is not None:
+            known = newest.get(key.job)
+            if known is None or (known.committed or 0.0) < record.committed:
+                newest[key.job] = record
+    return newest

@@ -37,6 +37,8 @@ class Traffic:
     """Downloads in progress."""
     cut_off: int = 0
     """Connections closed because the peer was too slow."""
+    failed_durable_uploads: int = 0
+    """Uploads of durable checkpoints that ended without a commit."""
 
 
 class RelayNode:
@@ -47,7 +49,10 @@ class RelayNode:
         self.core = RelayCore(settings.limits)
         disk = None if settings.data_dir is None else DiskTier(settings.data_dir)
         durable = None if settings.durable is None else DurableTier(settings.durable)
-        self.checkpoints = CheckpointStore(self.core, settings.memory, disk, durable, on_upload)
+        self.checkpoints = CheckpointStore(
+            *(self.core, settings.memory, disk, durable, on_upload),
+            durable_in_memory=settings.memory_checkpoints > 0,
+        )
         self.chunks = self.checkpoints.chunks
         self.traffic = Traffic()
         self.registrar: Registrar | None = None

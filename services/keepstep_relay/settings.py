@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class RelaySettings(RegisteredSettings):
         memory: Bytes of the memory tier.
         data_dir: Folder of the disk tier; None: no disk tier.
         durable: URL of the durable tier; None: no durable tier.
+        memory_checkpoints: Durable checkpoints to keep per job if the relay only has memory; 0: refuse them.
         max_wait: Longest wait of a reader for a missing chunk or manifest, in seconds.
         body_timeout: Longest transfer of one chunk or manifest, in seconds.
     """
@@ -31,6 +32,7 @@ class RelaySettings(RegisteredSettings):
     memory: int = 4 << 30
     data_dir: Path | None = None
     durable: str | None = None
+    memory_checkpoints: int = 0
     limits: Limits = field(default_factory=Limits)
     max_wait: float = 60.0
     body_timeout: float = 60.0
@@ -78,12 +80,20 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     memory = settings.get("relay_memory", byte_size, default.memory)
     if memory < MIN_MEMORY:
         raise ValueError(f"invalid memory {memory} bytes: expected at least {MIN_MEMORY >> 20} MiB")
+    memory_checkpoints = settings.get("relay_memory_checkpoints", whole, default.memory_checkpoints)
+    if memory_checkpoints < 0:
+        raise ValueError(f"invalid memory_checkpoints {memory_checkpoints}: expected 0 or more")
+    data_dir, durable = settings.path("relay_data_dir"), settings.get("relay_durable", str, None)
+    limits = Limits(**{into: given[name] for name, (into, _) in LIMITS.items()})
+    if memory_checkpoints and data_dir is None and durable is None:
+        limits = replace(limits, keep_durable=limits.keep_durable or memory_checkpoints)
     return RelaySettings(
         **read_registered_settings(settings, RelaySettings.service, default.bind),
         memory=memory,
-        data_dir=settings.path("relay_data_dir"),
-        durable=settings.get("relay_durable", str, None),
-        limits=Limits(**{into: given[name] for name, (into, _) in LIMITS.items()}),
+        data_dir=data_dir,
+        durable=durable,
+        memory_checkpoints=memory_checkpoints,
+        limits=limits,
         max_wait=settings.get("relay_max_wait", duration, default.max_wait),
         body_timeout=body_timeout,
     )

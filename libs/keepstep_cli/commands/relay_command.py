@@ -23,6 +23,11 @@ _tier_options = all_of(
     click.option(
         "--durable", metavar="URL", help="Destination for durable checkpoints: file:///path, s3://bucket/path ..."
     ),
+    click.option(
+        "--memory-checkpoints",
+        type=click.IntRange(0),
+        help="Accept durable checkpoints in a relay that only has memory, and keep so many per job.  [default: 0]",
+    ),
     click.option("--keep-live", type=click.IntRange(0), help="Live checkpoints to keep per job; 0: all.  [default: 2]"),
     click.option(
         "--keep-durable", type=click.IntRange(0), help="Durable checkpoints to keep per job; 0: all.  [default: 0]"

@@ -42,6 +42,8 @@ class BeginBody:
     kind: str = Kind.LIVE.value
     ranks: int = 1
     quorum_id: int = 0
+    one_producer: bool = False
+    """True: commit only if one producer reported the counting root of every rank, so that no ranks are mixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,8 @@ class _Admin:
             raise bad(f"invalid kind {body.kind[:40]!r}: expected live or durable")
         if not 0 <= body.step < MAX_STEP or not 0 <= body.quorum_id < MAX_STEP or body.ranks < 1:
             raise bad("invalid step, quorum_id or ranks: expected step and quorum_id in [0, 2^53), ranks from 1")
-        new = await self._store.begin(key, Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id))
+        facts = Facts(body.step, Kind(body.kind), body.ranks, body.quorum_id, body.one_producer)
+        new = await self._store.begin(key, facts)
         return self._view(key, HTTPStatus.CREATED if new else HTTPStatus.OK)
 
     async def plan(self, request: web.Request) -> web.Response:
@@ -208,7 +211,8 @@ class _Admin:
             key=lambda view: (view.step, view.begun),
         )
         committed = [view for view in views if view.committed is not None]
-        return json_answer(CheckpointsView(job, committed[-1] if committed else None, tuple(views)))
+        latest = max(committed, key=lambda view: (view.quorum_id, view.step, view.begun), default=None)
+        return json_answer(CheckpointsView(job, latest, tuple(views)))
 
     async def show(self, request: web.Request) -> web.Response:
         return json_answer(detail_view(self._store, self._relay.core.checkpoint(requests.key(request))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from keepstep_mesh.serving.process_metrics import registry_of
+from keepstep_relay.checkpoint_store import newest_durable
 from keepstep_relay.core.events import State, Tier
 from keepstep_relay.node import RelayNode
 
@@ -61,9 +63,34 @@ class _Relay(Collector):
             "1 while copies or deletions in the durable tier fail",
             float(relay.checkpoints.copies.trouble is not None),
         )
+        since = relay.checkpoints.copies.behind_since
+        yield GaugeMetricFamily(
+            "keepstep_relay_durable_behind_seconds",
+            "time since the durable tier began to fail; 0: it works",
+            0.0 if since is None else max(0.0, time.time() - since),
+        )
+        yield from self._durable_by_job()
+        yield CounterMetricFamily(
+            "keepstep_relay_failed_durable_uploads",
+            "uploads of durable checkpoints that ended without a commit",
+            traffic.failed_durable_uploads,
+        )
         yield GaugeMetricFamily(
             "keepstep_relay_registered", "1 while registered with a lighthouse", float(relay.is_registered)
         )
+
+    def _durable_by_job(self) -> Iterator[GaugeMetricFamily]:
+        times = GaugeMetricFamily(
+            "keepstep_relay_durable_commit_time_seconds",
+            "Unix time of the last durable commit of a job",
+            labels=["job"],
+        )
+        steps = GaugeMetricFamily("keepstep_relay_durable_commit_step", "step of that checkpoint", labels=["job"])
+        for job, one in newest_durable(self._relay.checkpoints).items():
+            times.add_metric([job], one.committed or 0.0)
+            steps.add_metric([job], one.facts.step)
+        yield times
+        yield steps
 
 
 def registry(relay: RelayNode) -> CollectorRegistry:

@@ -62,7 +62,7 @@ class CheckpointDetail:
 class CheckpointsView:
     job: str
     latest: CheckpointView | None
-    """Committed checkpoint with the highest step."""
+    """Committed checkpoint with the highest quorum_id, of these with the highest step."""
     checkpoints: tuple[CheckpointView, ...]
     """By step."""
 

@@ -92,7 +92,17 @@ class Checkpoint:
             return f"{self.key} is incomplete: {absent} missing manifests of {self.facts.ranks}, first of rank {first}"
         if any(self.missing.values()):
             return f"{self.key} is incomplete: {sum(self.missing.values())} missing chunks"
+        if self.facts.one_producer and not self._whole_producers():
+            return (
+                f"{self.key} is incomplete: no producer has reported the states of all its ranks as they are stored; "
+                f"either another rank has to report, or the states of the producers differ"
+            )
         return None
+
+    def _whole_producers(self) -> set[str]:
+        """Return the producers whose root digest counts for every rank."""
+        roots = ((self.root(rank), self.roots.get(rank, {})) for rank in range(self.facts.ranks))
+        return set.intersection(*({name for name, root in known.items() if root == counts} for counts, known in roots))
 
     @property
     def longest_silent_since(self) -> float:

@@ -88,6 +88,13 @@ class Facts:
     ranks: int
     """Processes; each stores one pack."""
     quorum_id: int = 0
+    one_producer: bool = False
+    """Commit only if one producer reported the root digest that counts for every rank."""
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        """Sort key: a checkpoint is newer than another if it is later in the job's history."""
+        return self.quorum_id, self.step
 
 
 @dataclass(frozen=True, slots=True)

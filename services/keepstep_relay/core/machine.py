@@ -4,7 +4,8 @@ Rules:
 
 * A checkpoint is one pack per rank. It begins, its ranks report the chunks of their packs (``Table``), chunks arrive in
   any order from any process, and it is committed when every chunk of every table is here and was made durable
-  (``Seal``, ``Sealed``). An incomplete checkpoint is never committed.
+  (``Seal``, ``Sealed``). An incomplete checkpoint is never committed, nor one with the ranks of different producers
+  if it must come from one (``Facts.one_producer``).
 * A chunk is accepted and kept only while a table names it. Equal chunks are stored once.
 * The first root digest of a rank counts; another producer's table with a different root is refused.
 * An upload ends when a rank that has not reported is silent for ``upload_seconds``, or reports an error. An arriving
@@ -288,6 +289,9 @@ class RelayCore:
         one.heard.pop(rank, None)
         if len(one.reported) == one.facts.ranks and one.complete:
             return self._commit(key)
+        if len(one.reported) == one.facts.ranks and not one.part:  # the states of the ranks do not fit together yet
+            for each in range(one.facts.ranks):
+                self._wait_again(one, each, now)
         if one.is_part:
             one.read_until = max(one.read_until, now + self.limits.reading_seconds)
         return [one.ended(self.missing_bytes(one))] if one.is_part and not was_part else []

@@ -18,11 +18,14 @@ class Due(NamedTuple):
 
 
 def retirements(checkpoints: Iterable[Checkpoint], limits: Limits) -> Iterator[Due]:
-    """Iterate over the checkpoints to drop. The newest of a job and kind stays, unless it is live and unused."""
-    groups: dict[tuple[str, Kind], list[tuple[int, float, Checkpoint]]] = {}
+    """Iterate over the checkpoints to drop. The newest of a job and kind stays, unless it is live and unused.
+
+    A job that went back to an earlier step has a new quorum_id, so its checkpoints are newer than those of later steps.
+    """
+    groups: dict[tuple[str, Kind], list[tuple[tuple[int, int], float, Checkpoint]]] = {}
     for one in checkpoints:
         if one.committed_at is not None:
-            groups.setdefault((one.key.job, one.facts.kind), []).append((one.facts.step, one.committed_at, one))
+            groups.setdefault((one.key.job, one.facts.kind), []).append((one.facts.age_order, one.committed_at, one))
     for (_, kind), group in groups.items():
         live = kind is Kind.LIVE
         count = limits.keep_live if live else limits.keep_durable

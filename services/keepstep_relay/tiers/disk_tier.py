@@ -57,7 +57,8 @@ class Record:
 def encode_record(key: Key, record: Record) -> bytes:
     facts = record.facts
     plain = {"version": 1, "job": key.job, "id": key.id, "step": facts.step, "kind": facts.kind.value}
-    plain |= {"ranks": facts.ranks, "quorum_id": facts.quorum_id, "begun": record.begun, "committed": record.committed}
+    plain |= {"ranks": facts.ranks, "quorum_id": facts.quorum_id, "one_producer": facts.one_producer}
+    plain |= {"begun": record.begun, "committed": record.committed}
     return json.dumps(plain).encode()
 
 
@@ -67,7 +68,10 @@ def decode_record(text: bytes) -> tuple[Key, Record]:
     try:
         if plain["version"] != 1:
             raise ValueError(f"version {plain['version']}")
-        facts = Facts(int(plain["step"]), Kind(plain["kind"]), int(plain["ranks"]), int(plain["quorum_id"]))
+        facts = Facts(
+            *(int(plain["step"]), Kind(plain["kind"]), int(plain["ranks"]), int(plain["quorum_id"])),
+            one_producer=bool(plain.get("one_producer")),  # absent in records of earlier versions
+        )
         return Key(plain["job"], plain["id"]), Record(facts, plain["begun"], plain["committed"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"damaged record: {error!r}") from error

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.errors import KeepstepError
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_relay.core.checkpoint import Checkpoint
 from keepstep_relay.core.events import Key
 from keepstep_relay.tiers.chunks import ChunkStore, GoneError
 from keepstep_relay.tiers.disk_tier import Record
 from keepstep_relay.tiers.durable_tier import DurableError
 
-DURABLE_RETRY_SECONDS = 30.0
-"""After the durable tier failed."""
+DURABLE_WRITE_ATTEMPTS = 4
+"""Attempts at one object before the copy fails."""
+DURABLE_WRITE_BACKOFF = Backoff(first=0.2, most=2.0)
+COPY_BACKOFF = Backoff(first=1.0, most=60.0)
+"""After a copy or a deletion failed."""
 
 log = get_logger("keepstep.relay.copies")
 
@@ -27,6 +32,8 @@ class DurableCopies:
         """Checkpoints that the durable tier has in full."""
         self.trouble: str | None = None
         """Why the durable tier is behind."""
+        self.behind_since: float | None = None
+        """Unix time of the first failure in a row; None: the durable tier is not behind."""
         self._chunks = chunks
         self._checkpoints: Mapping[Key, Checkpoint] = chunks.core.checkpoints
         self._on_copied = on_copied
@@ -53,7 +60,7 @@ class DurableCopies:
             source: Returns the record of a committed checkpoint, and its manifests by rank.
         """
         while True:
-            key = await self._to_follow.get()
+            key, failures = await self._to_follow.get(), 0
             while True:
                 one = self._checkpoints.get(key)
                 try:
@@ -63,18 +70,24 @@ class DurableCopies:
                         await self.copy(one, *source(key))
                     else:
                         break
-                    self.trouble = None
+                    self.trouble = self.behind_since = None
                 except (KeepstepError, GoneError, TimeoutError) as error:
                     if self._checkpoints.get(key) is one:
-                        self.trouble = f"the durable tier is behind with {key}: {error}"
+                        failures += 1
+                        pause = COPY_BACKOFF.seconds(failures)
+                        self._fell_behind(key, error)
                         log.error(
                             "durable tier is behind; retrying",
                             job=key.job,
                             checkpoint=key.id,
                             reason=str(error),
-                            retry_seconds=DURABLE_RETRY_SECONDS,
+                            retry_seconds=pause,
                         )
-                        await asyncio.sleep(DURABLE_RETRY_SECONDS)
+                        await asyncio.sleep(pause)
+
+    def _fell_behind(self, key: Key, error: Exception) -> None:
+        self.trouble = f"the durable tier is behind with {key}: {error}"
+        self.behind_since = self.behind_since or time.time()
 
     async def copy(self, one: Checkpoint, record: Record, manifests: dict[int, bytes]) -> None:
         """Copy a checkpoint. Raises ``GoneError`` if it is dropped in the meantime, ``KeepstepError`` of the tiers."""
@@ -86,13 +99,27 @@ class DurableCopies:
                 self._check_exists(one)
                 self._stored.add(key)
                 async with self._chunks.reading(digest, 0.0) as data:
-                    await self._chunks.in_thread(durable.write_chunk, key, digest, data)
+                    await self._write(durable.write_chunk, key, digest, data)
             self._check_exists(one)
             self._stored.add(key)
-            await self._chunks.in_thread(durable.commit, key, record, manifests)
+            await self._write(durable.commit, key, record, manifests)
             self._check_exists(one)
             self.found(key)
+        self.trouble = self.behind_since = None
         log.info("copied to the durable tier", job=key.job, checkpoint=key.id, url=durable.url)
+
+    async def _write(self, write: Callable[..., None], key: Key, *arguments: object) -> None:
+        """Write to the durable tier, again after an error of a moment. Raises ``DurableError`` of the last attempt."""
+        for failures in range(1, DURABLE_WRITE_ATTEMPTS + 1):
+            try:
+                return await self._chunks.in_thread(write, key, *arguments)
+            except DurableError as error:
+                if failures == DURABLE_WRITE_ATTEMPTS or key not in self._checkpoints:
+                    self._fell_behind(key, error)
+                    raise
+                log.warning("durable tier failed; retrying", job=key.job, checkpoint=key.id, reason=str(error))
+                await asyncio.sleep(DURABLE_WRITE_BACKOFF.seconds(failures))
+        return None
 
     def _check_exists(self, one: Checkpoint) -> None:
         if self._checkpoints.get(one.key) is not one:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
-from keepstep_relay.core.events import Key
+from keepstep_relay.core.events import Key, Limits
 from keepstep_relay.tiers import durable_copies
 from keepstep_relay.tiers.durable_tier import DurableError, DurableTier
-from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, relay, state
+from tests.support.services.relay_driver import DEADLINE, Client, State, client, flip, metric, relay, state
 
 ONE, TWO = state(1), state(2)
 SMALL = 64 << 20
@@ -72,7 +73,7 @@ async def test_what_could_not_be_deleted_there_is_deleted_later(
     def away(_tier: DurableTier, _key: Key) -> None:
         raise DurableError("it is away")
 
-    monkeypatch.setattr(durable_copies, "DURABLE_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(durable_copies, "COPY_BACKOFF", Backoff(first=0.01, most=0.01))
     async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
         await store_durable(worker, ONE, "c1", 1)
         with monkeypatch.context() as failing:
@@ -94,6 +95,36 @@ async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
         assert "bucket" in (await worker.commit(status=503))["detail"]
         assert (await worker.show())["checkpoint"]["state"] == "uploading"
         assert await worker.pack() == TWO.pack
+
+
+async def test_an_object_store_that_fails_for_a_moment_costs_a_retry_and_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, write_chunk = iter((True, True)), DurableTier.write_chunk
+
+    def flaky(tier: DurableTier, key: Key, digest: bytes, data: memoryview) -> None:
+        if next(failures, False):
+            raise DurableError("slow down")
+        write_chunk(tier, key, digest, data)
+
+    monkeypatch.setattr(DurableTier, "write_chunk", flaky)
+    monkeypatch.setattr(durable_copies, "DURABLE_WRITE_BACKOFF", Backoff(first=0.01, most=0.01))
+    async with relay(durable=f"file://{tmp_path}/bucket") as one, client(one.address) as worker:
+        await store_durable(worker, ONE, "c1", 1)
+        assert (await worker.show())["checkpoint"]["durable"]
+        assert await metric(one.address, "durable_behind_seconds") == 0.0
+
+
+async def test_a_relay_with_memory_only_keeps_durable_checkpoints_if_it_was_told_to() -> None:
+    limits = Limits(keep_durable=2, reading_seconds=0.0)
+    async with relay(memory_checkpoints=2, limits=limits) as one, client(one.address) as worker:
+        for step in (1, 2, 3):
+            await store_durable(worker, state(step), f"c{step}", step)
+        assert await worker.list() == ["c2", "c3"]
+        assert (
+            'keepstep_relay_durable_commit_step{job="job"} 3.0'
+            in (await worker.call("GET", "/metrics")).decode().splitlines()
+        )
 
 
 async def test_a_durable_checkpoint_is_found_again_after_everything_local_was_lost(tmp_path: Path) -> None:
