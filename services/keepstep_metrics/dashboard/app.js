@@ -225,7 +225,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 byId("jobs").addEventListener("change", (event) => (location.hash = `#/job/${encodeURIComponent(event.target.value)}`));
 addEventListener("hashchange", show);
 setInterval(() => page instanceof JobPage && !document.hidden && jobs().catch(() => {}), JOBS_REFRESH);
-if (!window.uPlot) throw new Error("static/vendor/uPlot.iife.min.js did not load");
+if (!globalThis.uPlot) throw new Error("static/vendor/uPlot.iife.min.js did not load");
 byId("unloaded").remove();
 applyTheme();
 show();
