@@ -12,11 +12,11 @@ import hashlib
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep_mesh.protocol.job_settings import differ, difference, settings_text
 
-ARITHMETIC = 1
+ARITHMETIC = 2
 """Version of the arithmetic of a step.
 
 Increase it with every change after which a step computes other numbers from the same inputs: divisions and their order,
-the precision or order of a reduction, the choice of averaged buffers, the encoding of a state for a reduction. Groups
+the precision or order of a reduction, the choice of averaged buffers, the encoding of values or of a state. Groups
 of different versions then refuse to train together instead of drifting apart.
 """
 

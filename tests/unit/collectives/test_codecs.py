@@ -49,6 +49,20 @@ def test_what_all_groups_sent_and_still_owe_is_what_they_should_have_sent(ranks,
     assert owed[0].norm() > 0.1 * due[0].norm()  # else nothing was left out, and the test shows nothing
 
 
+@pytest.mark.parametrize("make", [*WITH_FEEDBACK, Quantized], ids=[*IDS, "quantized"])
+def test_tensors_of_other_types_in_another_order_of_memory_or_without_elements_are_averaged(ranks, make):
+    values = [[one[0].t().double(), one[1].bfloat16(), one[2].half(), one[3]] for one in inputs(2)]
+    group = ranks(2, make)
+    results = group.average(values)
+    owed = mean([errors(codec) for codec in group.codecs]) or [torch.zeros(one.shape) for one in values[0]]
+    for position, expected in enumerate(mean(values)):
+        assert results[0][position].dtype is values[0][position].dtype
+        assert torch.equal(results[0][position], results[1][position])
+        got = results[0][position].double() + owed[position]
+        assert (got - expected).norm() <= 0.02 * expected.norm()
+    assert [one.shape for one in group.average([[torch.zeros(0)], [torch.zeros(0)]], key="empty")[0]] == [(0,)]
+
+
 @pytest.mark.parametrize("make", WITH_FEEDBACK, ids=IDS)
 def test_a_round_that_does_not_commit_leaves_the_errors_of_the_round_before(ranks, make):
     group = ranks(2, make)

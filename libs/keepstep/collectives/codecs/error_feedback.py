@@ -10,39 +10,47 @@ The bytes that a group receives grow with the number of groups, as every group g
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Codec, Round, RoundRunner
+from keepstep.collectives.codecs.row_layout import RowLayout, blocks
 from keepstep.collectives.composing import compose, reduce_alone
 from keepstep.collectives.exchange import Exchange
 from keepstep.process_group.sequence import Begin
 
 
 class ErrorFeedbackCodec(Codec):
-    """A codec with error feedback. Subclasses encode rows of ``width`` elements."""
+    """A codec with error feedback. Subclasses encode rows of ``width`` elements in ``row_bytes`` bytes each."""
 
     width: int
 
     def __init__(self) -> None:
-        self._errors: dict[str, list[torch.Tensor]] = {}
-        """By key: parts of earlier contributions that were not sent, float32."""
-        self._pending: dict[str, list[torch.Tensor]] = {}
+        self._errors: dict[str, _Error] = {}
+        """By key: parts of earlier contributions that were not sent."""
+        self._pending: dict[str, _Error] = {}
         """The errors of rounds that are not settled."""
 
+    @property
     @abstractmethod
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the encoding of float32 rows of shape (n, width) as uint8 of one dimension."""
+    def row_bytes(self) -> int:
+        """Bytes of an encoded row, a multiple of 4."""
 
     @abstractmethod
-    def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the float32 rows of shape (count, width) that ``encoded`` describes."""
+    def encode(self, rows: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Write the encoding of float32 rows of shape (n, width) into uint8 of shape (n, row_bytes)."""
+
+    @abstractmethod
+    def decode(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the float32 rows of shape (n, width) that ``encoded`` describes into ``rows``."""
 
     def error(self, key: str) -> list[torch.Tensor]:
         """Return what this group has not sent yet for ``key``: a float32 tensor for each tensor; empty before it."""
-        return list(self._errors.get(key, ()))
+        error = self._errors.get(key)
+        return [] if error is None else error.layout.views(error.rows)
 
     def settle(self, key: str, committed: bool) -> None:
         pending = self._pending.pop(key, None)
@@ -55,12 +63,11 @@ class ErrorFeedbackCodec(Codec):
         self._pending.clear()
 
     def allreduce(self, manager: RoundRunner, key: str, tensors: list[torch.Tensor]) -> Work:
-        before = [tuple(error.shape) for error in self.error(key)]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if before and before != shapes:
+        error, shapes = self._errors.get(key), tuple(tensor.shape for tensor in tensors)
+        if error is not None and error.layout.shapes != shapes:
             raise ValueError(
-                f"the tensors of {key!r} have shapes {shapes}, in the round before {before}; use another key for other "
-                "tensors"
+                f"the tensors of {key!r} have shapes {_listed(shapes)}, in the round before "
+                f"{_listed(error.layout.shapes)}; use another key for other tensors"
             )
         return super().allreduce(manager, key, tensors)
 
@@ -73,45 +80,49 @@ class ErrorFeedbackCodec(Codec):
         return compose(group, partial(self._average, of_step, key, tensors, exchange), tensors)
 
     def _average(self, of_step: Round, key: str, tensors: list[torch.Tensor], exchange: Exchange, begin: Begin) -> None:
-        if of_step.contributes:
-            values = [tensor.detach().to(torch.float32, copy=True) for tensor in tensors]
-            for value, error in zip(values, self.error(key), strict=False):
-                value.add_(error)
-        else:
-            values = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
+        layout, error = RowLayout.of(tensors, self.width), self._errors.get(key)
+        rows = layout.read(tensors)
+        if not of_step.contributes:
+            rows.zero_()
+        elif error is not None:
+            for block, rest in blocks(rows, error.rows.to(rows.device)):
+                block.add_(rest)
         if exchange.ranks == 1:  # nothing is sent, so nothing is left out
-            totals, errors = values, [torch.zeros_like(value) for value in values]
+            total, rows = rows, torch.zeros_like(rows)
         else:
-            totals, errors = self._exchange(values, exchange, begin)
-        for tensor, total in zip(tensors, totals, strict=True):
-            tensor.detach().copy_(total.div_(max(1, of_step.participants)))
+            total = self._exchange(rows, exchange, begin)
+            layout.clear_padding(rows)
+        for (block,) in blocks(total):
+            block.div_(max(1, of_step.participants))
+        layout.write(total, tensors)
         if of_step.contributes:
-            self._pending[key] = errors
+            self._pending[key] = _Error(layout, rows)
 
-    def _exchange(
-        self, values: list[torch.Tensor], exchange: Exchange, begin: Begin
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the sums over all ranks, and what this rank's encodings leave out. Overwrites ``values``."""
-        encoded = [self.encode(_rows(value, self.width)) for value in values]
-        own = torch.cat(encoded)
-        gathered = own.new_empty(exchange.ranks, own.numel())
-        exchange.gather(begin, gathered.view(-1), own).wait()
-        totals = [torch.zeros_like(value) for value in values]
-        sizes = [one.numel() for one in encoded]
-        for rank, whole in enumerate(gathered):
-            for value, total, piece in zip(values, totals, whole.split(sizes), strict=True):
-                sent = self._decoded(piece, value)
-                total.add_(sent)
+    def _exchange(self, rows: torch.Tensor, exchange: Exchange, begin: Begin) -> torch.Tensor:
+        """Return the sum over all ranks, and subtract what this rank sent of it from ``rows``."""
+        own = torch.empty(rows.shape[0], self.row_bytes, dtype=torch.uint8, device=rows.device)
+        for block, encoded in blocks(rows, own):
+            self.encode(block, encoded)
+        gathered = own.new_empty(exchange.ranks, *own.shape)
+        exchange.gather(begin, gathered.view(-1), own.view(-1)).wait()
+        total = torch.zeros_like(rows)
+        for block, sum_of_block, *pieces in blocks(rows, total, *gathered):
+            sent = torch.empty_like(block)
+            for rank, piece in enumerate(pieces):
+                self.decode(piece, sent)
+                sum_of_block.add_(sent)
                 if rank == exchange.rank:
-                    value.sub_(sent).nan_to_num_(0, 0, 0)  # a NaN or an infinity is sent whole
-        return totals, values
-
-    def _decoded(self, piece: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        rows = self.decode(piece, -(-like.numel() // self.width))
-        return rows.view(-1)[: like.numel()].view_as(like)
+                    block.sub_(sent).nan_to_num_(0, 0, 0)  # a NaN or an infinity is sent whole
+        return total
 
 
-def _rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the elements as rows; the last one is padded with zeros."""
-    flat = tensor.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """The part of earlier contributions of a key that a group has not sent yet."""
+
+    layout: RowLayout
+    rows: torch.Tensor
+
+
+def _listed(shapes: tuple[torch.Size, ...]) -> str:
+    return str([tuple(shape) for shape in shapes])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from keepstep.collectives.codecs.error_feedback import ErrorFeedbackCodec
 
 INDEX_BYTES = 2
+VALUE_BYTES = 2
 
 
 class TopK(ErrorFeedbackCodec):
@@ -30,18 +33,43 @@ class TopK(ErrorFeedbackCodec):
             raise ValueError(f"invalid fraction {fraction}: expected more than 0 and at most 1")
         self._fraction = fraction
         self._kept = max(1, round(fraction * self.width))
+        self._in_group = 2 ** round(math.log2(self.width / self._kept) / 2)
+        """Elements of a group of ``_largest``, so that both of its searches have about equally many."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self._kept * (INDEX_BYTES + VALUE_BYTES)
 
     @property
     def name(self) -> str:
         return f"top-k({self._fraction:g})"
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        indices = rows.abs().topk(self._kept, dim=1, sorted=False).indices
-        values = rows.gather(1, indices).to(torch.bfloat16)
-        return torch.cat([indices.to(torch.int16).view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)])
+    def encode(self, rows: torch.Tensor, encoded: torch.Tensor) -> None:
+        indices = self._largest(rows.abs())
+        of_indices, of_values = self._parts(encoded)
+        of_indices.copy_(indices)
+        of_values.copy_(rows.gather(1, indices))
 
-    def decode(self, encoded: torch.Tensor, count: int) -> torch.Tensor:
-        split = count * self._kept * INDEX_BYTES
-        indices = encoded[:split].view(torch.int16).view(count, self._kept).long()
-        values = encoded[split:].clone().view(torch.bfloat16).view(count, self._kept).float()
-        return torch.zeros(count, self.width, device=encoded.device).scatter_(1, indices, values)
+    def decode(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
+        indices, values = self._parts(encoded)
+        rows.zero_().scatter_(1, indices.long(), values.float())
+
+    def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices and the values of each row, as views."""
+        split = self._kept * INDEX_BYTES
+        return encoded[:, :split].view(torch.int16), encoded[:, split:].view(torch.bfloat16)
+
+    def _largest(self, absolute: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the ``_kept`` largest elements of each row.
+
+        They are in the ``_kept`` groups with the largest maxima: any other group has as many larger elements before it.
+        For a fraction of 1/64 this searches 512 maxima and 512 elements, which takes half the time of searching 4096.
+        """
+        count, size, kept = absolute.shape[0], self._in_group, self._kept
+        if size < 4:  # nothing to gain
+            return absolute.topk(kept, dim=1, sorted=False).indices
+        groups = absolute.view(count, size, -1)  # a column is a group
+        chosen = groups.amax(1).topk(kept, dim=1, sorted=False).indices
+        candidates = groups.gather(2, chosen.unsqueeze(1).expand(-1, size, -1)).view(count, size * kept)
+        places = candidates.topk(kept, dim=1, sorted=False).indices
+        return (places // kept).mul_(groups.shape[2]).add_(chosen.gather(1, places % kept))

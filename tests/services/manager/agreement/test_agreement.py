@@ -40,7 +40,7 @@ def step(m: Manager, state: dict[str, Any], gradient: float, **options: Any) -> 
             {**SPARES, "min_replica_size": 3},
             "setting world_size_mode: FIXED_WITH_SPARES of 3 in odd, FIXED_WITH_SPARES of 2 in",
         ),
-        ({}, {"arithmetic": 999}, "setting arithmetic: 999 in odd, 1 in"),
+        ({}, {"arithmetic": 999}, f"setting arithmetic: 999 in odd, {keepstep.group.agreement.ARITHMETIC} in"),
     ],
     ids=["use_async_quorum", "init_sync", "world_size_mode", "min_replica_size", "arithmetic"],
 )
