@@ -20,10 +20,14 @@ from keepstep.local_sgd.layout import check_for_codec, optimizer_line, parameter
 from keepstep.local_sgd.outer_optimizer import OuterOptimizer
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.names import name_of
 
 if TYPE_CHECKING:
     from keepstep.collectives.codecs import Codec
     from keepstep.manager import Manager
+
+log = get_logger("keepstep.local_sgd")
 
 
 class DiLoCo(OuterSteps):
@@ -148,17 +152,26 @@ class DiLoCo(OuterSteps):
         """Return the state for the user's own checkpoint, besides model, inner optimizer, and Manager.
 
         Returns:
-            The position in the period, and the outer optimizer and parameters of each fragment. An outer step that has
-            begun is not in it, and neither is the error feedback of a codec.
+            The position in the period, the outer optimizer and parameters of each fragment, and the error feedback of
+            the codec with the name of this group. An outer step that has begun is not in it.
         """
-        return {**self._position(), "fragments": [fragment.state_dict() for fragment in self._fragments]}
+        state = {**self._position(), "fragments": [fragment.state_dict() for fragment in self._fragments]}
+        if self._codec is not None:
+            state["own"] = {"group": self._group(), "codec": self._codec.own_state_dict()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Do so in all groups, outside of the block.
 
+        Every group may load the state of one group. Its error feedback is loaded only by the group of the same name:
+        in another group it would be sent a second time.
+
+        Args:
+            state_dict: of this group or another one.
+
         Raises:
             RuntimeError: an outer step has begun.
-            ValueError: the state has other fragments.
+            ValueError: the state has other fragments, or is of another codec.
         """
         if self._schedule.in_flight is not None:
             raise RuntimeError("an outer step has begun: load the state before the block is entered")
@@ -168,6 +181,15 @@ class DiLoCo(OuterSteps):
         for fragment, state in zip(self._fragments, saved, strict=True):
             fragment.load_state_dict(state)
         self._load_position(state_dict)
+        own = state_dict.get("own", {})
+        if self._codec is not None and own.get("group") == self._group():
+            self._codec.load_own_state_dict(own["codec"])
+        elif self._codec is not None:
+            log.info("begin without error feedback", group=self._group(), loaded_from=own.get("group"))
+
+    def _group(self) -> str:
+        """Return the name of this group, which it keeps when it starts again."""
+        return name_of(self._manager.replica_id())
 
     def _position(self) -> dict[str, Any]:
         return super()._position() | ({"codec": self._codec.state_dict()} if self._codec else {})
@@ -175,7 +197,7 @@ class DiLoCo(OuterSteps):
     def _load_position(self, state: dict[str, Any]) -> None:
         super()._load_position(state)
         if self._codec is not None:
-            self._codec.load_state_dict(state["codec"])
+            self._codec.load_state_dict(state.get("codec", {}))
 
     def _start(self, fragment: int) -> None:
         self._fragments[fragment].begin()

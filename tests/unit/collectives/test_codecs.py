@@ -122,6 +122,17 @@ def test_a_group_that_loads_the_state_of_another_begins_without_errors(ranks, ma
         group.codecs[0].load_state_dict(Quantized().state_dict())
 
 
+@pytest.mark.parametrize("make", WITH_FEEDBACK, ids=IDS)
+def test_groups_that_load_their_own_states_go_on_as_if_they_had_not_stopped(ranks, make):
+    group, again = ranks(2, make), ranks(2, make)
+    group.average(inputs(2, 1))
+    for codec, loading in zip(group.codecs, again.codecs, strict=True):
+        loading.load_state_dict(codec.state_dict())
+        loading.load_own_state_dict(codec.own_state_dict())
+    expected, results = group.average(inputs(2, 2)), again.average(inputs(2, 2))
+    assert all(torch.equal(a, b) for a, b in zip(expected[0], results[0], strict=True))
+
+
 def test_a_single_group_sends_nothing_and_leaves_nothing_out(ranks):
     group = ranks(1, TwoBit)
     values = inputs(1)

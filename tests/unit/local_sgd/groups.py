@@ -68,6 +68,9 @@ class Member:
         self.reductions: list[int] = []
         """Elements of each collective."""
 
+    def replica_id(self) -> str:
+        return f"group_{self.rank}:{id(self)}"
+
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         assert key not in self.states
         self.states[key] = (load, save)

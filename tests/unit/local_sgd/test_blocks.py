@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -354,6 +355,35 @@ def test_a_state_with_another_codec_is_refused() -> None:
     _, _, other = make(alone(), codec=TwoBit())
     with pytest.raises(ValueError, match=r"the state is of codec 'top-k\(0.5\)', and this group uses 'two-bit'"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_group_keeps_its_error_feedback_in_its_own_checkpoint_and_loses_it_in_a_heal() -> None:
+    """In any other group it would be sent a second time."""
+    key, left = "StreamingDiLoCoFragment_0", torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    codec = TwoBit()
+    codec.load_own_state_dict({"errors": {key: [left]}})
+    _, _, diloco = make(alone(), codec=codec)
+    file = io.BytesIO()
+    torch.save(diloco.state_dict(), file)
+
+    def loaded(manager: Any) -> TwoBit:
+        codec = TwoBit()
+        file.seek(0)
+        make(manager, codec=codec)[2].load_state_dict(torch.load(file, weights_only=True))
+        return codec
+
+    manager = alone()
+    again = loaded(manager)
+    torch.testing.assert_close(again.error(key), [left], rtol=0, atol=0)
+    assert loaded(Groups(2).members[1]).error(key) == []
+    load, save = manager.states["DiLoCo"]
+    load(save())
+    assert again.error(key) == []
+
+
+def test_a_state_without_a_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match="the state is of codec None, and this group uses 'two-bit'"):
+        make(alone(), codec=TwoBit())[2].load_state_dict(make(alone())[2].state_dict())
 
 
 @pytest.fixture

@@ -80,9 +80,9 @@ class Codec(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that all groups have in common.
+        """Return the state that all groups have in common, for a group that heals.
 
-        The errors are not part of it: each group has its own.
+        The errors are not part of it: each group has its own, and two groups with the same would send it twice.
         """
         return {"codec": self.name}
 
@@ -100,3 +100,17 @@ class Codec(ABC):
                 f"the state is of codec {state_dict.get('codec')!r}, and this group uses {self.name!r}; use one codec "
                 "in all groups"
             )
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return the state that only this group has, for its own checkpoint: empty without error feedback."""
+        return {}
+
+    def load_own_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027  a codec without error feedback has none
+        """Load the state of this group from its own checkpoint, after ``load_state_dict``.
+
+        Load it only where all groups go back to the step of the checkpoint. Otherwise the groups have a part of it, and
+        would get that twice.
+
+        Args:
+            state_dict: what ``own_state_dict`` returned.
+        """

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import Work
@@ -57,10 +58,20 @@ class ErrorFeedbackCodec(Codec):
         if committed and pending is not None:
             self._errors[key] = pending
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._errors.clear()
         self._pending.clear()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        return {"errors": {key: self.error(key) for key in self._errors}}
+
+    def load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pending.clear()
+        self._errors = {}
+        for key, tensors in state_dict.get("errors", {}).items():
+            layout = RowLayout.of(tensors, self.width)
+            self._errors[key] = _Error(layout, layout.read(tensors))
 
     def allreduce(self, manager: RoundRunner, key: str, tensors: list[torch.Tensor]) -> Work:
         error, shapes = self._errors.get(key), tuple(tensor.shape for tensor in tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -206,6 +207,42 @@ def test_a_group_that_is_asked_to_leave_does_so_between_two_outer_steps_and_not_
         one.manager._membership.request_leave("SIGTERM")
         one.until(2)
     assert (one.inner_steps, one.manager.current_step()) == ((4, 0) if not delay else (8, 1))
+
+
+def test_a_group_that_restarts_from_its_own_checkpoint_keeps_its_error_feedback_unless_it_heals(lighthouse) -> None:
+    """The state of the other group lets b train on: what it had left out of earlier steps is gone."""
+    key, meet = "StreamingDiLoCoFragment_0", threading.Barrier(2)
+    saved: dict[str, dict[str, Any]] = {}
+
+    def parts(one: Trainer) -> dict[str, Any]:
+        return {"model": one.model, "inner": one.inner, "block": one.block, "manager": one.manager}
+
+    def first(name: str) -> None:
+        with trainer(lighthouse, name, "diloco-two-bit", min_replica_size=2) as one, one.block:
+            one.until(2)
+            saved[name] = copy.deepcopy({part: value.state_dict() for part, value in parts(one).items()})
+            meet.wait(DEADLINE)
+
+    def again(name: str) -> list[torch.Tensor]:
+        with trainer(lighthouse, name, "diloco-two-bit", min_replica_size=2) as one:
+            for part, value in parts(one).items():
+                if name == "a" or part != "manager":
+                    value.load_state_dict(saved[name][part])
+            before = one.block._codec.error(key)
+            assert before[0].any()
+            meet.wait(DEADLINE)
+            with one.block:
+                after = one.block._codec.error(key)
+                if name == "a":
+                    equal(after, before)
+                else:
+                    assert (one.manager.current_step(), after) == (2, [])
+                one.until(3)
+                meet.wait(DEADLINE)
+                return one.shared()
+
+    together(lambda: first("a"), lambda: first("b"))
+    equal(*together(lambda: again("a"), lambda: again("b")))
 
 
 class Died(Exception):
