@@ -89,6 +89,12 @@ SECTIONS = (
         "RelayTransport HTTPTransport PGTransport CheckpointTransport",
     ),
     section(
+        "Durable checkpoints",
+        "[Checkpoints of any number of ranks](torch-checkpoint.md) shows them in use.",
+        "keepstep.checkpoint",
+        "save async_save load open_reader CheckpointReader StoredCheckpoint",
+    ),
+    section(
         "Deadlines",
         "",
         "keepstep.futures",
@@ -124,7 +130,9 @@ SECTIONS = (
         "keepstep.process_group:ProcessGroupAbortedError keepstep.checkpointing:TransferError "
         "keepstep.checkpointing:StateMismatch "
         "keepstep.parameter_server:SessionRefused "
-        "keepstep.checkpointing:UnsupportedValue",
+        "keepstep.checkpointing:UnsupportedValue keepstep.checkpoint:CheckpointError "
+        "keepstep.checkpoint:CheckpointAborted keepstep.checkpoint:CheckpointNotFound "
+        "keepstep.checkpoint:CheckpointDamaged keepstep.checkpoint:MissingKeys",
     ),
 )
 FIRST = {
@@ -133,7 +141,13 @@ FIRST = {
     "Optimizer": "zero_grad step",
 }
 """Members that come first, in this order; the others follow as in the code."""
-PUBLIC = ("keepstep", "keepstep.checkpointing", "keepstep.coordination", "keepstep.process_group")
+PUBLIC = (
+    "keepstep",
+    "keepstep.checkpoint",
+    "keepstep.checkpointing",
+    "keepstep.coordination",
+    "keepstep.process_group",
+)
 """Modules all of whose exported names are on the page."""
 ALIASES = {"OptimizerWrapper"}
 """Exported names of a class that is on the page under another name."""

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from keepstep_mesh.config.logging import get_logger
-from keepstep_mesh.protocol.manifest import read_envelope
+from keepstep_mesh.protocol.manifest import chunk_digest, read_envelope
 from keepstep_relay.core.events import (
     Aborted,
     Begun,
@@ -26,6 +26,7 @@ from keepstep_relay.core.events import (
     Keep,
     Key,
     Kind,
+    LayoutReported,
     MemoryWanted,
     RankReported,
     RefusedError,
@@ -77,6 +78,8 @@ class CheckpointStore:
         self.records: dict[Key, Record] = {}
         self.manifests: dict[tuple[Key, int], bytes] = {}
         """By checkpoint and rank."""
+        self.layouts: dict[tuple[Key, bytes], bytes] = {}
+        """By checkpoint and digest, until the end of the upload."""
         self._on_upload = on_upload
         self._accepts_durable = durable_in_memory or disk is not None or durable is not None
         self._written: set[tuple[Key, int]] = set()
@@ -112,6 +115,23 @@ class CheckpointStore:
                 log.info("upload began", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
             await self._write(key, RECORD)
             return new
+
+    async def put_layout(self, key: Key, rank: int, layout: bytes) -> None:
+        """Raises ``RefusedError``, ``MemoryFullError``."""
+        digest = chunk_digest(layout)
+        await self.chunks.memory.reserve(len(layout), ROOM_SECONDS)
+        try:
+            self.step(LayoutReported(key, rank, digest))
+            if (key, digest) not in self.layouts:
+                self.layouts[key, digest] = layout
+                layout = b""
+        finally:
+            if layout:
+                self.chunks.memory.release(len(layout))
+
+    def _drop_layouts(self, key: Key) -> None:
+        for one in [one for one in self.layouts if one[0] == key]:
+            self.chunks.memory.release(len(self.layouts.pop(one)))
 
     async def put_manifest(self, key: Key, rank: int, manifest: bytes) -> None:
         """Raises ``ManifestError``, ``RefusedError``, ``MemoryFullError``, ``DiskError``."""
@@ -157,6 +177,7 @@ class CheckpointStore:
                     self.step(SealFailed(key))
                     raise
                 self.step(Sealed(key))
+                self._drop_layouts(key)
                 facts = self.core.checkpoints[key].facts
                 log.info("committed", job=key.job, checkpoint=key.id, step=facts.step, kind=facts.kind.value)
                 if facts.kind is Kind.DURABLE:
@@ -239,6 +260,7 @@ class CheckpointStore:
         key = decision.key
         self.copies.on_forget(key)
         log.info("checkpoint dropped", job=key.job, checkpoint=key.id, reason=decision.reason)
+        self._drop_layouts(key)
         record = self.records.pop(key)
         for rank in range(record.facts.ranks):
             if (manifest := self.manifests.pop((key, rank), None)) is not None:

@@ -32,6 +32,8 @@ class Checkpoint:
     """Last sign of life of each rank that has not reported; a rank without one is absent."""
     roots: dict[int, dict[str, bytes]] = field(default_factory=dict)
     """Root digests of each rank, by producer. The first one counts, unless the table has arrived."""
+    layouts: dict[int, bytes] = field(default_factory=dict)
+    """Digest of the layout of each rank that reported one."""
     tables: dict[int, Table] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
     """Number of distinct chunks of each table that are not here."""

@@ -145,6 +145,23 @@ class RootReported:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutReported:
+    """A rank holds what its layout describes. ``digest``: of the layout, equal for equal layouts."""
+
+    key: Key
+    rank: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankWaits:
+    """A rank waits for the layouts of others, or for the commit: a sign of life."""
+
+    key: Key
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class TableArrived:
     key: Key
     rank: int
@@ -258,6 +275,8 @@ class Tick:
 Event = (
     Begun
     | RootReported
+    | LayoutReported
+    | RankWaits
     | TableArrived
     | ChunkArrived
     | ChunkLost

@@ -7,6 +7,8 @@ Rules:
   (``Seal``, ``Sealed``). An incomplete checkpoint is never committed, nor one with the ranks of different producers
   if it must come from one (``Facts.one_producer``).
 * A chunk is accepted and kept only while a table names it. Equal chunks are stored once.
+* The ranks of an upload may first exchange layouts, which describe what each of them holds. The first layout of a rank
+  counts. The core knows only their digests.
 * The first root digest of a rank counts; another producer's table with a different root is refused.
 * An upload ends when a rank that has not reported is silent for ``upload_seconds``, or reports an error. An arriving
   chunk is a sign of life of every rank whose table names it.
@@ -50,9 +52,11 @@ from keepstep_relay.core.events import (
     Keep,
     Key,
     Kind,
+    LayoutReported,
     Limits,
     MemoryWanted,
     RankReported,
+    RankWaits,
     ReadFrom,
     RefusedError,
     Removed,
@@ -92,6 +96,13 @@ class RelayCore:
                 return self._begin(key, facts, now)
             case RootReported():
                 return self._root(event, now)
+            case LayoutReported(key, rank, digest):
+                return self._layout(key, rank, digest, now)
+            case RankWaits(key, rank):
+                one = self.checkpoint(key)
+                one.check_rank(rank)
+                self._alive(one, rank, now)
+                return []
             case TableArrived(key, rank, table):
                 return self._table(key, rank, table, now)
             case ChunkArrived(digest, tier):
@@ -195,6 +206,18 @@ class RelayCore:
         if one.root(report.rank) == report.root:
             self._alive(one, report.rank, now)
         return []
+
+    def _layout(self, key: Key, rank: int, digest: bytes, now: float) -> list[Decision]:
+        one = self._upload(key)
+        one.check_rank(rank)
+        if one.layouts.setdefault(rank, digest) != digest:
+            raise RefusedError(
+                Cause.CONFLICT,
+                f"rank {rank} of {key} has another layout already, of a process that ended or of another state; abort "
+                f"the upload, wait until it expires (--upload-timeout), or use another id",
+            )
+        self._alive(one, rank, now)
+        return [Wake((key,))] if len(one.layouts) == one.facts.ranks else []
 
     def _table(self, key: Key, rank: int, table: Table, now: float) -> list[Decision]:
         one = self.checkpoint(key)

@@ -41,6 +41,10 @@ ACCESS = {
     ("POST", f"{ID}/result"): "worker admin",
     ("POST", f"{ID}/commit"): "worker admin",
     ("POST", f"{ID}/abort"): "worker admin",
+    ("PUT", f"{ID}/layout"): "worker admin",
+    ("GET", f"{ID}/layouts"): "worker admin",
+    ("GET", f"{ID}/layouts/{{digest}}"): "worker admin",
+    ("GET", f"{ID}/state"): "worker admin",
     ("GET", f"{ID}/manifest"): ALL,
     ("PUT", f"{ID}/manifest"): "worker admin",
     ("GET", f"{ID}/holders"): ALL,
@@ -70,6 +74,8 @@ async def test_each_route_lets_in_whom_the_table_says_and_nobody_else(asker: str
 
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", CHECKPOINTS): {"id": "c1", "step": 1},
+    ("PUT", f"{ID}/layout"): ONE.pack,
+    ("GET", f"{ID}/layouts/{{digest}}"): None,  # until the commit
     ("POST", f"{ID}/plan"): {"producer": "r0", "root": ONE.root},
     ("PUT", f"{ID}/manifest"): ONE.manifest,
     ("PUT", "/v1/chunks/{digest}"): ONE.pack,

@@ -12,7 +12,7 @@ import torch
 
 from keepstep.checkpointing.errors import UnsupportedValue
 from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES, encode_leaf, numpy_dtype_name
-from keepstep.checkpointing.state.sharding import Sharding, is_dtensor, sharding_of
+from keepstep.checkpointing.state.sharding import LocalShard, Sharding, is_dtensor, sharding_of
 from keepstep.checkpointing.state.state_manifest import BYTES, MAX_DEPTH, NUMPY, Content, TensorEntry
 
 INLINE_BYTES = 4096
@@ -95,7 +95,7 @@ class _Walk:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if kind in _TENSOR_TYPES or is_dtensor(value):
+        if kind in _TENSOR_TYPES or kind is LocalShard or is_dtensor(value):
             return ["tensor", self._tensor(value, path)]
         if kind is np.ndarray:
             return ["tensor", self._array(value, path)]
@@ -142,9 +142,12 @@ class _Walk:
         numpy_dtype_name(value.dtype, path)
         return self._add(value)
 
-    def _tensor(self, value: torch.Tensor, path: str) -> int:
+    def _tensor(self, value: torch.Tensor | LocalShard, path: str) -> int:
         sharding = None
-        if is_dtensor(value):
+        if isinstance(value, LocalShard):
+            sharding = value.sharding
+            value = value.tensor
+        elif is_dtensor(value):
             sharding = sharding_of(value)
             value = value.to_local()
         tensor = value.detach()

@@ -63,7 +63,7 @@ class Destination:
                     known.append((entry.sharding, target.device_mesh))
 
         with torch.no_grad():
-            _build(content.tree, into, "state", note)
+            build_value(content.tree, into, "state", note)
             self._in_place = self._choose(targets)
         finder = MeshFinder(known)
         self._meshes = {
@@ -136,7 +136,7 @@ class Destination:
             return target
 
         with torch.no_grad():
-            state = _build(self._content.tree, self._into, "state", deliver)
+            state = build_value(self._content.tree, self._into, "state", deliver)
         for target in self._in_place.values():
             if isinstance(target, torch.Tensor) and not target.is_inference():
                 torch.autograd.graph.increment_version(target)  # a backward pass in progress then fails
@@ -249,7 +249,7 @@ def _available_bytes() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
 
 
-def _build(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> Any:
+def build_value(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], Any]) -> Any:
     """Return the value of ``node``. ``deliver(index, counterpart in into, path)`` returns that of each tensor."""
     if type(node) is not list or not node:
         return decode_leaf(node, path)
@@ -259,7 +259,7 @@ def _build(node: Any, into: Any, path: str, deliver: Callable[[int, Any, str], A
     if kind in ("list", "tuple"):
         known = into if isinstance(into, (list, tuple)) else ()
         items = [
-            _build(item, known[index] if index < len(known) else _ABSENT, f"{path}[{index}]", deliver)
+            build_value(item, known[index] if index < len(known) else _ABSENT, f"{path}[{index}]", deliver)
             for index, item in enumerate(node[1:])
         ]
         return items if kind == "list" else tuple(items)
@@ -276,7 +276,7 @@ def _build_dict(node: Any, into: Any, path: str, deliver: Callable[[int, Any, st
     pairs = node[1:]
     if node[0] == "odict":
         built = OrderedDict()
-        metadata = _build(node[1] if len(node) > 1 else None, None, f"{path}._metadata", deliver)
+        metadata = build_value(node[1] if len(node) > 1 else None, None, f"{path}._metadata", deliver)
         if metadata is not None:
             built._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001  # has the versions of torch's modules
         pairs = node[2:]
@@ -287,7 +287,7 @@ def _build_dict(node: Any, into: Any, path: str, deliver: Callable[[int, Any, st
         key = _build_key(key_node, path)
         if key in built:
             raise ManifestError(f"{path} has the key {key!r} twice")
-        built[key] = _build(item, known.get(key, _ABSENT), f"{path}[{key!r}]", deliver)
+        built[key] = build_value(item, known.get(key, _ABSENT), f"{path}[{key!r}]", deliver)
     return built
 
 

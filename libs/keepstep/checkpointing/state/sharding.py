@@ -35,6 +35,14 @@ class Sharding:
     """One for each dimension of the device mesh, as torch prints it: ``S(0)``, ``R``, ``P(sum)``."""
 
 
+@dataclass(frozen=True)
+class LocalShard:
+    """A box of a global tensor, to store in a state in the place of a DTensor."""
+
+    tensor: torch.Tensor
+    sharding: Sharding
+
+
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether ``value`` is a DTensor. Does not import DTensor: the import takes as long as that of torch."""
     module = sys.modules.get("torch.distributed.tensor")

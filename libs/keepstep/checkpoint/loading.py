@@ -1,0 +1,200 @@
+"""Loading a checkpoint into the tensors of a state, whatever ranks and shards it was saved from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, MissingKeys
+from keepstep.checkpoint.parts.flattening import Leaf, expand, flatten, place
+from keepstep.checkpoint.parts.local_parts import Box, TensorPart, local_part
+from keepstep.checkpoint.places.at_relay import RelaySource
+from keepstep.checkpoint.places.directory import DirectorySource
+from keepstep.checkpoint.places.location import AtRelay, parse
+from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
+from keepstep.checkpointing.direct.connection import Deadline
+
+STREAMS = 4
+MAX_NAMED = 10
+TIMEOUT = timedelta(minutes=10)
+
+
+def load(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+) -> None:
+    """Load a checkpoint into ``state_dict``. Each rank calls it alone, with the part of the state that it wants.
+
+    Tensors are loaded in place, and converted to the dtype of their destination. A DTensor gets its shard, whatever
+    shards were saved. Only the chunks that have these bytes are read, and every chunk is verified. Keys of the
+    checkpoint that ``state_dict`` does not have are not loaded. After an error, tensors may be half loaded.
+
+    Args:
+        state_dict: as for ``save``, with tensors that have memory. Other values are replaced. At the end,
+            ``load_state_dict`` of its objects is called.
+        checkpoint_id: see ``save``.
+        strict: raise if the checkpoint does not have a key of ``state_dict``. False: leave such values as they are.
+        timeout: time limit.
+        token: token for the relay. Default: that of the environment.
+
+    Raises:
+        CheckpointNotFound: the checkpoint does not exist, or is not committed.
+        MissingKeys: the checkpoint does not have some keys.
+        CheckpointDamaged: stored bytes are damaged; the error names the file and the key.
+        CheckpointError: a tensor has another shape in the checkpoint.
+        TransferTimeout: the time limit passed.
+    """
+    reader = open_reader(checkpoint_id, timeout=timeout, token=token)
+    try:
+        expanded = expand(state_dict)
+        load_leaves(expanded.state, StoredCheckpoint(reader), strict=strict)
+    finally:
+        reader.close()
+    for one, state in expanded.stateful:
+        one.load_state_dict(state)
+    _take_over(state_dict, expanded.state)
+
+
+def open_reader(
+    checkpoint_id: str | os.PathLike[str], *, timeout: timedelta = TIMEOUT, token: str | None = None
+) -> CheckpointReader:
+    """Return a reader of the bytes of a checkpoint. The caller closes it.
+
+    Args:
+        checkpoint_id: see ``save``.
+        timeout: time limit of all reads together.
+        token: token for the relay. Default: that of the environment.
+    """
+    location = parse(checkpoint_id)
+    if isinstance(location, AtRelay):
+        return RelaySource(location, Deadline(timeout.total_seconds(), f"{location} was not loaded"), token)
+    return DirectorySource(location.path)
+
+
+def _take_over(into: Any, loaded: Any) -> None:
+    """Put the values of ``loaded``, which has the structure of ``into``, into the dicts of ``into``."""
+    for key, value in loaded.items():
+        if isinstance(into[key], Mapping):
+            _take_over(into[key], value)
+        elif not hasattr(into[key], "load_state_dict"):
+            into[key] = value
+
+
+def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool) -> None:
+    """Load into the leaves of a state without ``Stateful`` objects. See ``load``."""
+    leaves = flatten(state)
+    found = _present(leaves, stored, strict=strict)
+    wanted = [
+        (key, piece, target)
+        for key, leaf in found.items()
+        if isinstance(leaf.value, torch.Tensor)
+        for piece, target in _reads(key, leaf, stored)
+    ]
+    _read_all(stored.reader, wanted)
+    for key, leaf in found.items():
+        if key in stored.objects:
+            place(state, leaf.path, _naming(key, lambda key=key: stored.value(key)))
+        elif not isinstance(leaf.value, torch.Tensor):
+            place(state, leaf.path, _naming(key, lambda key=key: stored.tensor(key)))
+
+
+def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bool) -> dict[str, Leaf]:
+    """Return the leaves that the checkpoint has. Raises ``MissingKeys``, ``CheckpointError``."""
+    available = stored.keys()
+    missing = [key for key in leaves if key not in stored.tensors and key not in stored.objects]
+    for key in list(missing):
+        if isinstance(leaves[key].value, Mapping):  # an empty one
+            below = [one for one in available if one.startswith(f"{key}.")]
+            if below:
+                raise CheckpointError(
+                    f"{key} is empty here, but the checkpoint has {len(below)} values in it ({_listed(below)}), which "
+                    f"would not be loaded: fill it first, such as an optimizer's state with "
+                    f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+                )
+            missing.remove(key)
+    if missing and strict:
+        raise _missing(missing, stored)
+    found = {key: leaf for key, leaf in leaves.items() if key in stored.tensors or key in stored.objects}
+    for key, leaf in found.items():
+        is_tensor = isinstance(leaf.value, torch.Tensor)
+        if is_tensor and key in stored.objects:
+            raise CheckpointError(f"{key} is a tensor here, but another value in the checkpoint")
+        if not is_tensor and key in stored.tensors and leaf.value is not None:
+            raise CheckpointError(
+                f"{key} is a {stored.tensors[key]} in the checkpoint, but a {type(leaf.value).__name__} here: pass a "
+                f"tensor, or None to get a new one"
+            )
+    return found
+
+
+def _missing(missing: list[str], stored: StoredCheckpoint) -> MissingKeys:
+    available = stored.keys()
+    close = difflib.get_close_matches(missing[0], available[:10_000], n=3)
+    there = f"similar keys: {', '.join(close)}" if close else f"it has {_listed(list(available))}"
+    message = f"the checkpoint does not have {_listed(missing)}; {there} ({len(available)} keys in all)"
+    return MissingKeys(message, tuple(missing), available)
+
+
+def _listed(keys: list[str]) -> str:
+    text = ", ".join(keys[:MAX_NAMED])
+    return f"{text} and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else text or "nothing"
+
+
+def _reads(key: str, leaf: Leaf, stored: StoredCheckpoint) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield the pieces to read for a tensor, and the memory for each."""
+    part, tensor = local_part(key, leaf), stored.tensors[key]
+    assert isinstance(part, TensorPart)
+    if part.shape != tensor.shape:
+        raise CheckpointError(f"{key} has shape {part.shape} here, but is a {tensor} in the checkpoint")
+    for box, target in part.pieces:
+        if target.is_meta:
+            raise CheckpointError(f"{key} has no memory (device meta): allocate it first, such as with to_empty()")
+        covered = 0
+        for shard, overlap in _overlaps(tensor, box):
+            covered += overlap.volume
+            for piece in pieces_of(shard, overlap):
+                yield piece, target[overlap.within(box)]
+        if covered != box.volume:
+            raise CheckpointError(f"{key}: the checkpoint has {covered} of the {box.volume} elements of {box}")
+
+
+def _overlaps(tensor: StoredTensor, box: Box) -> Iterator[tuple[Any, Box]]:
+    for shard in tensor.shards:
+        overlap = shard.box.overlap(box)
+        if overlap is not None:
+            yield shard, overlap
+
+
+def _read_all(reader: CheckpointReader, wanted: list[tuple[str, Piece, torch.Tensor]]) -> None:
+    """Read in the order of the packs, in several threads."""
+    wanted.sort(key=lambda one: (one[1].shard.rank, one[1].offset))
+    if not wanted:
+        return
+    with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
+        running = [
+            pool.submit(_naming, key, lambda piece=piece, target=target: piece.copy(reader, target))
+            for key, piece, target in wanted
+        ]
+        try:
+            for one in running:
+                one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _naming(key: str, read: Any) -> Any:
+    """Return what ``read`` returns. Its error about damaged bytes gets the name of the key."""
+    try:
+        return read()
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{key} was not loaded: {error}") from error

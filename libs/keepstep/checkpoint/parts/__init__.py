@@ -1,0 +1,1 @@
+"""Parts of a state that one rank holds or writes, and the bytes that it writes."""

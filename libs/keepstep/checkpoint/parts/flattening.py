@@ -1,0 +1,136 @@
+"""State dicts as flat maps from keys to leaves, with the keys of torch.distributed.checkpoint: ``model.layer.weight``.
+
+Dicts are flattened. Lists are flattened if they contain a tensor or a dict, at any depth. All other values are leaves.
+Unlike in torch, an empty dict is a leaf too, so that it is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from keepstep.checkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Index:
+    """A position in a list. All other steps of a path are keys of dicts."""
+
+    number: int
+
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    path: Path
+    value: Any
+
+
+def flatten(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
+    """Return the leaves of ``state_dict`` by key.
+
+    Raises:
+        CheckpointError: two leaves have the same key, such as ``{"a.b": 1, "a": {"b": 2}}``.
+    """
+    found: dict[str, Leaf] = {}
+    for leaf in _leaves(state_dict, ()):
+        key = key_of(leaf.path)
+        if key in found:
+            raise CheckpointError(f"two values of the state have the key {key!r}: rename one of them")
+        found[key] = leaf
+    return found
+
+
+def key_of(path: Path) -> str:
+    """Return the key of the leaf at ``path``."""
+    return ".".join(str(step.number if isinstance(step, Index) else step) for step in path)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[Leaf]:
+    if isinstance(value, Mapping) and (value or not path):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and _has_parts(value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*path, Index(number)))
+    else:
+        yield Leaf(path, value)
+
+
+def _has_parts(value: list[Any]) -> bool:
+    return any(
+        isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _has_parts(item)) for item in value
+    )
+
+
+def place(root: Any, path: Path, value: Any) -> None:
+    """Set the leaf at ``path`` of a state that has it."""
+    for step in path[:-1]:
+        root = root[step.number if isinstance(step, Index) else step]
+    last = path[-1]
+    root[last.number if isinstance(last, Index) else last] = value
+
+
+def build(leaves: Mapping[str, Leaf]) -> dict[Any, Any]:
+    """Return the nested state of ``leaves``. Inverse of ``flatten``, except that every mapping is a dict."""
+    root: dict[Any, Any] = {}
+    for leaf in leaves.values():
+        container: Any = root
+        for step, following in zip(leaf.path, leaf.path[1:], strict=False):
+            container = _child(container, step, [] if isinstance(following, Index) else {})
+        _child(container, leaf.path[-1], leaf.value)
+    return root
+
+
+def _child(container: Any, step: Any, default: Any) -> Any:
+    if not isinstance(step, Index):
+        return container.setdefault(step, default)
+    while len(container) <= step.number:
+        container.append(None)
+    if container[step.number] is None:
+        container[step.number] = default
+    return container[step.number]
+
+
+def pack_path(path: Path) -> tuple[Any, ...]:
+    """Return ``path`` as values that a manifest can store: int for a list, a tuple for a key that is no string."""
+    return tuple(step.number if isinstance(step, Index) else step if type(step) is str else (step,) for step in path)
+
+
+def unpack_path(packed: tuple[Any, ...]) -> Path:
+    """Inverse of ``pack_path``."""
+    return tuple(
+        Index(step) if type(step) is int else step[0] if isinstance(step, tuple) and len(step) == 1 else step
+        for step in packed
+    )
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A state dict whose ``Stateful`` objects are replaced by their state dicts."""
+
+    state: dict[Any, Any]
+    stateful: tuple[tuple[Stateful, dict[str, Any]], ...]
+    """The objects, and their state dicts in ``state``."""
+
+
+def expand(state_dict: Mapping[Any, Any]) -> Expanded:
+    """Call ``state_dict`` of every ``Stateful`` object (modules and optimizers are such), at any depth of dicts."""
+    found: list[tuple[Stateful, dict[str, Any]]] = []
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: visit(item) for key, item in value.items()}
+        if isinstance(value, Stateful) and not isinstance(value, (torch.Tensor, type)):
+            state = value.state_dict()
+            found.append((value, state))
+            return state
+        return value
+
+    return Expanded({key: visit(item) for key, item in state_dict.items()}, tuple(found))

@@ -1,0 +1,191 @@
+"""Parts of a state that one rank holds: whole tensors, shards of tensors, and values that are not tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.parts.flattening import Leaf, Path
+from keepstep.checkpointing import UnsupportedValue
+from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
+from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: its first element, and its sizes."""
+
+    offset: Sizes
+    shape: Sizes
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the common part; None if it is empty."""
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = (
+            min(start + size, other_start + other_size)
+            for start, size, other_start, other_size in zip(
+                self.offset, self.shape, other.offset, other.shape, strict=True
+            )
+        )
+        shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
+        return Box(offset, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Return the slices that cut this box out of a tensor that holds ``outer``."""
+        return tuple(
+            slice(start - outer_start, start - outer_start + size)
+            for start, outer_start, size in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.shape, strict=True)) + "]"
+
+
+def whole(shape: Sizes) -> Box:
+    """Return the box of a whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device mesh, as far as it says which ranks hold which shards."""
+
+    ranks: Sizes
+    """All ranks, in row-major order."""
+    shape: Sizes
+    placements: tuple[str, ...]
+    """One for each dimension, as torch prints it: ``S(0)``, ``R``."""
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """Dimensions along which the ranks hold copies."""
+        return tuple(number for number, placement in enumerate(self.placements) if placement == "R")
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The part of one tensor that this rank holds."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: Sizes
+    """Of the global tensor."""
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    """Boxes of the global tensor, and their memory. Empty boxes are absent."""
+    mesh: Mesh | None
+    """None: not a DTensor."""
+    is_sharded: bool
+    """False: the whole tensor, which other ranks may hold too."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ObjectPart:
+    """A value that is not a tensor."""
+
+    path: Path
+    value: Any
+
+
+Part = TensorPart | ObjectPart
+
+
+def local_parts(leaves: Mapping[str, Leaf]) -> dict[str, Part]:
+    """Return what this rank holds of each leaf.
+
+    Raises:
+        UnsupportedValue: a tensor cannot be stored; the error names its key.
+    """
+    return {key: local_part(key, leaf) for key, leaf in leaves.items()}
+
+
+def local_part(key: str, leaf: Leaf) -> Part:
+    """Return what this rank holds of one leaf. Raises ``UnsupportedValue``."""
+    value = leaf.value
+    if not isinstance(value, torch.Tensor):
+        return ObjectPart(leaf.path, value)
+    if value.dtype not in TORCH_DTYPE_NAMES:
+        raise UnsupportedValue(f"{key} is a tensor of {value.dtype}, which a checkpoint cannot store")
+    mesh, is_sharded = None, True
+    if is_dtensor(value):
+        mesh = _mesh(key, value)
+        pieces = list(_pieces_of_dtensor(key, value))
+    elif isinstance(value, ShardedTensor):
+        pieces = [
+            (Box(tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)), one.tensor.detach())
+            for one in value.local_shards()
+        ]
+    else:
+        is_sharded = False
+        pieces = [(whole(tuple(value.shape)), value.detach())]
+    shape = tuple(value.size())
+    kept = tuple((box, tensor) for box, tensor in pieces if box.volume or not math.prod(shape))
+    return TensorPart(leaf.path, value.dtype, shape, kept, mesh, is_sharded)
+
+
+def _mesh(key: str, tensor: DTensor) -> Mesh:
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise UnsupportedValue(f"{key} is a partial DTensor ({placement}): reduce it first, with redistribute")
+    mesh = tensor.device_mesh
+    placements = tuple(str(placement) for placement in tensor.placements)
+    return Mesh(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), placements)
+
+
+def _pieces_of_dtensor(key: str, tensor: DTensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    local = tensor.to_local().detach()
+    if any("_Strided" in type(placement).__name__ for placement in tensor.placements):
+        runs = [_runs(tensor, dimension) for dimension in range(tensor.ndim)]
+    else:
+        offset = sharding_of(tensor).global_offset
+        runs = [[(start, 0, size)] for start, size in zip(offset, local.shape, strict=True)]
+    if math.prod(sum(size for _, _, size in dimension) for dimension in runs) != local.numel():
+        raise CheckpointError(f"{key}: its local shard has shape {tuple(local.shape)}, which does not fit {tensor}")
+    for combination in product(*runs):
+        box = Box(tuple(start for start, _, _ in combination), tuple(size for _, _, size in combination))
+        yield box, local[tuple(slice(at, at + size) for _, at, size in combination)]
+
+
+def _runs(tensor: DTensor, dimension: int) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive indices of one dimension: (global start, local start, length)."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    indices = torch.arange(tensor.shape[dimension])
+    for number, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) == dimension:
+            kind: Any = type(placement)
+            factor = getattr(placement, "split_factor", None)
+            flat = kind(0) if factor is None else kind(0, split_factor=factor)
+            size = tensor.device_mesh.size(number)
+            shards, _ = flat._split_tensor(indices, size, with_padding=False, contiguous=False)  # noqa: SLF001
+            indices = shards[coordinate[number]]
+    runs: list[tuple[int, int, int]] = []
+    for local, index in enumerate(indices.tolist()):
+        if runs and runs[-1][0] + runs[-1][2] == index:
+            start, at, size = runs[-1]
+            runs[-1] = (start, at, size + 1)
+        else:
+            runs.append((index, local, 1))
+    return runs

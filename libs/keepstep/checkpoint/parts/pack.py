@@ -1,0 +1,61 @@
+"""The bytes that one rank writes: its pack, read chunk by chunk from the memory of the tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepstep.checkpointing.state.pack_layout import Layout
+from keepstep.checkpointing.state.state_manifest import pack_content
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES, chunk_count, chunk_digest, chunk_length
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Pack:
+    """The pack of a state. The tensors must not change while it is used.
+
+    Args:
+        layout: the state. Tensors with gaps are copied, and tensors of CUDA devices when their chunk is read.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        *self._starts, self.nbytes = layout.content.positions()
+        self.content_bytes = pack_content(layout.content)
+        self._sources = [_flat(source) for source in layout.sources]
+        self.chunks = chunk_count(self.nbytes)
+
+    def digests(self) -> list[bytes]:
+        """Return the digest of each chunk."""
+        return [chunk_digest(self.chunk(number)) for number in range(self.chunks)]
+
+    def chunk(self, number: int) -> memoryview:
+        """Return the bytes of a chunk: the memory of its tensor, or a copy if it has several."""
+        start, length = number * CHUNK_BYTES, chunk_length(self.nbytes, number)
+        region = bisect_right(self._starts, start) - 1
+        only = self._part(region, start, start + length)
+        if len(only) == length:
+            return only.data
+        copy: Bytes = np.zeros(length, np.uint8)
+        while region < len(self._starts) and self._starts[region] < start + length:
+            part = self._part(region, start, start + length)
+            at = max(self._starts[region], start) - start
+            copy[at : at + len(part)] = part
+            region += 1
+        return copy.data
+
+    def _part(self, region: int, start: int, end: int) -> Bytes:
+        """Return the bytes of a region that are between two positions of the pack."""
+        source, begin = self._sources[region], self._starts[region]
+        part = source[max(start - begin, 0) : max(end - begin, 0)]
+        return part.cpu().numpy() if isinstance(part, torch.Tensor) else part
+
+
+def _flat(source: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | Bytes:
+    if isinstance(source, torch.Tensor):
+        flat = source.reshape(-1).contiguous().view(torch.uint8)
+        return flat if flat.is_cuda else flat.numpy()
+    return source.reshape(-1).view(np.uint8)

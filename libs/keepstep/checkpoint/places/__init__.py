@@ -1,0 +1,1 @@
+"""The places of checkpoints: relays and directories."""

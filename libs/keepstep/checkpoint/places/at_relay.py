@@ -1,0 +1,309 @@
+"""Checkpoints at a relay, which coordinates the ranks: docs/relay.md, "Save with several ranks"."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+
+from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.places.location import AtRelay
+from keepstep.checkpoint.places.relay_link import RelayLink
+from keepstep.checkpoint.places.target import Exchanged, SaveFacts
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Refusal
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.relayed.relay_client import put_chunk
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import ManifestError
+from keepstep_mesh.protocol.manifest import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    Envelope,
+    Origin,
+    chunk_digest,
+    chunk_length,
+    pack_envelope,
+    read_envelope,
+)
+
+STREAMS = 4
+WAIT_SECONDS = 20
+"""Longest wait of one request at the relay."""
+FAIL_SECONDS = 5.0
+CACHED_CHUNKS = 16
+NOT_FOUND, CONFLICT, GONE = 404, 409, 410
+
+log = get_logger("keepstep.checkpoint")
+
+
+class RelayTarget:
+    """Saves the part of one rank. See ``CheckpointTarget``."""
+
+    def __init__(self, location: AtRelay, facts: SaveFacts, deadline: Deadline, token: str | None) -> None:
+        self._location = location
+        self._facts = facts
+        self._token = token
+        self._link = RelayLink(location, deadline, token)
+
+    def begin(self) -> None:
+        """See ``CheckpointTarget``."""
+        if self._begin() == "committed":
+            raise CheckpointError(
+                f"{self._location} is committed already, and a committed checkpoint never changes: use another id"
+            )
+
+    def _begin(self) -> str:
+        facts = self._facts
+        body = {"id": self._location.id, "step": facts.step, "kind": facts.kind, "ranks": facts.world_size}
+        return str(self._ask("POST", self._link.all_path, body).get("state"))
+
+    def exchange(self, layout: bytes) -> Exchanged:
+        """See ``CheckpointTarget``."""
+        rank, own = self._facts.rank, chunk_digest(layout)
+        digests: list[Any] = []
+        while not digests or None in digests:
+            if not digests or digests[rank] is None:  # or the relay has restarted
+                self._again(lambda: self._put(f"{self._link.path}/layout?rank={rank}", layout))
+            digests = list(self._again(lambda: self._wait("layouts"))["digests"])
+        different = {digest: number for number, digest in enumerate(dict.fromkeys(map(bytes.fromhex, digests)))}
+        layouts = tuple(layout if digest == own else self._layout(digest) for digest in different)
+        return Exchanged(layouts, tuple(different[bytes.fromhex(digest)] for digest in digests))
+
+    def _layout(self, digest: bytes) -> bytes:
+        target = f"{self._link.path}/layouts/{digest.hex()}"
+        layout = self._bytes(target, MAX_MANIFEST_BYTES)
+        if chunk_digest(layout) != digest:
+            raise CheckpointError(f"the relay sent a layout that does not match its digest {digest.hex()}")
+        return layout
+
+    def store(self, pack: Pack) -> None:
+        """See ``CheckpointTarget``."""
+        facts = self._facts
+        digests = pack.digests()
+        manifest = pack_envelope(
+            Origin(self._location.id, self._location.job, facts.step, 0, facts.producer),
+            pack.content_bytes,
+            b"".join(digests),
+        )
+        if len(manifest) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"manifest of rank {facts.rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
+            )
+        while True:
+            try:
+                self._upload(pack, digests, manifest)
+                return
+            except _LostError:
+                log.warning("the relay lost the upload; beginning again", checkpoint=str(self._location))
+                self._link.deadline.remaining()
+                self._begin()
+
+    def _upload(self, pack: Pack, digests: list[bytes], manifest: bytes) -> None:
+        rank, root = self._facts.rank, read_envelope(manifest).root.hex()
+        plan = {"rank": rank, "producer": self._facts.producer, "root": root}
+        answer = self._ask("POST", f"{self._link.path}/plan", plan)
+        if not answer["agrees"]:
+            raise CheckpointError(
+                f"rank {rank} of {self._location} has another state already, of a process that ended or of another "
+                f"save: abort it, wait until it expires (--upload-timeout), or use another id"
+            )
+        if not answer["has_manifest"]:
+            answer = self._put(f"{self._link.path}/manifest?rank={rank}", manifest)
+        while missing := _bits(answer["lacks"]):
+            self._put_chunks(pack, {digests[number]: number for number in missing})
+            answer = self._ask("POST", f"{self._link.path}/plan", plan)
+        self._ask("POST", f"{self._link.path}/result", {"rank": rank})
+        while self._wait("state")["state"] != "committed":
+            self._link.deadline.remaining()
+
+    def _put_chunks(self, pack: Pack, chunks: dict[bytes, int]) -> None:
+        def put(digest: bytes, number: int) -> None:
+            data = pack.chunk(number)
+            self._link.ask(lambda connection: put_chunk(connection, digest, data))
+
+        with ThreadPoolExecutor(min(STREAMS, len(chunks)), "keepstep-save") as pool:
+            running = [pool.submit(put, *one) for one in chunks.items()]
+            try:
+                for one in running:
+                    one.result()
+            except Refusal as refusal:
+                self._explain(refusal)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def fail(self, error: str) -> None:
+        """See ``CheckpointTarget``."""
+        self._link.deadline = Deadline(FAIL_SECONDS, "the failure did not reach the relay")
+        try:
+            body = {"rank": self._facts.rank, "error": error[:1000] or "unknown error"}
+            self._ask("POST", f"{self._link.path}/result", body)
+        except CheckpointAborted:
+            pass
+        except (CheckpointError, TransferError, BrokenConnection) as problem:
+            log.warning("the failure did not reach the other ranks", reason=str(problem))
+
+    def close(self) -> None:
+        """See ``CheckpointTarget``."""
+        self._link.close()
+
+    # ---- requests
+
+    def _wait(self, what: str) -> dict[str, Any]:
+        """Return the answer of the relay about the other ranks, after a wait."""
+        seconds = min(WAIT_SECONDS, self._link.deadline.remaining() / 2)
+        return self._ask("GET", f"{self._link.path}/{what}?rank={self._facts.rank}&wait={seconds:.3f}")
+
+    def _ask(self, method: str, target: str, plain: object = None) -> dict[str, Any]:
+        try:
+            return self._link.ask(lambda connection: connection.ask_json(method, target, plain))
+        except Refusal as refusal:
+            self._explain(refusal)
+
+    def _put(self, target: str, data: bytes) -> dict[str, Any]:
+        try:
+            return self._link.ask(lambda connection: connection.ask_json("PUT", target, raw=data))
+        except Refusal as refusal:
+            self._explain(refusal)
+
+    def _bytes(self, target: str, limit: int) -> bytes:
+        return _get(self._link, target, limit)
+
+    def _again(self, request: Any) -> Any:
+        """Return what ``request`` returns. Begins again if the relay has restarted without the upload."""
+        while True:
+            try:
+                return request()
+            except _LostError:
+                self._link.deadline.remaining()
+                self._begin()
+
+    def _explain(self, refusal: Refusal) -> NoReturn:
+        if refusal.status == NOT_FOUND:
+            raise _LostError(str(refusal)) from refusal
+        if refusal.status == GONE:
+            raise CheckpointAborted(f"{self._location} was aborted: {refusal}") from refusal
+        raise CheckpointError(f"{self._location} was not saved: {refusal}") from refusal
+
+
+class _LostError(CheckpointError):
+    """The relay does not know the upload: it has restarted, without a disk."""
+
+
+class RelaySource:
+    """Reads a committed checkpoint. See ``CheckpointReader``.
+
+    Args:
+        location: the checkpoint.
+        deadline: of the whole load.
+        token: see ``RelayLink``.
+    """
+
+    def __init__(self, location: AtRelay, deadline: Deadline, token: str | None) -> None:
+        self._location = location
+        self._link = RelayLink(location, deadline, token)
+        self._envelopes: list[Envelope] = []
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[bytes, Future[memoryview]] = OrderedDict()
+        """The chunks that were read last, and those that are being read."""
+
+    def manifests(self) -> list[bytes]:
+        """See ``CheckpointReader``."""
+        facts = self._get_json(self._link.path)["checkpoint"]
+        if facts["state"] != "committed":
+            raise CheckpointNotFound(f"{self._location} is not committed: its state is {facts['state']}")
+
+        def manifest(rank: int) -> bytes:
+            return _get(self._link, f"{self._link.path}/manifest?rank={rank}", MAX_MANIFEST_BYTES)
+
+        with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
+            found = list(pool.map(manifest, range(facts["ranks"])))
+        try:
+            self._envelopes = [read_envelope(one) for one in found]
+        except ManifestError as error:
+            raise CheckpointDamaged(f"a manifest of {self._location} is damaged: {error}") from error
+        return found
+
+    def _get_json(self, target: str) -> dict[str, Any]:
+        try:
+            return self._link.ask(lambda connection: connection.ask_json("GET", target))
+        except Refusal as refusal:
+            kind = CheckpointNotFound if refusal.status in (NOT_FOUND, GONE) else CheckpointError
+            raise kind(f"{self._location} cannot be read: {refusal}") from refusal
+
+    def read(self, rank: int, offset: int, length: int) -> memoryview:
+        """See ``CheckpointReader``."""
+        if not length:
+            return memoryview(b"")
+        first, last = offset // CHUNK_BYTES, (offset + length - 1) // CHUNK_BYTES
+        start = offset - first * CHUNK_BYTES
+        if first == last:
+            return self._chunk(rank, first)[start : start + length]
+        whole = memoryview(bytearray(length))
+        at = 0
+        for chunk in range(first, last + 1):
+            part = self._chunk(rank, chunk)[start if chunk == first else 0 :][: length - at]
+            whole[at : at + part.nbytes] = part
+            at += part.nbytes
+        return whole
+
+    def _chunk(self, rank: int, number: int) -> memoryview:
+        digest = self._envelopes[rank].chunk_digests[number]
+        with self._lock:
+            found = self._chunks.get(digest)
+            if found is None:
+                mine = self._chunks[digest] = Future()
+                while len(self._chunks) > CACHED_CHUNKS:
+                    self._chunks.popitem(last=False)
+            else:
+                self._chunks.move_to_end(digest)
+        if found is not None:
+            return found.result(self._link.deadline.remaining())
+        try:
+            mine.set_result(self._fetch(rank, number, digest))
+        except BaseException as error:
+            with self._lock:
+                self._chunks.pop(digest, None)
+            mine.set_exception(error)
+            raise
+        return mine.result()
+
+    def _fetch(self, rank: int, number: int, digest: bytes) -> memoryview:
+        data = memoryview(bytearray(chunk_length(self._envelopes[rank].pack_bytes, number)))
+
+        def receive(connection: Connection) -> None:
+            _, length = connection.ask("GET", f"/v1/chunks/{digest.hex()}")
+            if length != data.nbytes:
+                raise TransferError(f"the relay sent a chunk of {length} bytes, expected {data.nbytes}")
+            connection.read_into(data)
+
+        try:
+            self._link.ask(receive)
+        except Refusal as refusal:
+            raise CheckpointDamaged(
+                f"chunk {number} of rank {rank} of {self._location} cannot be read: {refusal}"
+            ) from refusal
+        if chunk_digest(data) != digest:
+            raise CheckpointDamaged(f"chunk {number} of rank {rank} of {self._location} is damaged")
+        return data
+
+    def close(self) -> None:
+        """See ``CheckpointReader``."""
+        self._link.close()
+
+
+def _get(link: RelayLink, target: str, limit: int) -> bytes:
+    def receive(connection: Connection) -> bytes:
+        _, length = connection.ask("GET", target)
+        if length > limit:
+            raise TransferError(f"answer to GET {target} too large: {length} bytes (limit {limit})")
+        return bytes(connection.read(length))
+
+    return link.ask(receive)
+
+
+def _bits(bitmap: str) -> list[int]:
+    """Return the positions of the set bits of a bitmap in hex."""
+    value = int.from_bytes(bytes.fromhex(bitmap), "little")
+    return [number for number in range(value.bit_length()) if value >> number & 1]

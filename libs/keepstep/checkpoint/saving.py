@@ -1,0 +1,261 @@
+"""Saving a state from any number of ranks, without a process group."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.parts.flattening import expand, flatten
+from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_parts
+from keepstep.checkpoint.parts.pack import Pack
+from keepstep.checkpoint.parts.planning import Layout, Plan, plan
+from keepstep.checkpoint.places.at_relay import RelayTarget
+from keepstep.checkpoint.places.directory import DirectoryTarget
+from keepstep.checkpoint.places.location import AtRelay, parse
+from keepstep.checkpoint.places.target import CheckpointTarget, SaveFacts
+from keepstep.checkpoint.stored import stored_state
+from keepstep.checkpointing.direct.connection import Deadline
+from keepstep.checkpointing.state.pack_layout import describe
+from keepstep.checkpointing.state.sharding import LocalShard, Sharding
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.manifest import chunk_digest
+
+Kind = Literal["durable", "live"]
+TIMEOUT = timedelta(minutes=10)
+
+log = get_logger("keepstep.checkpoint")
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    kind: Kind = "durable",
+    check_replicas: bool = False,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+) -> None:
+    """Save the state of all ranks as one checkpoint. Every rank calls it, with the part of the state that it holds.
+
+    The ranks need no process group: they meet at the relay, or in the directory. A DTensor is saved in shards. Values
+    that several ranks hold are saved once. Returns when the checkpoint is committed. If one rank fails or is lost,
+    every rank raises, no part of the checkpoint is visible, and earlier checkpoints are intact.
+
+    Args:
+        state_dict: nested dicts and lists. Objects with ``state_dict`` and ``load_state_dict``, such as modules and
+            optimizers, are replaced by their state dicts.
+        checkpoint_id: ``http://RELAY:29520/v1/jobs/JOB/checkpoints/ID``, a directory that all ranks see, or
+            ``file:///DIRECTORY``. It must be new.
+        step: step of the training, for lists of checkpoints.
+        rank: rank of this process. Default: that of torch.distributed if initialized, else ``RANK``, else 0.
+        world_size: number of ranks that save. Default: likewise, ``WORLD_SIZE``, else 1.
+        kind: ``"live"``: the relay may drop it when newer ones exist, and may have it in memory only.
+        check_replicas: compare the values that are saved once. Ranks with different values are an error.
+        timeout: time limit.
+        token: token for the relay. Default: that of the environment.
+
+    Raises:
+        CheckpointAborted: a rank failed or was lost.
+        CheckpointError: the checkpoint exists already, or the states of the ranks contradict each other.
+        UnsupportedValue: the state has a value that cannot be stored; the error names its path.
+        TransferTimeout: the time limit passed.
+    """
+    target, facts = _open(checkpoint_id, step, rank, world_size, kind, timeout, token)
+    _save(target, facts, lambda: local_parts(flatten(expand(state_dict).state)), check_replicas)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    kind: Kind = "durable",
+    check_replicas: bool = False,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+) -> Future[None]:
+    """Copy the state, and save it in the background. Returns after the copy: the state may change then.
+
+    Any number of saves may be in progress. Python waits for them at its end.
+
+    Args:
+        state_dict: see ``save``, as all arguments.
+
+    Returns:
+        A future that is done when the checkpoint is committed. It raises what ``save`` raises.
+
+    Raises:
+        UnsupportedValue: the state has a tensor that cannot be stored.
+    """
+    target, facts = _open(checkpoint_id, step, rank, world_size, kind, timeout, token)
+    future: Future[None] = Future()
+    problem: Exception | None = None
+    staged: dict[str, Part] = {}
+    try:
+        staged = staged_copy(local_parts(flatten(expand(state_dict).state)))
+    except Exception as error:  # noqa: BLE001  raised below; the thread tells the other ranks
+        problem = error
+
+    def parts() -> dict[str, Part]:
+        if problem is not None:
+            raise problem
+        return staged
+
+    def run() -> None:
+        try:
+            _save(target, facts, parts, check_replicas)
+        except BaseException as error:  # noqa: BLE001  the future raises it
+            log.warning("checkpoint not saved", checkpoint=str(checkpoint_id), reason=str(error))
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="keepstep-async-save").start()
+    if problem is not None:
+        raise problem
+    return future
+
+
+# ---- one rank
+
+
+def _open(
+    checkpoint_id: str | os.PathLike[str],
+    step: int,
+    rank: int | None,
+    world_size: int | None,
+    kind: str,
+    timeout: timedelta,
+    token: str | None,
+) -> tuple[CheckpointTarget, SaveFacts]:
+    location = parse(checkpoint_id)
+    own, world = ranks(rank, world_size)
+    facts = SaveFacts(own, world, step, kind, f"{socket.gethostname()}:{os.getpid()}")
+    deadline = Deadline(timeout.total_seconds(), f"{location} was not saved")
+    if isinstance(location, AtRelay):
+        return RelayTarget(location, facts, deadline, token), facts
+    return DirectoryTarget(location.path, facts, deadline), facts
+
+
+def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank of this process, and the number of ranks. Raises ``CheckpointError`` if they are invalid."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank is None:
+        rank = torch.distributed.get_rank() if initialized else int(os.environ.get("RANK", "0"))
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < world_size:
+        raise CheckpointError(f"invalid rank {rank} of {world_size}: expected 0 to {world_size - 1}")
+    return rank, world_size
+
+
+def _save(
+    target: CheckpointTarget, facts: SaveFacts, local: Callable[[], dict[str, Part]], check_replicas: bool
+) -> None:
+    try:
+        target.begin()
+        try:
+            parts = local()
+            _check_objects(parts)
+            layout = Layout.of(parts, {key: _digest(part) for key, part in parts.items()} if check_replicas else {})
+            target.store(written(parts, facts.rank, _plan(target, facts, layout)))
+        except BaseException as error:
+            target.fail(f"{type(error).__name__}: {error}")
+            raise
+    finally:
+        target.close()
+
+
+def _check_objects(parts: Mapping[str, Part]) -> None:
+    """Raise ``UnsupportedValue`` for a value that cannot be stored, also if another rank stores its own."""
+    describe({key: part.value for key, part in parts.items() if isinstance(part, ObjectPart)})
+
+
+def _plan(target: CheckpointTarget, facts: SaveFacts, layout: Layout) -> Plan:
+    if facts.world_size == 1:
+        return plan([layout], [0])
+    exchanged = target.exchange(layout.pack())
+    return plan([Layout.unpack(one) for one in exchanged.layouts], exchanged.of_rank)
+
+
+def written(parts: Mapping[str, Part], rank: int, the_plan: Plan) -> Pack:
+    """Return the pack that ``rank`` writes of the parts that it holds."""
+    mine = {key: one for key, part in parts.items() if (one := the_plan.writes(rank, key, part)) is not None}
+    return pack_of(mine)
+
+
+def pack_of(parts: Mapping[str, Part]) -> Pack:
+    """Return the pack with all of ``parts``.
+
+    Raises:
+        UnsupportedValue: a part cannot be stored; the error names its key.
+    """
+    tensors = {key: _stored(part) for key, part in parts.items() if isinstance(part, TensorPart) and part.pieces}
+    objects = {key: part.value for key, part in parts.items() if isinstance(part, ObjectPart)}
+    paths = {key: part.path for key, part in parts.items() if isinstance(part, ObjectPart) or _is_first(part)}
+    return Pack(describe(stored_state(tensors, objects, paths)))
+
+
+def _is_first(part: TensorPart) -> bool:
+    """Return whether the part has the first element of its tensor: its rank stores the path."""
+    return any(not any(box.offset) or not box.volume for box, _ in part.pieces)
+
+
+def _stored(part: TensorPart) -> Any:
+    """Return the value that ``describe`` stores."""
+    if not part.is_sharded:
+        return part.pieces[0][1]
+    shape, placements = (part.mesh.shape, part.mesh.placements) if part.mesh else ((), ())
+    shards = [
+        LocalShard(tensor, Sharding(part.shape, box.offset, shape, (), placements)) for box, tensor in part.pieces
+    ]
+    return shards[0] if len(shards) == 1 else shards
+
+
+def _digest(part: Part) -> bytes:
+    """Return the digest of a value that other ranks may hold too; empty: none does."""
+    if isinstance(part, TensorPart) and part.is_sharded and not (part.mesh and part.mesh.copied):
+        return b""
+    pack = pack_of({"": part})
+    return chunk_digest(pack.content_bytes + b"".join(pack.digests()))
+
+
+def staged_copy(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Return a copy of ``parts`` in CPU memory, which training does not change. Tied tensors remain tied."""
+    copies: dict[Any, torch.Tensor] = {}
+    devices = set()
+
+    def staged(tensor: torch.Tensor) -> torch.Tensor:
+        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if not tensor.numel() or identity not in copies:
+            target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[identity] = target.copy_(tensor, non_blocking=True)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        return copies[identity]
+
+    def stage(part: Part) -> Part:
+        if isinstance(part, ObjectPart):
+            return ObjectPart(part.path, copy.deepcopy(part.value))
+        return replace(part, pieces=tuple((box, staged(tensor)) for box, tensor in part.pieces))
+
+    with torch.no_grad():
+        found = {key: stage(part) for key, part in parts.items()}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return found

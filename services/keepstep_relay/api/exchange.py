@@ -1,0 +1,117 @@
+"""Ranks of one upload that wait for each other: they exchange layouts first, and learn of the commit at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from aiohttp import web
+
+from keepstep_mesh.net.http import Problem, Route
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES
+from keepstep_mesh.security.tokens import Access
+from keepstep_mesh.serving.openapi import Shape
+from keepstep_mesh.serving.rest import json_answer
+from keepstep_relay.api import answers, requests
+from keepstep_relay.core.checkpoint import Checkpoint
+from keepstep_relay.core.events import RankWaits, State
+from keepstep_relay.node import RelayNode
+
+SIGN_OF_LIFE_SECONDS = 10.0
+"""Interval at which a waiting rank counts as alive."""
+ONE = "/v1/jobs/{job}/checkpoints/{id}"
+WAITING = {"rank": "the rank that waits, a sign of life; default: 0", "wait": "seconds to wait, up to --max-wait"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutsView:
+    digests: tuple[str | None, ...]
+    """Of each rank's layout, in hex; None: not reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    state: State
+
+
+SHAPES = {
+    f"PUT {ONE}/layout": Shape(LayoutsView, status=201, query={"rank": "default: 0"}, takes_bytes=True),
+    f"GET {ONE}/layouts": Shape(LayoutsView, query=WAITING),
+    f"GET {ONE}/layouts/{{digest}}": Shape(None, gives_bytes=True),
+    f"GET {ONE}/state": Shape(StateView, query=WAITING),
+}
+
+
+def routes(relay: RelayNode) -> list[Route]:
+    here = _Exchange(relay)
+    return [
+        Route("PUT", f"{ONE}/layout", here.put_layout, Access.WORKER, "report what a rank holds"),
+        Route(
+            "GET",
+            f"{ONE}/layouts",
+            here.layouts,
+            Access.WORKER,
+            "digests of all layouts; with ?wait= until all are here",
+        ),
+        Route("GET", f"{ONE}/layouts/{{digest}}", here.layout, Access.WORKER, "a layout"),
+        Route("GET", f"{ONE}/state", here.state, Access.WORKER, "the state; with ?wait= until the upload has ended"),
+    ]
+
+
+class _Exchange:
+    def __init__(self, relay: RelayNode) -> None:
+        self._relay = relay
+        self._store = relay.checkpoints
+
+    async def put_layout(self, request: web.Request) -> web.Response:
+        key, rank = requests.key(request), requests.rank(request)
+        self._relay.core.checkpoint(key)
+        length = requests.check_length(request, MAX_MANIFEST_BYTES, exactly=False)
+        self._relay.take_manifest_slot()
+        try:
+            layout = bytearray(length)
+            await requests.body(request, memoryview(layout), self._relay.settings.body_timeout)
+            await self._store.put_layout(key, rank, bytes(layout))
+        finally:
+            self._relay.give_manifest_slot()
+        return json_answer(_view(self._relay.core.checkpoint(key)), HTTPStatus.CREATED)
+
+    async def layouts(self, request: web.Request) -> web.Response:
+        one = await self._wait(request, lambda one: len(one.layouts) == one.facts.ranks)
+        return json_answer(_view(one))
+
+    async def layout(self, request: web.Request) -> web.StreamResponse:
+        key, digest = requests.key(request), requests.digest(request)
+        layout = self._store.layouts.get((key, digest))
+        if layout is None:
+            self._relay.core.checkpoint(key)
+            raise Problem(HTTPStatus.NOT_FOUND, f"layout {digest.hex()} of {key} not found")
+        response = await answers.begin(request, HTTPStatus.OK, len(layout), {})
+        await answers.send(request, response, memoryview(layout), self._relay.settings.body_timeout)
+        return response
+
+    async def state(self, request: web.Request) -> web.Response:
+        return json_answer(StateView((await self._wait(request, lambda one: one.committed_at is not None)).state))
+
+    async def _wait(self, request: web.Request, over: Callable[[Checkpoint], bool]) -> Checkpoint:
+        """Wait until ``over``, at most ``?wait=``. Raises ``RefusedError`` if the upload was aborted."""
+        key, rank = requests.key(request), requests.rank(request)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + requests.wait(request, self._relay.settings.max_wait)
+        while True:
+            one = self._relay.core.checkpoint(key)
+            self._relay.checkpoints.step(RankWaits(key, rank))
+            if over(one) or loop.time() >= end:
+                return one
+            self._relay.check_waits()
+            try:
+                await self._relay.chunks.notifier.wait(key, min(end, loop.time() + SIGN_OF_LIFE_SECONDS))
+            except TimeoutError:
+                continue
+
+
+def _view(one: Checkpoint) -> LayoutsView:
+    found = [one.layouts.get(rank) for rank in range(one.facts.ranks)]
+    return LayoutsView(tuple(None if digest is None else digest.hex() for digest in found))
