@@ -12,13 +12,11 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Work
-from torch.futures import Future
 
-from keepstep.runtime.failed_future import fail_future
+from keepstep.process_group.works import PendingWork
 from keepstep_mesh.net.fork_safety import tell_children
 
 Begin = Callable[..., Work]
@@ -78,71 +76,32 @@ class Sequence:
                 self._changed.notify_all()
 
 
-class TaskWork(Work):
-    """A task in flight."""
+class TaskWork(PendingWork):
+    """A task in flight. The timeouts of its collectives limit a wait without a limit of its own."""
 
     def __init__(self, task: Callable[[], None], tensors: list[torch.Tensor], abort: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._task: Callable[[], None] | None = task
-        self._tensors = tensors
         self._abort = abort
-        self._over = threading.Event()
-        self._error: Exception | None = None
-        self._future: Future[Any] = Future()
 
     def run(self) -> None:
         """Run the task. Does not raise."""
         task, self._task = self._task, None
+        failed: Exception | None = None
         try:
             if task is not None:
                 with torch.no_grad():
                     task()
         except Exception as error:  # noqa: BLE001  raised by `wait`
-            self._error = error.with_traceback(None)  # its frames hold buffers
+            failed = error.with_traceback(None)  # its frames hold buffers
             self._abort(f"{type(error).__name__}: {error}")  # peers wait for the rest of the operation
         del task
-        self._over.set()
-        if self._error is None:
-            self._future.set_result(self._tensors)
-        else:
-            fail_future(self._future, self._error)
+        self._end(failed)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the operation is over.
+    def _seconds(self, timeout: timedelta) -> float | None:
+        return timeout.total_seconds() if timeout > timedelta(0) else None
 
-        Args:
-            timeout: limit of the wait, after which the group is aborted; 0: the timeout of its collectives.
-
-        Returns:
-            True.
-
-        Raises:
-            TimeoutError: the operation took too long. The group must be configured again.
-            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
-        """
-        if not self._over.wait(timeout.total_seconds() if timeout > timedelta(0) else None):
-            self._abort(f"an operation took longer than {timeout}")
-            self._over.wait()
-            raise TimeoutError(f"the operation took longer than {timeout}: a peer is stuck, slow or disconnected")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that completes with the tensors, or the error, when the operation is over."""
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
+    def _time_out(self, timeout: timedelta) -> None:
+        self._abort(f"an operation took longer than {timeout}")
+        self._over.wait()
+        raise TimeoutError(f"the operation took longer than {timeout}: a peer is stuck, slow or disconnected")

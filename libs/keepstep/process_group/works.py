@@ -1,4 +1,4 @@
-"""Works that are complete from the start, and works that combine or change others."""
+"""Works that are complete from the start, that another thread ends, and that combine or change others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
+
+from keepstep.runtime.failed_future import fail_future
 
 
 class CompletedWork(Work):
@@ -31,6 +33,77 @@ class CompletedWork(Work):
 
     def is_success(self) -> bool:
         return True
+
+
+class PendingWork(Work):
+    """An operation that another thread ends, with ``_end``.
+
+    Args:
+        tensors: result of the operation, and value of its future.
+        devices: CUDA devices of the tensors.
+    """
+
+    def __init__(self, tensors: Any, devices: list[int | str | torch.device] | None = None) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[Any] = Future(devices=devices)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the operation is over.
+
+        Args:
+            timeout: limit of the wait, after which the group is aborted; 0: the timeout of the operation.
+
+        Returns:
+            True.
+
+        Raises:
+            TimeoutError: the operation took too long. The group must be configured again.
+            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
+        """
+        if not self._over.wait(self._seconds(timeout)):
+            self._time_out(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _seconds(self, timeout: timedelta) -> float | None:
+        """Return the limit of a wait in seconds; None: the operation has one of its own."""
+        raise NotImplementedError  # torch's metaclass of Work is not ABCMeta: no abstractmethod
+
+    def _time_out(self, timeout: timedelta) -> None:
+        """Abort the group after the limit of a wait, and wait until the operation is over."""
+        raise NotImplementedError  # torch's metaclass of Work is not ABCMeta: no abstractmethod
+
+    def _end(self, error: Exception | None) -> None:
+        """Complete the operation. Call it once."""
+        self._error = error
+        self._over.set()
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            fail_future(self._future, error)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the tensors, or the error, when the operation is over."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._tensors)
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 class StreamWork(Work):

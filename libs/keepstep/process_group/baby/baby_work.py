@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Work
-from torch.futures import Future
 
 from keepstep.process_group.baby.operations import PackedCall
 from keepstep.process_group.base import ProcessGroupAbortedError, ProcessGroupError
-from keepstep.runtime.failed_future import fail_future
+from keepstep.process_group.works import PendingWork
 
 GRACE_SECONDS = 1.0
 """Time that the child has to report the timeout of an operation itself."""
 
 
-class BabyWork(Work):
+class BabyWork(PendingWork):
     """An operation in a child process.
 
     Args:
@@ -39,59 +36,23 @@ class BabyWork(Work):
         tensors: Any,
         limit: timedelta,
     ) -> None:
-        super().__init__()
+        super().__init__(tensors, _devices(tensors))
         self._fail_group = fail_group
         self._operation = operation
         self._call = call
-        self._tensors = tensors
         self._limit = limit
-        self._over = threading.Event()
-        self._error: Exception | None = None
-        self._future: Future[Any] = Future(devices=_devices(tensors))
         self.segment = None if call is None else call.segment
         self.deadline = time.monotonic() + limit.total_seconds() + GRACE_SECONDS
         """On ``time.monotonic``. The child has reported the end of the operation by then."""
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the operation is over.
-
-        Args:
-            timeout: limit of the wait; 0: the timeout of the operation.
-
-        Returns:
-            True.
-
-        Raises:
-            TimeoutError: the operation took too long. The group must be configured again.
-            ProcessGroupError: the operation failed or was aborted. The group must be configured again.
-        """
+    def _seconds(self, timeout: timedelta) -> float:
         seconds = timeout.total_seconds() if timeout > timedelta(0) else self.deadline - time.monotonic()
-        if not self._over.wait(max(0.0, seconds)):
-            self._limit = timeout or self._limit
-            self._fail_group(self.timeout_error())
-            self._over.wait()  # `fail` ends every operation in flight
-        if self._error is not None:
-            raise self._error
-        return True
+        return max(0.0, seconds)
 
-    def get_future(self) -> Future[Any]:
-        """Return a future that completes with the tensors, or the error, when the operation is over."""
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return list(self._tensors)
-
-    def synchronize(self) -> None:
-        self.wait()
+    def _time_out(self, timeout: timedelta) -> None:
+        self._limit = timeout or self._limit
+        self._fail_group(self.timeout_error())
+        self._over.wait()  # `fail` ends every operation in flight
 
     def timeout_error(self) -> TimeoutError:
         return TimeoutError(
@@ -107,13 +68,7 @@ class BabyWork(Work):
     def end(self, error: Exception | None) -> None:
         """Complete the operation. Call it once."""
         self._call = None
-        if error is None:
-            self._over.set()
-            self._future.set_result(self._tensors)
-            return
-        self._error = self.error_of(error)
-        self._over.set()
-        fail_future(self._future, self._error)
+        self._end(None if error is None else self.error_of(error))
 
     def error_of(self, error: Exception) -> Exception:
         """Return an error of this operation: ``error`` may be that of the whole connection."""
