@@ -20,6 +20,7 @@ from keepstep.local_sgd.layout import check_for_codec, optimizer_line, parameter
 from keepstep.local_sgd.outer_optimizer import OuterOptimizer
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
+from keepstep.optim import OptimizerWrapper
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.names import name_of
 
@@ -63,7 +64,7 @@ class DiLoCo(OuterSteps):
             ``manager.current_step()`` has grown.
         sync_every: inner steps in which every fragment is synchronized once; a multiple of the number of fragments.
         backup_device: of the parameters after the last outer step; None: the CPU.
-        pin_memory: keep them in pinned memory, if they are on the CPU and this process uses CUDA.
+        pin_memory: keep them in pinned memory, if they are on the CPU and the parameters on CUDA.
         use_bucketization: reduce several parameters together. The result is the same.
         bucket_cap_mb: size of a bucket in MiB; None: 32.
         should_quantize: average 8-bit values; the same as ``codec=Quantized()``.
@@ -77,7 +78,7 @@ class DiLoCo(OuterSteps):
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
             fragment or in two, or a parameter or buffer cannot be synchronized.
-        TypeError: the inner optimizer is a ``keepstep.Optimizer``, or a fragment is wrapped in a
+        TypeError: an optimizer is a ``keepstep.Optimizer``, or a fragment is wrapped in a
             ``keepstep.DistributedDataParallel``.
     """
 
@@ -171,7 +172,7 @@ class DiLoCo(OuterSteps):
 
         Raises:
             RuntimeError: an outer step has begun.
-            ValueError: the state has other fragments, or is of another codec.
+            ValueError: the state has other fragments or another codec. Then nothing is loaded.
         """
         if self._schedule.in_flight is not None:
             raise RuntimeError("an outer step has begun: load the state before the block is entered")
@@ -179,8 +180,10 @@ class DiLoCo(OuterSteps):
         if len(saved) != len(self._fragments):
             raise ValueError(f"the state has {len(saved)} fragments, and this DiLoCo {len(self._fragments)}")
         for fragment, state in zip(self._fragments, saved, strict=True):
-            fragment.load_state_dict(state)
+            fragment.check(state)
         self._load_position(state_dict)
+        for fragment, state in zip(self._fragments, saved, strict=True):
+            fragment.load_state_dict(state)
         own = state_dict.get("own", {})
         if self._codec is not None and own.get("group") == self._group():
             self._codec.load_own_state_dict(own["codec"])
@@ -195,9 +198,9 @@ class DiLoCo(OuterSteps):
         return super()._position() | ({"codec": self._codec.state_dict()} if self._codec else {})
 
     def _load_position(self, state: dict[str, Any]) -> None:
-        super()._load_position(state)
         if self._codec is not None:
             self._codec.load_state_dict(state.get("codec", {}))
+        super()._load_position(state)
 
     def _start(self, fragment: int) -> None:
         self._fragments[fragment].begin()
@@ -216,6 +219,8 @@ def _one_each(outer: Optimizer | Sequence[Optimizer], inner: Optimizer, fragment
         raise ValueError(
             f"{len(outers)} outer optimizers for {fragments} fragments: pass one of all fragments, or one for each"
         )
+    if any(isinstance(one, OptimizerWrapper) for one in outers):
+        raise TypeError("an outer optimizer is a keepstep.Optimizer, which commits: pass the optimizer inside it")
     if any(one is inner for one in outers):
         raise ValueError("the inner optimizer is an outer optimizer too; build an optimizer of its own for each")
     return outers

@@ -37,7 +37,7 @@ class Fragment:
         buffers: of the fragment's module.
         outer_optimizer: changes the originals.
         backup_device: of the originals.
-        pin_memory: keep originals on the CPU in pinned memory, if this process uses CUDA.
+        pin_memory: keep originals on the CPU in pinned memory, if their parameters are on CUDA.
         bucket_bytes: size of a bucket; None: an all-reduce for each parameter.
         alpha: weight of the local parameters when the result is merged into them.
         codec: of the average; None: full precision.
@@ -66,9 +66,9 @@ class Fragment:
         self._alpha = alpha
         self._codec = codec
         self._key = key
-        pinned = pin_memory and backup_device.type == "cpu" and torch.cuda.is_available()
+        pinned = pin_memory and backup_device.type == "cpu"
         self.originals = {
-            name: _backup(local_tensor(parameter), backup_device, pinned=pinned)
+            name: _backup(local_tensor(parameter), backup_device, pinned=pinned and parameter.is_cuda)
             for name, parameter in self._parameters.items()
         }
         self._works: list[Work] = []
@@ -138,7 +138,14 @@ class Fragment:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned. ValueError if its parameters have other names."""
+        """Load what ``state_dict`` returned. ValueError as of ``check``."""
+        self.check(state_dict)
+        self._outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+        for name, original in self.originals.items():
+            original.copy_(state_dict["original_parameters"][name])
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if the parameters of ``state_dict`` have other names or shapes."""
         saved = state_dict["original_parameters"]
         if saved.keys() != self.originals.keys():
             raise ValueError(
@@ -146,8 +153,11 @@ class Fragment:
                 f"{listed(list(self.originals), MAX_NAMED)}: load a state of the same model_fragments"
             )
         for name, original in self.originals.items():
-            original.copy_(saved[name])
-        self._outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
+            if saved[name].shape != original.shape:
+                raise ValueError(
+                    f"parameter {name!r} of the state has shape {tuple(saved[name].shape)}, and that of this fragment "
+                    f"{tuple(original.shape)}: load a state of the same model_fragments"
+                )
 
 
 def _backup(tensor: torch.Tensor, device: torch.device, *, pinned: bool) -> torch.Tensor:

@@ -109,8 +109,8 @@ class OuterSteps(ABC):
         """Heal before the first inner step, if this process has no state of the job yet."""
         if self._joined or self._manager.current_step() or not self._manager.init_sync:
             return
-        self._joined = True
         self._start_quorum()
+        self._joined = True
         if self._manager.is_healing():
             self._schedule.skip_to_begin()  # the others average now, and this group heals when they end
         if self._schedule.begins:
@@ -119,6 +119,9 @@ class OuterSteps(ABC):
             self._manager.cancel_step()  # the first outer step has a quorum of its own, with groups that start later
 
     def _after_inner_step(self, *_: object) -> None:
+        found_inf = getattr(self._optimizer, "found_inf", None)  # set by a GradScaler while a fused optimizer steps
+        if found_inf is not None and found_inf.item():
+            return
         self._schedule.count()
         self._advance()
         self._manager.leave_if_asked()  # the next outer step may be minutes away

@@ -66,10 +66,13 @@ class LocalSGD(OuterSteps):
         """Average now, and begin a new period. Call it in all groups, after the same number of steps.
 
         Returns:
-            Whether the average committed.
+            Whether the average committed. False also if this group has healed from one that is earlier in its period.
         """
         self._schedule.skip_to_begin()
         self._start_quorum()
+        if not self._schedule.begins:
+            self._manager.cancel_step()
+            return False
         fragment = self._schedule.begin(self._manager.current_step())
         self._start(fragment)
         return self._end(fragment)

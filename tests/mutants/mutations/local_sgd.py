@@ -7,6 +7,7 @@ from tests.mutants.mutation import Mutation, Test
 NUMBERS = "tests/unit/local_sgd/test_numbers.py"
 REAL_NUMBERS = "tests/services/manager/local_sgd/test_numbers_of_groups.py"
 BLOCKS = "tests/unit/local_sgd/test_blocks.py"
+STATES = "tests/unit/local_sgd/test_block_states.py"
 GROUPS = "tests/services/manager/local_sgd/test_groups.py"
 
 MUTATIONS = (
@@ -50,7 +51,7 @@ MUTATIONS = (
         "libs/keepstep/local_sgd/outer_steps.py",
         'self._schedule.position = int(state["position"])',
         "self._schedule.position = 0",
-        Test(f"{BLOCKS}::test_a_state_is_loaded_before_the_block_and_training_goes_on_as_before"),
+        Test(f"{STATES}::test_a_state_is_loaded_before_the_block_and_training_goes_on_as_before"),
     ),
     Mutation(
         "weights that differ by design are compared",

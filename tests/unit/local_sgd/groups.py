@@ -17,9 +17,12 @@ from torch import nn
 from torch.distributed import Work
 from torch.optim import Optimizer
 
+from keepstep.local_sgd import DiLoCo
 from keepstep.process_group.works import CompletedWork
 
 T = TypeVar("T")
+
+SHAPE = [((2, 2), torch.float32)]
 
 
 class Lost(Work):
@@ -154,6 +157,22 @@ def train(optimizer: Optimizer, group: int, step: int) -> None:
             one.grad = torch.randn(one.shape, generator=random).to(one.dtype)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def alone() -> Any:
+    """The Manager of a job of one group."""
+    return Groups(1).members[0]
+
+
+def make(manager: Any, model: nn.Module | None = None, sync_every: int = 2, **options: Any) -> tuple[Any, Any, DiLoCo]:
+    model = model or module_of(SHAPE)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 1.0))
+    return model, inner, DiLoCo(manager, [model], inner, outer, sync_every, **options)
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
 
 
 def inner_of(parameters: Sequence[nn.Parameter]) -> Optimizer:

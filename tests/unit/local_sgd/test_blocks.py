@@ -1,8 +1,7 @@
-"""The blocks of LocalSGD and DiLoCo: what they refuse, what they leave alone, and how they are left."""
+"""The blocks of LocalSGD and DiLoCo: the arguments they refuse, the steps they count, and their ends."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,30 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.collectives.codecs import Codec, TopK, TwoBit
+from keepstep.collectives.codecs import Codec, TwoBit
 from keepstep.ddp import PureDistributedDataParallel
 from keepstep.local_sgd import DiLoCo, LocalSGD, extract_local_tensor
 from keepstep.optim import OptimizerWrapper
 from keepstep.process_group import ProcessGroupDummy
-from tests.unit.local_sgd.groups import Groups, Member, module_of, train
-
-SHAPE = [((2, 2), torch.float32)]
-
-
-def alone() -> Any:
-    """The Manager of a job of one group."""
-    return Groups(1).members[0]
-
-
-def make(manager: Any, model: nn.Module | None = None, sync_every: int = 2, **options: Any) -> tuple[Any, Any, DiLoCo]:
-    model = model or module_of(SHAPE)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    outer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 1.0))
-    return model, inner, DiLoCo(manager, [model], inner, outer, sync_every, **options)
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in model.parameters()]
+from keepstep_mesh.errors import KeepstepError
+from tests.unit.local_sgd.groups import SHAPE, Groups, Member, alone, make, module_of, train, weights
 
 
 @pytest.mark.parametrize(
@@ -74,6 +56,9 @@ def test_parameters_that_no_group_would_average_are_named() -> None:
         DiLoCo(manager, [first, second], sgd, [torch.optim.SGD(everything, lr=1)], 2)
     with pytest.raises(ValueError, match=r"the inner optimizer is an outer optimizer too"):
         DiLoCo(manager, [first, second], sgd, sgd, 2)
+    with pytest.raises(TypeError, match=r"an outer optimizer is a keepstep.Optimizer"):
+        manager.script_checker = type("Checker", (), {"add_optimizer": lambda *_: None})()
+        DiLoCo(manager, [first, second], sgd, OptimizerWrapper(manager, torch.optim.SGD(everything, lr=1)), 2)
     with pytest.raises(ValueError, match=r"fragment 1 has no parameter to train"):
         DiLoCo(manager, [first, nn.ReLU()], torch.optim.SGD(first.parameters(), lr=1), torch.optim.SGD(everything), 2)
     second.register_parameter("tied", first.p0)
@@ -82,7 +67,6 @@ def test_parameters_that_no_group_would_average_are_named() -> None:
     with pytest.raises(ValueError, match=r"2 parameters of the inner optimizer .* are not in the model"):
         LocalSGD(manager, module_of(SHAPE), torch.optim.SGD(first.parameters(), lr=1), 2)
     with pytest.raises(TypeError, match=r"pass the optimizer inside it"):
-        manager.script_checker = type("Checker", (), {"add_optimizer": lambda *_: None})()
         LocalSGD(manager, first, OptimizerWrapper(manager, torch.optim.SGD(first.parameters(), lr=1)), 2)
     manager.script_checker.add_module = lambda *_: None
     wrapped = PureDistributedDataParallel(manager, first)
@@ -204,9 +188,13 @@ def before_minus(before: list[torch.Tensor], inner: Any, steps: int) -> list[tor
     return [one.detach() for one in copies]
 
 
-def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_grad_scaler_skips_does_not_count(fused) -> None:
+    """A fused optimizer steps, and skips the update itself."""
     manager = alone()
-    model, inner, diloco = make(manager, sync_every=2)
+    model = module_of(SHAPE)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    diloco = DiLoCo(manager, [model], inner, torch.optim.SGD(model.parameters(), lr=1.0), 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with diloco:
         for number, gradient in enumerate([1.0, float("inf"), 1.0]):
@@ -250,42 +238,6 @@ def test_buffers_are_averaged_and_copied_at_the_end_of_a_period() -> None:
     assert first["num_batches_tracked"] == 2
     for name, buffer in first.items():
         assert torch.equal(buffer, second[name]), name
-
-
-def test_a_state_is_loaded_before_the_block_and_training_goes_on_as_before() -> None:
-    def run(*, interrupted: bool) -> list[torch.Tensor]:
-        model = module_of(SHAPE)
-        kept: list[Any] = []
-        for part in (range(7), range(7, 12)) if interrupted else (range(12),):
-            manager = alone()
-            inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-            outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-            diloco = DiLoCo(manager, [model], inner, outer, 4, fragment_update_alpha=0.5)
-            if kept:
-                inner.load_state_dict(kept[0])
-                diloco.load_state_dict(kept[1])
-            with diloco:
-                for step in part:
-                    train(inner, 0, step)
-                kept = [inner.state_dict(), diloco.state_dict()]
-        return weights(model)
-
-    torch.testing.assert_close(run(interrupted=True), run(interrupted=False), rtol=0, atol=0)
-
-
-def test_a_state_of_other_fragments_is_refused() -> None:
-    _, inner, diloco = make(alone(), sync_every=4, fragment_sync_delay=2)
-    saved = diloco.state_dict()
-    with pytest.raises(ValueError, match="the state has 0 fragments, and this DiLoCo 1"):
-        diloco.load_state_dict({**saved, "fragments": []})
-    _, _, other = make(alone(), module_of([((2,), torch.float32)] * 2))
-    with pytest.raises(ValueError, match=r"the state has the parameters p0, p1, and this fragment p0"):
-        diloco.load_state_dict(other.state_dict())
-    with diloco:
-        for step in range(3):
-            train(inner, 0, step)
-        with pytest.raises(RuntimeError, match="load the state before the block is entered"):
-            diloco.load_state_dict(saved)
 
 
 def test_an_outer_optimizer_that_fails_tears_the_state() -> None:
@@ -350,40 +302,40 @@ def test_a_codec_is_told_of_an_outer_step_that_an_exception_ends() -> None:
     assert codec.calls[-1] == ("StreamingDiLoCoFragment_0", False)
 
 
-def test_a_state_with_another_codec_is_refused() -> None:
-    _, _, one = make(alone(), codec=TopK(0.5))
-    _, _, other = make(alone(), codec=TwoBit())
-    with pytest.raises(ValueError, match=r"the state is of codec 'top-k\(0.5\)', and this group uses 'two-bit'"):
-        other.load_state_dict(one.state_dict())
-
-
-def test_a_group_keeps_its_error_feedback_in_its_own_checkpoint_and_loses_it_in_a_heal() -> None:
-    """In any other group it would be sent a second time."""
-    key, left = "StreamingDiLoCoFragment_0", torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    codec = TwoBit()
-    codec.load_own_state_dict({"errors": {key: [left]}})
-    _, _, diloco = make(alone(), codec=codec)
-    file = io.BytesIO()
-    torch.save(diloco.state_dict(), file)
-
-    def loaded(manager: Any) -> TwoBit:
-        codec = TwoBit()
-        file.seek(0)
-        make(manager, codec=codec)[2].load_state_dict(torch.load(file, weights_only=True))
-        return codec
-
+def test_a_block_whose_first_quorum_failed_requests_it_again() -> None:
+    """Else a group that joins would train a period before it heals."""
     manager = alone()
-    again = loaded(manager)
-    torch.testing.assert_close(again.error(key), [left], rtol=0, atol=0)
-    assert loaded(Groups(2).members[1]).error(key) == []
-    load, save = manager.states["DiLoCo"]
-    load(save())
-    assert again.error(key) == []
+    manager.init_sync = True
+    quorums: list[bool] = []
+
+    def start_quorum() -> None:
+        quorums.append(True)
+        if len(quorums) == 1:
+            raise KeepstepError("no lighthouse")
+
+    manager.start_quorum = start_quorum
+    _, _, diloco = make(manager)
+    with pytest.raises(KeepstepError), diloco:
+        pass
+    for _ in range(2):
+        with diloco:
+            pass
+    assert len(quorums) == 2, "once it has formed, the block joins no more"
 
 
-def test_a_state_without_a_codec_is_refused() -> None:
-    with pytest.raises(ValueError, match="the state is of codec None, and this group uses 'two-bit'"):
-        make(alone(), codec=TwoBit())[2].load_state_dict(make(alone())[2].state_dict())
+def test_a_sync_that_heals_from_a_group_that_begins_its_period_averages_nothing() -> None:
+    """That group does not average now: the collective would wait for it until its timeout."""
+    manager = alone()
+    model = module_of(SHAPE)
+    block = LocalSGD(manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    load, save = manager.states["LocalSGD"]
+    source = save()
+    begin = manager.start_quorum
+    manager.start_quorum = lambda: (begin(), load(source))
+    assert not block.sync()
+    assert (manager.reductions, manager.open, manager.step) == ([], False, 0)
+    manager.start_quorum = begin
+    assert block.sync()
 
 
 @pytest.fixture
