@@ -1,7 +1,8 @@
 """A replica group that runs scripts of ``examples/``, one after another; several scripts are a job each.
 
-After each script it prints {"event": "finished", "script", "pid", "step", "digest"}. The digest covers model and
-optimizer; of a script with LocalSGD the model, and of one with DiLoCo the fragments, which are equal in all groups.
+After each script that ends with exit code 0 it prints {"event": "finished", "script", "pid", "step", "digest"}. The
+digest covers model and optimizer; of a script with LocalSGD the model, and of one with DiLoCo the fragments, which are
+equal in all groups.
 Environment variables:
 
 SCRIPTS      paths, separated by colons
@@ -10,7 +11,6 @@ ARGUMENTS    of the scripts, separated by spaces
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -30,8 +30,12 @@ def main() -> None:
         if len(scripts) > 1:
             os.environ["KEEPSTEP_JOB"] = script.stem
         names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
-        with contextlib.suppress(SystemExit):  # drained
+        try:
             exec(compile(script.read_text(), script, "exec"), names)
+        except SystemExit as end:
+            if end.code:
+                raise
+            # else the group was drained
         names["manager"].shutdown()
         line = {
             "event": "finished",
