@@ -7,13 +7,13 @@ libraries take turns.
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from figures import Figure, Limit
-from sides import HERE, Side, stop
+from peers import Peer
+from sides import HERE, Side
 
 NAMES = {"gloo": "Gloo", "baby": "BabyGloo"}
 SIZES = {"gloo": (2, 4, 8, 16), "baby": (2, 4)}
@@ -30,29 +30,15 @@ class Members:
     """Processes of one library."""
 
     def __init__(self, side: Side, size: int, log: Path, stack: contextlib.ExitStack) -> None:
-        self._log = log
         self._number = 0
-        self._processes = []
-        for rank in range(size):
-            command = [side.python, HERE / "group_ends.py", "--library", side.name]
-            with log.open("ab") as errors:
-                process = subprocess.Popen(
-                    [*command, *(["--hosts"] if rank == 0 else [])],
-                    env=side.environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            stack.callback(stop, process)
-            self._processes.append(process)
-        ready = [self._read(process, "ready") for process in self._processes]
-        self._address = ready[0][0]
+        command = [side.python, HERE / "group_ends.py", "--library", side.name]
+        self._peers = [Peer(side, [*command, *([] if rank else ["--hosts"])], log, stack) for rank in range(size)]
+        (self._address, *_), *_ = [peer.answer("ready") for peer in self._peers]
 
     def configure(self, kind: str) -> float:
         """Return the milliseconds until the last member is connected to all others."""
         self._number += 1
-        size = len(self._processes)
+        size = len(self._peers)
         return self._all(lambda rank: f"configure {kind} {rank} {size} {self._number} {self._address}")[0]
 
     def allreduce(self, kind: str, size: int, count: int) -> list[float]:
@@ -62,17 +48,10 @@ class Members:
     def _all(self, line: Callable[[int], str]) -> tuple[float, list[str]]:
         """Send each member a line. Return the milliseconds until the last has answered, and member 0's answer."""
         began = time.perf_counter()
-        for rank, process in enumerate(self._processes):
-            process.stdin.write(f"{line(rank)}\n")
-            process.stdin.flush()
-        answers = [self._read(process, "done") for process in self._processes]
+        for rank, peer in enumerate(self._peers):
+            peer.tell(line(rank))
+        answers = [peer.answer("done") for peer in self._peers]
         return (time.perf_counter() - began) * 1e3, answers[0]
-
-    def _read(self, process: subprocess.Popen[str], word: str) -> list[str]:
-        said = process.stdout.readline().split()
-        if not said or said[0] != word:
-            raise RuntimeError(f"a member said {said} instead of {word!r}; see {self._log}")
-        return said[1:]
 
 
 class Samples:

@@ -7,19 +7,18 @@ five times over. The figure of a run is its median managed step divided by its m
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import tempfile
 from pathlib import Path
 
 from figures import Figure, Limit, p50
-from sides import HERE, Side, free_port, lighthouse, stop
+from peers import run_to_end
+from sides import HERE, Side, free_port, lighthouse
 
 RANKS = 2
 WARM_UP = 24
 STEPS = 320
 """Of both kinds."""
 REPEATS = 5
-RUN_TIMEOUT = 300.0
 LIMIT_PERCENT = 5.0
 
 
@@ -30,21 +29,7 @@ def measure(side: Side, steps: int, log: Path) -> dict[str, list[tuple[float, fl
         command = [side.python, HERE / "hsdp_trainer.py", "--library", side.name, "--ranks", str(RANKS), "--out", out]
         command += ["--store-port", str(free_port()), "--steps", str(steps + WARM_UP)]
         command += ["--lighthouse", stack.enter_context(lighthouse(side, min_replicas=1, log=log)).address]
-        ranks = []
-        for rank in range(RANKS):
-            with log.open("ab") as errors:
-                started = subprocess.Popen(
-                    [*command, "--rank", str(rank)],
-                    env=side.environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
-            stack.callback(stop, started)
-            ranks.append(started)
-        for one in ranks:
-            if one.wait(RUN_TIMEOUT) != 0:
-                raise RuntimeError(f"a rank of {side.name} ended with {one.returncode}; see {log}")
+        run_to_end(side, [[*command, "--rank", rank] for rank in range(RANKS)], log, side.name)
         kinds: dict[str, list[tuple[float, float]]] = {"plain": [], "managed": []}
         for line in out.read_text().splitlines()[WARM_UP:]:
             kind, seconds, of_processor = line.split()

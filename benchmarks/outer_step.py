@@ -9,39 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
 import tempfile
 from pathlib import Path
 
 from figures import Figure, p50
-from sides import HERE, Side, lighthouse, stop
+from peers import run_to_end
+from sides import HERE, Side, lighthouse
 
 GROUPS = 2
 WARM_UP = 3
 STEPS = {"1M": 40, "100M": 8}
 REPEATS = 3
 CODECS = ("quantized", "top-k", "two-bit")
-RUN_TIMEOUT = 300.0
 
 
 def measure(side: Side, model: str, steps: int, log: Path, *flags: str) -> tuple[list[float], float]:
     """Return the milliseconds of each outer step of group 0, and the median of MB sent by each group."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         address = stack.enter_context(lighthouse(side, min_replicas=GROUPS, log=log)).address
-        trainers = []
-        for group in range(GROUPS):
-            command = [side.python, HERE / "outer_step_trainer.py", "--library", side.name, "--lighthouse", address]
-            command += ["--group", str(group), "--groups", str(GROUPS), "--model", model, *flags]
-            command += ["--steps", str(steps + WARM_UP), "--out", f"{folder}/{group}"]
-            with log.open("ab") as errors:
-                trainer = subprocess.Popen(
-                    command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
-                )
-            stack.callback(stop, trainer)
-            trainers.append(trainer)
-        for trainer in trainers:
-            if trainer.wait(RUN_TIMEOUT) != 0:
-                raise RuntimeError(f"a trainer of {side.name} ended with {trainer.returncode}; see {log}")
+        command = [side.python, HERE / "outer_step_trainer.py", "--library", side.name, "--lighthouse", address]
+        command += ["--groups", GROUPS, "--model", model, "--steps", steps + WARM_UP, *flags]
+        commands = [[*command, "--group", group, "--out", f"{folder}/{group}"] for group in range(GROUPS)]
+        run_to_end(side, commands, log, side.name)
         lines = [line.split() for line in Path(folder, "0").read_text().splitlines()]
         sent = [int(after) - int(before) for (_, before), (_, after) in itertools.pairwise(lines)]
         return [float(seconds) * 1e3 for seconds, _ in lines[WARM_UP:]], p50(sent[WARM_UP:]) / GROUPS / 1e6

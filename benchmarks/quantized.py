@@ -8,12 +8,12 @@ quantized all-reduce runs on CUDA only.
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
 from figures import Figure, Limit, p50
-from sides import HERE, ROOT, keepstep_side, stop
+from peers import Peer
+from sides import HERE, ROOT, keepstep_side
 
 sys.path.insert(0, str(ROOT))
 
@@ -31,39 +31,21 @@ class Groups:
     """The processes of the groups."""
 
     def __init__(self, hosts: list[Host], log: Path, stack: contextlib.ExitStack) -> None:
-        self._log = log
-        self._processes: list[subprocess.Popen[str]] = []
         side, store = keepstep_side(), ""
+        self._peers: list[Peer] = []
         for rank, host in enumerate(hosts):
-            command = [*host.command, side.python, HERE / "quantized_ends.py", str(rank), str(len(hosts)), host.address]
-            with log.open("ab") as errors:
-                process = subprocess.Popen(
-                    [*command, store],
-                    env=side.environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            stack.callback(stop, process)
-            self._processes.append(process)
-            store = store or self._read(process)[0]
-        for process in self._processes:
-            self._read(process)
+            command = [*host.command, side.python, HERE / "quantized_ends.py", rank, len(hosts), host.address, store]
+            self._peers.append(Peer(side, command, log, stack))
+            store = store or self._peers[0].answer()[0]
+        for peer in self._peers:
+            peer.answer("ready")
 
     def reduce(self, kind: str, mib: int) -> tuple[float, float, float]:
         """Return the milliseconds of the slowest group, the most bytes that one sent, and the relative error."""
-        for process in self._processes:
-            process.stdin.write(f"{kind} {mib}\n")
-            process.stdin.flush()
-        seconds, sent, errors = zip(*(map(float, self._read(process)) for process in self._processes), strict=True)
+        for peer in self._peers:
+            peer.tell(f"{kind} {mib}")
+        seconds, sent, errors = zip(*(map(float, peer.answer()) for peer in self._peers), strict=True)
         return max(seconds) * 1e3, max(sent), max(errors)
-
-    def _read(self, process: subprocess.Popen[str]) -> list[str]:
-        said = process.stdout.readline().split()
-        if not said:
-            raise RuntimeError(f"a group ended; see {self._log}")
-        return said
 
 
 def measure(place: str, hosts: list[Host], *, quick: bool, log: Path) -> list[Figure]:

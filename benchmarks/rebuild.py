@@ -8,12 +8,12 @@ so neither has a host of its own. Clients of the TCPStore stay connected; keepst
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from pathlib import Path
 
 from figures import Figure, p50
-from sides import HERE, Side, keepstep_side, stop
+from peers import Peer
+from sides import HERE, Side, keepstep_side
 
 SIZES = (2, 4, 8, 16)
 REBUILDS = 20
@@ -22,46 +22,24 @@ WARM_UP = 3
 
 class Members:
     def __init__(self, side: Side, size: int, log: Path, stack: contextlib.ExitStack) -> None:
-        self._log = log
-        self._processes = []
-        for rank in range(size):
-            with log.open("ab") as errors:
-                process = subprocess.Popen(
-                    [side.python, HERE / "rebuild_ends.py", str(rank), str(size)],
-                    env=side.environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-            stack.callback(stop, process)
-            self._processes.append(process)
-        heard = [self._read(process, "ready") for process in self._processes]
-        self.addresses = {"ours": heard[0][1], "tcp": heard[0][2]}
+        command = [side.python, HERE / "rebuild_ends.py"]
+        self._peers = [Peer(side, [*command, rank, size], log, stack) for rank in range(size)]
+        (ours, tcp), *_ = [peer.answer("ready") for peer in self._peers]
+        self.addresses = {"ours": ours, "tcp": tcp}
 
     def rebuild(self, kind: str, number: int) -> float:
         """Return the milliseconds until the last member is done."""
         began = time.perf_counter()
-        for process in self._processes:
-            self._tell(process, f"{kind} {number} {self.addresses[kind]}")
-        for process in self._processes:
-            self._read(process, "built")
+        for peer in self._peers:
+            peer.tell(f"{kind} {number} {self.addresses[kind]}")
+        for peer in self._peers:
+            peer.answer("built")
         return (time.perf_counter() - began) * 1e3
 
     def counts(self) -> dict[str, int]:
         """Return counters of keepstep's table since the last call: bytes held, HTTP requests, bytes answered."""
-        self._tell(self._processes[0], "counts")
-        return dict(zip(("held", "requests", "sent"), map(int, self._read(self._processes[0], "")), strict=True))
-
-    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
-
-    def _read(self, process: subprocess.Popen[str], word: str) -> list[str]:
-        said = process.stdout.readline().split()
-        if not said or (word and said[0] != word):
-            raise RuntimeError(f"a member said {said} instead of {word!r}; see {self._log}")
-        return said
+        self._peers[0].tell("counts")
+        return dict(zip(("held", "requests", "sent"), map(int, self._peers[0].answer()), strict=True))
 
 
 def run(*, quick: bool, log: Path, sizes: tuple[int, ...] = SIZES) -> list[Figure]:

@@ -7,18 +7,17 @@ of group 0, after a warm-up. The added time is that figure minus the one of plai
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import tempfile
 from pathlib import Path
 
 from figures import Figure, Limit, p50
-from sides import HERE, Side, free_port, lighthouse, stop
+from peers import run_to_end
+from sides import HERE, Side, free_port, lighthouse
 
 GROUPS = 2
 WARM_UP = 50
 STEPS = 300
 REPEATS = 3
-RUN_TIMEOUT = 180.0
 
 
 def measure(side: Side, library: str, model: str, steps: int, log: Path) -> list[float]:
@@ -27,39 +26,13 @@ def measure(side: Side, library: str, model: str, steps: int, log: Path) -> list
         address = ""
         if library != "plain":
             address = stack.enter_context(lighthouse(side, min_replicas=GROUPS, log=log)).address
-        port = free_port()
-        trainers = []
-        for group in range(GROUPS):
-            trainer = _trainer(
-                side,
-                log,
-                library=library,
-                lighthouse=address,
-                group=group,
-                groups=GROUPS,
-                min_replicas=GROUPS,
-                model=model,
-                steps=steps + WARM_UP,
-                store_port=port,
-                out=Path(folder) / str(group),
-            )
-            stack.callback(stop, trainer)
-            trainers.append(trainer)
-        for trainer in trainers:
-            if trainer.wait(RUN_TIMEOUT) != 0:
-                raise RuntimeError(f"a trainer of {library} ended with {trainer.returncode}; see {log}")
+        command = [side.python, HERE / "trainer.py", "--library", library, "--lighthouse", address, "--model", model]
+        command += ["--groups", GROUPS, "--min-replicas", GROUPS, "--steps", steps + WARM_UP]
+        command += ["--store-port", free_port()]
+        commands = [[*command, "--group", group, "--out", Path(folder) / str(group)] for group in range(GROUPS)]
+        run_to_end(side, commands, log, library)
         lines = (Path(folder) / "0").read_text().splitlines()[WARM_UP:]
         return [float(line.split()[3]) * 1e3 for line in lines]
-
-
-def _trainer(side: Side, log: Path, **flags: object) -> subprocess.Popen[bytes]:
-    command = [side.python, HERE / "trainer.py"]
-    for flag, value in flags.items():
-        command += [f"--{flag.replace('_', '-')}", str(value)]
-    with log.open("ab") as errors:
-        return subprocess.Popen(
-            command, env=side.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
-        )
 
 
 def run(ours: Side, theirs: Side, *, quick: bool, log: Path) -> list[Figure]:
