@@ -33,6 +33,7 @@ from keepstep.lifecycle.state_and_progress import StateAndProgress
 from keepstep.quantization.fused import check_quantizable
 from keepstep.script_checks.script_checker import ScriptChecker
 from keepstep.step.attempt import Attempt
+from keepstep.step.collectives import Reduction
 from keepstep_mesh.net.fork_safety import OfParent, never_free, tell_children
 
 T = TypeVar("T")
@@ -356,9 +357,8 @@ class Manager(StateAndProgress):
                 f"an average of {tensor.dtype} would lose its fraction; use ReduceOp.SUM or a float tensor"
             )
         after = self._attempt.after if self._attempt is not None else None
-        return (after or self._current()).allreduce(
-            tensor, reduce_op, average=average, write_back=write_back, quantize=should_quantize
-        )
+        reduction = Reduction(tensor, reduce_op, average, write_back, should_quantize)
+        return (after or self._current()).allreduce(reduction)
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> Work:
         """Average tensors in place over the groups that take part, in a way of the caller's own. Codecs use this.

@@ -7,12 +7,8 @@ logged, and the process group is rebuilt with the next quorum.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-import torch
-from torch.distributed import ReduceOp
-
-from keepstep.step.collectives import Collectives
+from keepstep.step.collectives import Collectives, Reduction
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.reporting.step_telemetry import StepTimes
@@ -36,30 +32,15 @@ class AfterStep:
         self._participation = participation
         self._collectives = Collectives(context, StepTimes(time.monotonic()), self._report)
 
-    def allreduce(
-        self,
-        tensor: torch.Tensor,
-        reduce_op: ReduceOp | ReduceOp.RedOpType,
-        *,
-        average: bool,
-        write_back: Callable[[], None] | None = None,
-        quantize: bool = False,
-    ) -> ManagedWork:
-        """Reduce ``tensor`` in place. See ``Collectives.allreduce``."""
+    def allreduce(self, reduction: Reduction) -> ManagedWork:
+        """Reduce a tensor in place. See ``Collectives.allreduce``."""
         rank, world = self._participation
         if self.error is None:
             try:
-                return self._collectives.allreduce(
-                    *(tensor, reduce_op),
-                    average=average,
-                    contributes=rank is not None,
-                    world=world,
-                    write_back=write_back,
-                    quantize=quantize,
-                )
+                return self._collectives.allreduce(reduction, contributes=rank is not None, world=world)
             except Exception as error:  # noqa: BLE001  reported: training goes on
                 self._report(error)
-        return ManagedWork(None, tensor, ok=False)
+        return ManagedWork(None, reduction.tensor, ok=False)
 
     def end(self) -> None:
         """Wait for the collectives, before the next step begins.

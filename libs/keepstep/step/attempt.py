@@ -19,13 +19,13 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
-from torch.distributed import ReduceOp, Work
+from torch.distributed import Work
 
 from keepstep.collectives.codecs.codec import Round
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.step.after_step import AfterStep
 from keepstep.step.agreeing import decision_on, root_of
-from keepstep.step.collectives import Collectives
+from keepstep.step.collectives import Collectives, Reduction
 from keepstep.step.context import StepContext
 from keepstep.step.healing import StateExchange
 from keepstep.step.managed_work import ManagedWork
@@ -257,31 +257,15 @@ class Attempt:
 
     # ---- collectives and live state
 
-    def allreduce(
-        self,
-        tensor: torch.Tensor,
-        reduce_op: ReduceOp | ReduceOp.RedOpType,
-        *,
-        average: bool,
-        write_back: Callable[[], None] | None = None,
-        quantize: bool = False,
-    ) -> ManagedWork:
-        """Reduce ``tensor`` in place over the groups that take part. Errors are reported, not raised.
+    def allreduce(self, reduction: Reduction) -> ManagedWork:
+        """Reduce a tensor in place over the groups that take part. Errors are reported, not raised.
 
         See ``Collectives.allreduce``.
         """
-
-        def start(contributes: bool, world: int) -> ManagedWork:
-            return self._collectives.allreduce(
-                *(tensor, reduce_op),
-                average=average,
-                contributes=contributes,
-                world=world,
-                write_back=write_back,
-                quantize=quantize,
-            )
-
-        return self._start_collective(start, tensor)
+        return self._start_collective(
+            lambda contributes, world: self._collectives.allreduce(reduction, contributes=contributes, world=world),
+            reduction.tensor,
+        )
 
     def run_collective(self, tensors: list[torch.Tensor], start: Callable[[Round], Work]) -> ManagedWork:
         """Average ``tensors`` in place with ``start``. Errors are reported, not raised. See ``Collectives.run``."""

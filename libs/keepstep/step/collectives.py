@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,21 @@ from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.neutral_elements import neutral_element
 from keepstep.step.reporting.step_telemetry import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A tensor to reduce in place, and how."""
+
+    tensor: torch.Tensor
+    """Dense, of any shape."""
+    op: ReduceOp | ReduceOp.RedOpType
+    average: bool
+    """Divide the sum by the number of groups that take part."""
+    write_back: Callable[[], None] | None = None
+    """Called by ``Collectives.finish``, if the collective succeeded."""
+    quantize: bool = False
+    """Send 8-bit values. The sum is computed in float32, so float16 does not overflow."""
 
 
 class Collectives:
@@ -59,61 +75,46 @@ class Collectives:
         """Whether a result has one, after ``finish``; False without ``refuse_nonfinite``."""
         return _any_nonfinite(self._results)
 
-    def allreduce(
-        self,
-        tensor: torch.Tensor,
-        reduce_op: ReduceOp | ReduceOp.RedOpType,
-        *,
-        average: bool,
-        contributes: bool,
-        world: int,
-        write_back: Callable[[], None] | None = None,
-        quantize: bool = False,
-    ) -> ManagedWork:
-        """Start to reduce ``tensor`` in place.
+    def allreduce(self, reduction: Reduction, *, contributes: bool, world: int) -> ManagedWork:
+        """Start to reduce a tensor in place.
 
         ``agreement.ARITHMETIC`` is the version of this arithmetic. float16 is divided before the sum, which would
         overflow, as in torch's DDP; other floats are divided after it. A sum of booleans is a logical or, as with NCCL.
 
         Args:
-            tensor: dense, of any shape.
-            reduce_op: as the caller gave it.
-            average: divide the sum by ``world``.
-            contributes: False: this group contributes the neutral element of ``reduce_op``, such as 0 to a sum.
+            reduction: the tensor, and how to reduce it.
+            contributes: False: this group contributes the neutral element of the operation, such as 0 to a sum.
             world: number of groups that take part.
-            write_back: called by ``finish``, if the collective succeeded.
-            quantize: send 8-bit values. The sum is computed in float32, so float16 does not overflow.
 
         Raises:
-            ValueError: ``reduce_op`` has no neutral element.
+            ValueError: the operation has no neutral element.
             Exception: the collective could not be started.
         """
-        context = self._context
+        context, tensor, average = self._context, reduction.tensor, reduction.average
         if not contributes:
-            tensor.fill_(neutral_element(reduce_op, tensor.dtype))
+            tensor.fill_(neutral_element(reduction.op, tensor.dtype))
         whole = tensor.contiguous()  # a process group reads the memory behind the first element
-        summed = (whole.is_floating_point() or whole.is_complex()) and reduce_op in (ReduceOp.AVG, ReduceOp.SUM)
+        summed = (whole.is_floating_point() or whole.is_complex()) and reduction.op in (ReduceOp.AVG, ReduceOp.SUM)
         if summed and contributes:
             self._contributed += _extremes(whole)
         scale = 1 / world if average and world > 1 else None  # as torch's DDP: three times as fast as a division
-        if quantize:
+        if reduction.quantize:
             self._times.launched = time.monotonic()
             reduced = all_reduce([whole], scale or 1.0, context.reconfigurer.pg, context.timeout)
             self.quantized += 1
-            return self._add(reduced, [whole], tensor, summed=summed, write_back=write_back)
+            return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back)
         if scale is not None and whole.dtype is torch.float16:
             whole.mul_(scale)
             scale = None
         options = dist.AllreduceOptions()
-        wired = ReduceOp.SUM if average else reduce_op
+        wired = ReduceOp.SUM if average else reduction.op
         if whole.dtype is torch.bool and wired == ReduceOp.SUM:
             wired = ReduceOp.MAX  # a backend adds bytes: two Trues would be no boolean, 256 of them False
         options.reduceOp = wired  # type: ignore[assignment]
         options.timeout = context.timeout
         self._times.launched = time.monotonic()
         work = context.reconfigurer.pg.allreduce([whole], options)
-
-        return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=write_back)
+        return self._add(work, [whole], tensor, summed=summed, scale=scale, write_back=reduction.write_back)
 
     def run(
         self, tensors: list[torch.Tensor], start: Callable[[Round], dist.Work], *, contributes: bool, world: int
