@@ -3,102 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
-import aiohttp
 import pytest
 
 from keepstep.group import slow_quorum_log
 from keepstep.group.group_peers import checkpoint_metadata, first_layout_difference
-from keepstep.group.group_server import GroupServer
-from keepstep.group.ranks.rank_client import RankClient
-from keepstep.group.ranks.rank_link import GroupSettings, Leaving
+from keepstep.group.ranks.rank_link import Leaving
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.quorum.events import EvictOrdered, Policy
 from keepstep_lighthouse.quorum.views import HealView
 from keepstep_lighthouse.registry.service_registry import new_record
 from keepstep_mesh.errors import KeepstepError, LayoutMismatch, SessionClosed
-from keepstep_mesh.protocol import codec
-from keepstep_mesh.protocol.group_messages import RankAsk, RankHello, RankVote
-from keepstep_mesh.protocol.messages import Evicted, Healing, MemberLost, Refused, ServiceAddress
-from keepstep_mesh.security.tokens import ClientToken
+from keepstep_mesh.protocol.group_messages import RankVote
+from keepstep_mesh.protocol.messages import Evicted, Healing, ServiceAddress
 from keepstep_mesh.session.session_events import Push
-from keepstep_mesh.session.session_settings import SessionSettings
+from tests.services.worker.group_driver import DEADLINE, Group, ask
 from tests.support.services.lighthouse_driver import eventually
 from tests.support.services.lighthouse_driver import lighthouse as in_loop
-
-DEADLINE = 20.0
-
-
-@pytest.fixture
-async def lighthouse() -> AsyncIterator[Lighthouse]:
-    async with in_loop() as one:
-        yield one
-
-
-class Group:
-    """A server and its clients, with the messages that they got."""
-
-    def __init__(
-        self, lighthouse: Lighthouse, world_size: int, name: str = "a:1", token: str | ClientToken | None = None
-    ) -> None:
-        self.failed: list[str] = []
-        self.lost: asyncio.Future[MemberLost] = asyncio.get_running_loop().create_future()
-        self.server = GroupServer(
-            GroupSettings(world_size, "127.0.0.1"),
-            SessionSettings((lighthouse.address,), "default", name, token),
-            self.failed.append,
-            self.hear,
-        )
-        self.world_size = world_size
-        self.token = token
-        self.clients: list[RankClient] = []
-
-    def hear(self, push: Push) -> None:
-        if isinstance(push, MemberLost) and not self.lost.done():
-            self.lost.set_result(push)
-
-    async def start(self) -> None:
-        await self.server.start()
-        for rank in range(1, self.world_size):
-            self.clients.append(await self.connect(rank))
-
-    async def connect(self, rank: int, **changes: Any) -> RankClient:
-        timeout = changes.pop("timeout", DEADLINE)
-        settings = {"world_size": self.world_size, "restart": 0, "token": self.token, **changes}
-        client = RankClient(self.server.address, rank, on_failed=self.failed.append, on_push=self.hear, **settings)
-        await client.start(timeout)
-        return client
-
-    @property
-    def links(self) -> list[Any]:
-        return [self.server, *self.clients]
-
-    async def ask(self, **changes: Any) -> list[Any]:
-        asks = [link.ask(ask(**changes)) for link in self.links]
-        return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), DEADLINE)
-
-    async def close(self) -> None:
-        for client in self.clients:
-            await client.close()
-        await self.server.close()
-
-
-@pytest.fixture
-async def pair(lighthouse) -> AsyncIterator[Group]:
-    group = Group(lighthouse, 2)
-    await group.start()
-    yield group
-    await group.close()
-
-
-def ask(step: int = 0, request: int = 1, **changes: Any) -> RankAsk:
-    values = {"lineage": "", "shrink_only": False, "commit_failures": 0, "timeout_ms": 10_000, **changes}
-    return RankAsk(request, step, **values)
 
 
 async def test_all_ranks_get_the_same_quorum_once_all_have_asked(pair):
@@ -298,96 +221,6 @@ async def test_a_group_leaves_although_no_lighthouse_takes_its_goodbye(lighthous
     answers = await pair.ask(leaving="SIGTERM", timeout_ms=300)
     assert [repr(answer) for answer in answers] == ["Leaving('SIGTERM')"] * 2
     assert [type(answer) for answer in await pair.ask()] == [SessionClosed] * 2, "it has left"
-
-
-@pytest.mark.parametrize(
-    ("rank", "changes", "message"),
-    [
-        (1, {}, "rank 1 is connected already"),
-        (2, {}, "asks to join a group of 2"),
-        (1, {"world_size": 3}, "asks to join a group of 2"),
-        (1, {"restart": 4}, "belongs to restart 4"),
-    ],
-)
-async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(pair, rank, changes, message):
-    with pytest.raises(KeepstepError, match=message):
-        await pair.connect(rank, **changes)
-    assert not any("died" in reason for reason in pair.failed)
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [b"", b"\xc1garbage", codec.pack(["rank_hello"]), codec.pack(["beat"]), codec.encode(RankHello(99, 99, 1, 2, 0))],
-    ids=["empty", "not msgpack", "too short", "no hello", "another version"],
-)
-async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nobody(pair, frame):
-    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks") as socket:
-        await socket.send_bytes(frame)
-        refused = codec.decode(await socket.receive_bytes(timeout=DEADLINE))
-        assert isinstance(refused, Refused)
-        assert refused.reason
-    assert not pair.failed
-    assert all(not isinstance(answer, Exception) for answer in await pair.ask())
-
-
-async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplog):
-    async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks"):
-        pass
-    await pair.server.close()
-    assert not [record for record in caplog.records if record.name == "aiohttp.server"]
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"])
-async def test_a_connection_that_asks_nothing_is_cut_and_a_rank_is_not(lighthouse, monkeypatch, sent):
-    monkeypatch.setattr("keepstep.group.group_listener.FIRST_REQUEST_SECONDS", 0.2)
-    group = Group(lighthouse, 2)
-    await group.start()
-    try:
-        host, port = group.server.address.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(sent)
-        async with asyncio.timeout(DEADLINE):
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
-        writer.close()
-        assert all(not isinstance(answer, Exception) for answer in await group.ask())
-    finally:
-        await group.close()
-
-
-async def test_a_token_is_asked_for_on_every_route(lighthouse):
-    group = Group(lighthouse, 2, token="secret-token")
-    await group.start()
-    try:
-        async with aiohttp.ClientSession() as client:
-            for path in ("/v1/ranks", "/v1/ranks/0/checkpoint", "/v1/layout", "/v1/anything"):
-                for headers in ({}, {"Authorization": "Bearer wrong"}):
-                    async with client.get(group.server.address + path, headers=headers) as answer:
-                        assert answer.status == 401, path
-            async with client.get(group.server.address + "/healthz") as answer:
-                assert answer.status == 200
-        with pytest.raises(TimeoutError, match="401"):
-            await group.connect(1, token="wrong", timeout=0.3)
-    finally:
-        await group.close()
-
-
-async def test_during_a_rotation_ranks_and_peers_with_either_token_come_in(lighthouse, tmp_path):
-    file = tmp_path / "token"
-    file.write_text("new\nold\n")
-    token = ClientToken({"KEEPSTEP_TOKEN_FILE": str(file)})
-    group = Group(lighthouse, 3, token=token)
-    await group.server.start()
-    try:
-        group.clients = [await group.connect(1, token="old"), await group.connect(2, token="new")]
-        group.server.layout_lines = ["a (2,)"]
-        for one in ("old", "new", token):
-            assert "only here" in await first_layout_difference(group.server.address, one, ["a (2,)", "b (1,)"])
-        file.write_text("new\n")
-        token.refresh()
-        assert "401" in await first_layout_difference(group.server.address, "old", [])
-    finally:
-        await group.close()
 
 
 async def test_the_first_difference_of_two_layouts_is_named(pair):
