@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import io
 import math
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 
 import aiohttp
@@ -26,25 +24,7 @@ from keepstep.rendezvous.store_client import (
 )
 from keepstep_mesh.errors import AuthError
 from keepstep_mesh.security.tokens import ClientToken
-from tests.support.network.unanswered import unanswered_name
-
-LONG = timedelta(minutes=10)
-NEW = Table("job", 1, 7, 0)
-
-
-@contextlib.asynccontextmanager
-async def served(server: KeyValueServer, port: int = 0) -> AsyncIterator[str]:
-    app = web.Application(client_max_size=1024)  # the server has its own limit
-    app.add_routes(server.routes())
-    runner = web.AppRunner(app, lingering_time=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    host, port = runner.addresses[0][:2]
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        server.close()
-        await runner.cleanup()
+from tests.unit.group.rendezvous_driver import LONG, NEW, begun, call, served
 
 
 @pytest.fixture
@@ -68,19 +48,6 @@ async def make(request: pytest.FixtureRequest, server: KeyValueServer) -> AsyncI
         yield make
         for store in stores:
             store.close()
-
-
-async def call(function, *args):
-    """Runs what blocks in a thread."""
-    return await asyncio.wait_for(asyncio.to_thread(function, *args), 60)
-
-
-async def begun(awaitable: Awaitable[object]) -> asyncio.Task[object]:
-    """A task that is given time to get to where it waits."""
-    task = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(0.2)  # no event shows that a thread waits; too short, the test sees less and passes
-    assert not task.done()
-    return task
 
 
 async def test_what_one_sets_another_gets(make) -> None:
@@ -266,60 +233,6 @@ async def test_during_a_rotation_members_with_either_token_meet(tmp_path) -> Non
         assert await call(new.get, "key") == b"value"
         old.close()
         new.close()
-
-
-async def test_a_host_that_comes_up_late_is_met(server) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    store = RendezvousStore(f"127.0.0.1:{port}", NEW, timeout=timedelta(seconds=30))
-    waiting = await begun(call(store.set, "key", b"value"))
-    async with served(server, port):
-        await waiting
-        assert await call(store.get, "key") == b"value"
-        store.close()
-
-
-async def timeout_and_abort(address: str) -> tuple[str, str]:
-    """Return the errors of a wait that times out, and of one that is aborted."""
-    with pytest.raises(TimeoutError) as timeout:
-        await call(RendezvousStore(address, NEW, timeout=timedelta(seconds=0.1)).get, "key")
-    store = RendezvousStore(address, NEW, timeout=LONG)
-    waiting = await begun(call(store.get, "key"))
-    store.abort("enough")
-    with pytest.raises(RendezvousAbortedError) as aborted:
-        await waiting
-    return str(timeout.value), str(aborted.value)
-
-
-async def test_a_host_that_never_comes_up_is_a_timeout_and_can_be_aborted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    timeout, aborted = await timeout_and_abort(address)
-    assert "was not reachable in time" in timeout
-    assert "enough" in aborted
-
-
-async def test_a_host_whose_name_nobody_answers_for_is_a_timeout_and_can_be_aborted() -> None:
-    with unanswered_name() as name:
-        timeout, aborted = await timeout_and_abort(f"{name}:80")
-    assert f"the name {name} was not found" in timeout
-    assert "enough" in aborted
-
-
-async def test_a_host_that_dies_is_an_error_at_once() -> None:
-    async with served(KeyValueServer()) as address:
-        store = RendezvousStore(address, NEW, timeout=LONG)
-        await call(store.set, "key", b"")
-    with pytest.raises(RendezvousError, match="lost the rendezvous host"):
-        await call(store.get, "other")
-    store.close()
-
-
-async def test_a_host_that_accepts_and_says_nothing_is_a_timeout_and_can_be_aborted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        timeout, aborted = await timeout_and_abort(f"127.0.0.1:{silent.getsockname()[1]}")
-    assert "did not answer" in timeout
-    assert "enough" in aborted
 
 
 @pytest.mark.parametrize("address", ["", "host", "http://host", "host:port"])

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from keepstep_lighthouse.app import Lighthouse
 from keepstep_lighthouse.registry import service_records, service_registry
 from keepstep_lighthouse.store.contract import StoreError, Write, WriteFailedError
 from keepstep_lighthouse.store.memory_store import MemoryStore
-from keepstep_mesh.discovery.registration import Registrar, Registration, registered
-from keepstep_mesh.net.http import Route
+from keepstep_mesh.discovery.registration import Registration, registered
 from keepstep_mesh.protocol.messages import QuorumAnswer, ServiceAddress, Services, Welcome
-from keepstep_mesh.security.tokens import Access, Tokens
-from keepstep_mesh.serving.service import Service, serving
+from tests.services.lighthouse.cluster.registrations import RELAY, TOLD, known
 from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import DEADLINE, connection, eventually, lighthouse, worker
 
-RELAY = Registration("relay", "relay-1", "http://10.0.0.7:29520", ttl=30.0, details={"chunks": "memory", "gib": 64})
-TOLD = ServiceAddress("relay", "relay-1", "http://10.0.0.7:29520")
 PATH = "/v1/services/relay/relay-1"
 
 
@@ -46,11 +38,6 @@ async def rest(address: str, method: str, path: str, status: int, **how: Any) ->
 async def services_of(one: Lighthouse) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (await rest(one.address, "GET", "/v1/cluster", 200))["services"]
     return found
-
-
-async def known(registrar: Registrar) -> None:
-    async with asyncio.timeout(DEADLINE):
-        await registrar.known.wait()
 
 
 # ---- the record
@@ -266,22 +253,7 @@ async def test_nothing_is_told_before_the_welcome() -> None:
         assert (await silent.next(Welcome)).services == (TOLD,)
 
 
-# ---- staying registered
-
-
-async def test_a_service_is_registered_anew_with_a_lighthouse_that_forgot_it() -> None:
-    async with lighthouse() as first:
-        port = first.address.rpartition(":")[2]
-        short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
-        async with registered([first.address], short) as registrar:
-            await known(registrar)
-            await first.stop()
-            await eventually(lambda: registrar.lighthouse is None)
-            assert "no lighthouse takes the registration" in (registrar.trouble or "")
-            async with lighthouse(bind=f"127.0.0.1:{port}") as second, worker(second.address) as member:
-                if not member.welcome.services:
-                    assert (await member.next(Services)).services == (TOLD,)
-                await known(registrar)
+# ---- the store
 
 
 @pytest.fixture(params=["memory", "sqlite", "etcd"])
@@ -309,106 +281,6 @@ async def test_a_record_outlives_the_lighthouse(store: str) -> None:
         await eventually(lambda: len(one.registry.records) == 1)
         (record,) = await services_of(one)
         assert (await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1", "ttl_seconds": 20})) == record
-
-
-async def test_the_next_lighthouse_is_asked_when_the_first_is_silent() -> None:
-    async with lighthouse() as one:
-        short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with registered([nobody, one.address], short) as registrar:
-                await known(registrar)
-                assert registrar.lighthouse == one.address
-
-
-async def test_every_lighthouse_knows_the_services_and_the_next_leader_goes_on_with_them(etcd: EtcdCluster) -> None:
-    url = f"{etcd.address}/{uuid.uuid4()}"
-    short = Registration("relay", "relay-1", RELAY.address, ttl=6.0)
-    async with (
-        lighthouse(store=url) as first,
-        lighthouse(store=url) as second,
-        registered([second.address], short) as registrar,
-    ):
-        await known(registrar)
-        assert registrar.lighthouse == first.address, "the one that leads took it"
-        await eventually(lambda: second.registry.addresses() == (TOLD,))
-        await first.stop()
-        await eventually(lambda: second.term is not None)
-        async with worker(second.address) as member:
-            assert member.welcome.services == (TOLD,), "known before it registers again"
-            await eventually(lambda: registrar.lighthouse == second.address)
-            await member.ask(0)
-            await member.next(QuorumAnswer)  # and no Services before it: it never was away
-
-
-async def test_a_service_that_looks_for_another_finds_it_when_it_comes_and_forgets_it_when_it_goes() -> None:
-    short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
-    async with lighthouse() as one, registered([one.address], short, looks_for="metrics") as registrar:
-        await known(registrar)
-        assert registrar.found is None
-        async with registered([one.address], Registration("metrics", "m", "http://m:1")):
-            await eventually(lambda: registrar.found == "http://m:1")
-        await eventually(lambda: registrar.found is None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("text/html", "<h1>It works!</h1>"), ("application/json", "[]"), ("application/json", '{"services": [1]}')],
-)
-async def test_a_service_stays_registered_whatever_is_said_of_the_one_that_it_looks_for(
-    kind: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    renewals: list[str] = []
-
-    async def renewed(request: web.Request) -> web.Response:
-        renewals.append(request.path)
-        return web.json_response({})
-
-    async def cluster(_: web.Request) -> web.Response:
-        return web.Response(text=said, content_type=kind)
-
-    routes = [Route("PUT", "/v1/services/{kind}/{name}", renewed, Access.OPEN)]
-    routes += [Route("GET", "/v1/cluster", cluster, Access.OPEN)]
-    short = Registration("relay", "relay-1", RELAY.address, ttl=0.3)
-    async with (
-        serving(Service("lighthouse", routes), "127.0.0.1", 0) as endpoint,
-        registered([endpoint.url], short, looks_for="metrics") as registrar,
-    ):
-        await eventually(lambda: len(renewals) > 3)
-        assert (registrar.lighthouse, registrar.found) == (endpoint.url, None)
-    assert "not registered" not in caplog.text
-
-
-TOKENS = Tokens(worker="worker-" * 3, service="service-" * 3, admin="admin-" * 4)
-
-
-@asynccontextmanager
-async def follower(leader: str) -> AsyncIterator[str]:
-    """Return the answer of a lighthouse that does not lead."""
-
-    async def elsewhere(request: web.Request) -> web.Response:
-        return web.Response(status=307, headers={"Location": f"{leader}{request.path}"})
-
-    route = Route("PUT", "/v1/services/{kind}/{name}", elsewhere, Access.SERVICE)
-    async with serving(Service("follower", [route]), "127.0.0.1", 0, tokens=TOKENS) as endpoint:
-        yield endpoint.url
-
-
-async def test_a_lighthouse_that_does_not_lead_sends_the_service_to_the_one_that_does() -> None:
-    async with lighthouse(tokens=TOKENS) as leader, follower(leader.address) as other:
-        async with registered([other], RELAY, token=TOKENS.service) as registrar:
-            await known(registrar)
-            assert registrar.lighthouse == leader.address
-            assert leader.registry.addresses() == (TOLD,)
-        assert leader.registry.addresses() == ()
-
-
-async def test_a_wrong_token_is_told_and_tried_on() -> None:
-    async with lighthouse(tokens=TOKENS) as one:
-        async with registered([one.address], RELAY, token=TOKENS.worker) as registrar:
-            await eventually(lambda: "a worker token may not do this" in (registrar.trouble or ""))
-            assert not registrar.known.is_set()
-        assert one.registry.records == ()
 
 
 async def test_the_cluster_tells_whether_the_store_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,103 +6,29 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
-from aiohttp import web
 
 from keepstep_mesh.errors import AuthError
-from keepstep_mesh.net.http import Route, client_session
-from keepstep_mesh.net.websocket import Link
+from keepstep_mesh.net.http import client_session
 from keepstep_mesh.security.tls import TlsError, TlsFiles, as_safe, explained
-from keepstep_mesh.security.tokens import Access, Tokens
+from keepstep_mesh.security.tokens import Tokens
 from keepstep_mesh.serving import service
 from keepstep_mesh.serving.service import Endpoint, Service, serving
-from keepstep_mesh.testing import DEADLINE, ChaosProxy
+from keepstep_mesh.testing import DEADLINE
+from tests.services.mesh.security.tls_driver import (
+    VERSIONS,
+    Peer,
+    both_loops,
+    on,
+    running,
+)
 from tests.support.network.certificates import Authority
-
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
-LIMIT = 8_000_000
-
-both_loops = pytest.mark.parametrize("loop", LOOPS)
-both_versions = pytest.mark.parametrize("version", VERSIONS)
-
-
-def on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(DEADLINE):
-            await scenario
-
-    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-        runner.run(limited())
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-class Peer:
-    """One end of a link under test."""
-
-    def __init__(self, on_frame: Callable[[Peer, bytes], None] = lambda _, __: None) -> None:
-        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
-        self.losses: list[str] = []
-        self._on_frame = on_frame
-        self.link = Link(self._took, self.losses.append, limit_bytes=LIMIT, unsent_bytes=1 << 28)
-
-    def _took(self, frame: bytes) -> None:
-        self.frames.put_nowait(frame)
-        self._on_frame(self, frame)
-
-    async def lost(self) -> str:
-        reason = await self.link.closed
-        assert self.losses == [reason]
-        return reason
-
-
-def echo(peer: Peer, frame: bytes) -> None:
-    peer.link.send(frame)
-
-
-@asynccontextmanager
-async def running(
-    tls: TlsFiles | None, on_frame: Callable[[Peer, bytes], None] = echo, **how: Any
-) -> AsyncIterator[tuple[Endpoint, asyncio.Queue[Peer]]]:
-    """A service with a route ``/link``, and its ends of the links."""
-    peers: asyncio.Queue[Peer] = asyncio.Queue()
-
-    async def accept(request: web.Request) -> web.StreamResponse:
-        peer = Peer(on_frame)
-        response = await peer.link.accept(request)
-        peers.put_nowait(peer)
-        await peer.link.closed
-        return response
-
-    described = Service("test", [Route("GET", "/link", accept, Access.READ)])
-    async with serving(described, "127.0.0.1", 0, tls=tls, stop_seconds=DEADLINE, **how) as endpoint:
-        yield endpoint, peers
-
-
-@asynccontextmanager
-async def linked(
-    authority: Authority, version: str = "1.3", on_frame: Callable[[Peer, bytes], None] = echo
-) -> AsyncIterator[tuple[Peer, Peer]]:
-    """Both ends of a link: the worker's, the service's."""
-    context = authority.trusted().client_context()
-    context.maximum_version = VERSIONS[version]
-    async with running(authority.service(), on_frame) as (endpoint, peers), client_session(tls=context) as http:
-        worker = Peer()
-        await worker.link.connect(http, f"{endpoint.url}/link")
-        yield worker, await peers.get()
-        worker.link.abort("the test is over")
 
 
 async def healthz(url: str, tls: TlsFiles) -> str:
@@ -112,90 +38,6 @@ async def healthz(url: str, tls: TlsFiles) -> str:
             return str((await response.json())["status"])
     except (aiohttp.ClientError, OSError) as error:
         return explained(error, url)
-
-
-# ---- links over TLS
-
-
-@both_loops
-@both_versions
-def test_frames_of_any_size_arrive_whole(loop: str, version: str, authority: Authority) -> None:
-    async def scenario() -> None:
-        async with linked(authority, version) as (worker, _):
-            frames = [bytes([size % 251]) * size for size in (0, 1, 125, 126, 16_384, 65_536, 1_000_000, LIMIT - 1)]
-            for frame in frames:
-                worker.link.send(frame)
-            assert [await worker.frames.get() for _ in frames] == frames
-
-    on(loop, scenario())
-
-
-@both_loops
-@both_versions
-@pytest.mark.parametrize("who", ["worker", "service"])
-def test_what_was_sent_before_a_close_arrives_and_both_hear_why(
-    loop: str, version: str, who: str, authority: Authority
-) -> None:
-    async def scenario() -> None:
-        async with linked(authority, version, lambda _, __: None) as ends:
-            closing, other = ends if who == "worker" else reversed(ends)
-            closing.link.send(b"x" * 1_000_000)
-            closing.link.close(reason="enough")
-            assert await other.lost() == "closed by the peer: enough"
-            assert await closing.lost() == "enough"
-            assert len(other.frames.get_nowait()) == 1_000_000
-
-    on(loop, scenario())
-
-
-@both_loops
-@both_versions
-def test_nothing_is_heard_after_a_close(loop: str, version: str, authority: Authority) -> None:
-    async def scenario() -> None:
-        async with linked(authority, version, lambda _, __: None) as (worker, peer):
-            peer.link._transport.pause_reading()
-            for _ in range(4):
-                worker.link.send(b"x" * LIMIT)
-            worker.link.close()
-            peer.link.send(b"too late")
-            peer.link._transport.resume_reading()
-            await worker.lost()
-            assert worker.frames.empty()
-
-    on(loop, scenario())
-
-
-@both_loops
-@both_versions
-def test_an_abort_is_heard_by_the_other_end(loop: str, version: str, authority: Authority) -> None:
-    async def scenario() -> None:
-        async with linked(authority, version) as (worker, peer):
-            worker.link.abort("the machine died")
-            assert await worker.lost() == "the machine died"
-            await peer.lost()
-
-    on(loop, scenario())
-
-
-@both_loops
-def test_a_peer_that_says_no_goodbye_does_not_hold_up_a_close(loop: str, authority: Authority) -> None:
-    async def scenario() -> None:
-        context = authority.trusted().client_context()
-        async with (
-            running(authority.service()) as (endpoint, peers),
-            ChaosProxy.before(endpoint.url) as proxy,
-            client_session(tls=context) as http,
-        ):
-            worker = Peer()
-            await worker.link.connect(http, f"{proxy.url}/link")
-            peer = await peers.get()
-            proxy.freeze()
-            peer.link.close(reason="the service ends")
-            assert await peer.lost() == "the service ends"
-            worker.link.abort("the test is over")
-            await worker.lost()
-
-    on(loop, scenario())
 
 
 # ---- who is let in
