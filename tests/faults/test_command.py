@@ -53,7 +53,7 @@ async def test_ctrl_c_in_the_middle_leaves_nothing(repository: Path, tmp_path: P
     async with faults(repository, *flags) as process, asyncio.timeout(DEADLINE):
         started = psutil.Process(process.pid)
         # the fork server, etcd, lighthouses, groups
-        while len(children := started.children(recursive=True)) < 6:  # noqa: ASYNC110 - no event tells of a process
+        while len(children := started.children(recursive=True)) < 6:  # noqa: ASYNC110 - a new process is no event
             await asyncio.sleep(0.05)
         process.send_signal(signal.SIGINT)
         said, _ = await process.communicate()

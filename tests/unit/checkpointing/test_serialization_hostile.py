@@ -85,7 +85,7 @@ HOSTILE = {
         ),
         "pack too large",
     ),
-    "more than there is memory": (
+    "more than the memory": (
         forge(rows=[["uint8", [1 << 39], None, 0, 0, None]], regions=[1 << 39]),
         "the state needs 549755813888 bytes",
     ),
@@ -94,8 +94,8 @@ HOSTILE = {
     "a numpy dtype of objects": (forge(rows=[["numpy:|O8", [2], None, 0, 0, None]]), "unsupported numpy dtype"),
     "a numpy dtype with fields": (forge(rows=[["numpy:i4,i4", [2], None, 0, 0, None]]), "unsupported numpy dtype"),
     "a region that is not there": (forge(rows=[["float32", [4], None, 7, 0, None]]), "region 7 of 1"),
-    "a region of nobody": (forge(regions=[16, 1 << 36]), "belongs to no tensor"),
-    "a tensor of nobody": (forge(tree=None), "does not refer to every tensor"),
+    "a region of no tensor": (forge(regions=[16, 1 << 36]), "belongs to no tensor"),
+    "a tensor without a reference": (forge(tree=None), "does not refer to every tensor"),
     "a reference beyond the table": (forge(tree=["tensor", 1]), "refers to tensor"),
     "a reference that is no number": (forge(tree=["tensor", "x"]), "refers to tensor"),
     "a reference to two": (forge(tree=["tensor", 0, 0]), "refers to tensor"),

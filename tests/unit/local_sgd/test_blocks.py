@@ -74,7 +74,7 @@ def test_parameters_that_no_group_would_average_are_named() -> None:
     with pytest.raises(TypeError, match=r"pass the plain model"):
         LocalSGD(manager, wrapped, torch.optim.SGD(first.parameters(), lr=1), 2)
     assert manager.states == {}
-    assert manager.layout == [], "a job is not told of what was refused"
+    assert manager.layout == [], "a refused block adds nothing to the layout of the job"
 
 
 def test_groups_compare_all_settings_parameters_and_outer_optimizers() -> None:

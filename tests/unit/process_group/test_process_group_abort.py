@@ -88,7 +88,7 @@ def full_listener() -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("others", "size"),
     [(None, 3), (("127.0.0.2", 5), 2), (("127.0.0.2", 5), 4), (("::2", 5), 3)],
-    ids=["nobody published", "one should connect to us", "three should", "two should, over IPv6"],
+    ids=["no address published", "one should connect to us", "three should", "two should, over IPv6"],
 )
 def test_abort_frees_a_configure_that_waits_for_others(others, size) -> None:
     configuring = Configuring("::1" if others and ":" in others[0] else "127.0.0.1", others, size)

@@ -1,4 +1,4 @@
-"""What is written before what is said; what a lighthouse does when its store fails."""
+"""The order of writes and answers in a term, and its end when the store fails."""
 
 from __future__ import annotations
 

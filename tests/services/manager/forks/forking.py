@@ -367,7 +367,7 @@ def process_groups_alone(pair: Pair) -> Any:
 
 
 class Sums(Dataset[str]):
-    """What a worker gets that uses the process group of the trainer."""
+    """The error of a worker that uses the process group of the trainer."""
 
     def __init__(self, group: ProcessGroupBabyGloo) -> None:
         self.group = group

@@ -267,7 +267,9 @@ def test_a_reduction_that_a_lost_group_interrupts_never_commits_and_its_fragment
             equal([each.detach() for each in fragment._parameters.values()], list(fragment.originals.values()))
             one.until(2)
             equal(one.shared()[:4], before[:4])
-            assert not torch.equal(one.shared()[4], before[4]), "fragment 1 was taken again, not fragment 0"
+            assert not torch.equal(one.shared()[4], before[4]), (
+                "the outer step was that of fragment 1 again, not of fragment 0"
+            )
 
     def victim() -> None:
         with trainer(lighthouse, "b", "diloco-streaming", min_replica_size=2) as one, pytest.raises(Died), one.block:

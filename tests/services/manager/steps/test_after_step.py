@@ -1,4 +1,4 @@
-"""What a script reduces between ``should_commit`` and the next ``start_quorum``, such as a loss for its log."""
+"""Reductions of a script between ``should_commit`` and the next ``start_quorum``, such as a loss for its log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_after_a_step_its_groups_reduce_values_and_the_step_stays(lighthouse) ->
                     value = torch.tensor(loss)
                     assert m.allreduce(value, reduce_op=op).wait()
                     seen.append(value.item())
-                m.allreduce(torch.ones(1))  # nobody waits for it but the next step
+                m.allreduce(torch.ones(1))  # only the next step waits for it
             seen += [m.current_step(), m.errored()]
             ready.wait(30)
             return seen

@@ -36,7 +36,7 @@ class Situation:
 
 
 SITUATIONS = [
-    Situation("nobody asks", "ab", "ab", "", "nobody"),
+    Situation("no group asks", "ab", "ab", "", "nobody"),
     Situation("all members ask", "ab", "ab", "ab", "fast", "ab"),
     Situation("all members ask, a joiner comes in", "ab", "abc", "cab", "fast", "abc"),
     Situation("all members ask, who is idle is not waited for", "ab", "abcde", "ab", "fast", "ab"),
@@ -65,7 +65,7 @@ SITUATIONS = [
         "ab",
         policy=Policy(1, 2, initial_replicas=3),
     ),
-    Situation("a later quorum waits for nobody who is gone", "abc", "ab", "ab", "all_asking", "ab", policy=THREE),
+    Situation("a later quorum waits for no group that is gone", "abc", "ab", "ab", "all_asking", "ab", policy=THREE),
     Situation("a last member goes on alone", "abc", "a", "a", "all_asking", "a", policy=THREE),
     Situation("more than half ask", "", "abc", "ab", "stragglers"),
     Situation("more than half ask, just before join_timeout", "", "abc", "ab", "stragglers", seconds=9.9),
@@ -77,7 +77,7 @@ SITUATIONS = [
     Situation("shrink: too few members are left", "abc", "ade", ["s:a", "d", "e"], "min_replicas"),
     Situation("shrink: no member is left at all", "ab", "cd", ["s:c", "d"], "min_replicas"),
     Situation("shrink: a lone joiner with min_replicas 1", "ab", "c", ["s:c"], "min_replicas", policy=Policy(1)),
-    Situation("shrink before there was any quorum", "", "ab", ["s:a", "b"], "all_asking", "ab"),
+    Situation("shrink before the first quorum", "", "ab", ["s:a", "b"], "all_asking", "ab"),
     Situation("more than max_replicas: members first", "bc", "abc", "abc", "fast", "bc", policy=Policy(1, 2)),
     Situation("max_replicas, a member gone", "bz", "abc", "abc", "all_asking", "ab", policy=Policy(1, 2)),
     Situation("max_replicas below the quorum", "abc", "abc", "abc", "fast", "ab", policy=Policy(1, 2)),
