@@ -1,4 +1,4 @@
-"""Find at a start what the disk tier and the durable tier kept."""
+"""Restore the checkpoints that the disk tier and the durable tier kept, when a relay starts."""
 
 from __future__ import annotations
 

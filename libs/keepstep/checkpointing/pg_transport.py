@@ -151,7 +151,7 @@ class PGTransport(CheckpointTransport[T]):
             kind = StateMismatch if length == NEVER_SENT else TransferError
             raise kind("the source cannot send its state; the log of the source has the reason")
         if sent_step != step:
-            raise TransferError(f"the source sent step {sent_step}")
+            raise TransferError(f"the source sent step {sent_step} instead of step {step}")
         if not 0 < length <= MAX_MANIFEST_BYTES:
             raise ManifestError(f"invalid length of the manifest: {length} bytes (limit {MAX_MANIFEST_BYTES})")
         packed = torch.empty(length, dtype=torch.uint8, device=self._device)

@@ -1,4 +1,4 @@
-"""The contract of everything that moves live state from a healthy replica group to one that heals."""
+"""The interface of transports, which move live state from a healthy replica group to one that heals."""
 
 from __future__ import annotations
 

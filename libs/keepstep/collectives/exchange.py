@@ -51,7 +51,7 @@ class Exchange:
         return Arrival(begin("_allgather_base", gathered, own, self._limited(AllgatherOptions())))
 
     def buffer(self, pieces: int, size: int, device: torch.device) -> torch.Tensor:
-        """Return a buffer of ``pieces`` times ``size`` bytes, one that was given back if possible."""
+        """Return a buffer of ``pieces`` times ``size`` bytes. Reuse one that was given back, if possible."""
         unused = self._unused.get((pieces, size))
         return unused.pop() if unused else torch.empty(pieces, size, dtype=torch.uint8, device=device)
 

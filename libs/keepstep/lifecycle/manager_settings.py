@@ -13,7 +13,7 @@ from keepstep.runtime import environment
 
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
-    """See ``Manager`` for what each one means."""
+    """Arguments and environment variables of a ``Manager``, checked. See there for their meaning."""
 
     link: LinkSettings
     timeout: timedelta

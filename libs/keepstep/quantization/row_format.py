@@ -35,7 +35,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """A format of the values of a row."""
+    """An 8-bit format of values that share the scale of their row."""
 
     name: str
     dtype: torch.dtype

@@ -216,7 +216,7 @@ class _BoundedSocket(socket.socket):
     def recv_into(self, *args: Any, **how: Any) -> int:
         left = self.end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer was not complete in time")
+            raise TimeoutError("the answer of the rendezvous host was not complete in time")
         self.settimeout(left)
         return super().recv_into(*args, **how)
 

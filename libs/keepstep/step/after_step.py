@@ -1,4 +1,4 @@
-"""Collectives between the end of a step and the begin of the next one, such as the average of a loss for the log.
+"""Collectives between the end of a step and the beginning of the next one, such as the average of a loss for the log.
 
 The groups that took part in the step take part in them. They change nothing of what the step decided: an error is
 logged, and the process group is rebuilt with the next quorum.

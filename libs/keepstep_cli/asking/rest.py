@@ -253,7 +253,7 @@ class Lighthouse:
                     except Problem as problem:
                         if "service" not in problem.fields:
                             raise Refused(
-                                f"{address} says no ({problem.status}): {problem}", problem.status
+                                f"{address} refused the request ({problem.status}): {problem}", problem.status
                             ) from problem
                         tried.append(f"{address}: {problem}")
                         right += problem.fields["addresses"]

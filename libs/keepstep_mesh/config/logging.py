@@ -48,7 +48,7 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
 
 
 def _to_record(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[tuple[str], dict[str, Any]]:
-    """Text for any handler, the fields themselves for ours."""
+    """Pass a line of text to the handlers, and the fields to keepstep's own formatter."""
     keep = {name: event.pop(name) for name in ("exc_info", "stack_info") if event.get(name)}
     message = str(event.pop("event", ""))
     text = message + "".join(f" {name}={value}" for name, value in event.items())
@@ -59,14 +59,14 @@ _PROCESSORS = (structlog.stdlib.filter_by_level, redact, _to_record)
 
 
 def get_logger(name: str) -> Logger:
-    """A logger for one module: ``get_logger("keepstep.manager")``."""
+    """Return the logger of a module: ``get_logger("keepstep.manager")``."""
     return cast(
         "Logger", structlog.wrap_logger(logging.getLogger(name), _PROCESSORS, Logger, cache_logger_on_first_use=True)
     )
 
 
 class LogFormatter(logging.Formatter):
-    """Any record, ours or a library's, as one JSON object or as a line for people."""
+    """Formats a record of keepstep or of a library as one JSON object, or as a line for people."""
 
     def __init__(self, *, as_json: bool, colors: bool = False) -> None:
         super().__init__()

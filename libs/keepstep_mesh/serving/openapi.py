@@ -46,7 +46,7 @@ COMMON = {
 
 
 def plain(value: object) -> Any:
-    """A view as what JSON has: dataclasses as objects, enums as their values, null for what is no number."""
+    """Convert a view to JSON types: dataclasses to objects, enums to their values, NaN and infinities to null."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
@@ -61,7 +61,7 @@ def plain(value: object) -> Any:
 
 
 def describe(title: str, routes: Iterable[Route], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """``shapes`` by method and path: ``GET /v1/jobs``."""
+    """Return the OpenAPI document of a service. The keys of ``shapes`` are method and path: ``GET /v1/jobs``."""
     schemas: dict[str, Any] = {
         "Problem": {
             "type": "object",

@@ -25,7 +25,7 @@ class _BuildInfo(Collector):
 
 
 def registry_of(service: str, collector: Collector) -> CollectorRegistry:
-    """Return the metrics of ``collector``, of the release, and of the process (``process_*``, on Linux)."""
+    """Return a registry of ``collector``, the build info, and the metrics of the process (``process_*``, on Linux)."""
     found = CollectorRegistry()
     found.register(collector)
     found.register(_BuildInfo(service))

@@ -45,7 +45,7 @@ class EtcdAddress:
         if unknown := sorted(set(given) - {"ca", "cert", "key", "user"}):
             raise StoreError(f"{url}: unknown {', '.join(unknown)}; an etcd address accepts ca, cert, key and user")
         if bool(given.get("cert")) != bool(given.get("key")) or (given.get("cert") and not given.get("ca")):
-            raise StoreError(f"{url}: TLS needs ca, and for a client certificate ca, cert and key together")
+            raise StoreError(f"{url}: incomplete TLS files: expected ca alone, or ca, cert and key")
         password = None
         if given.get("user"):
             password = _password(environ)

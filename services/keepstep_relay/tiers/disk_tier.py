@@ -156,7 +156,7 @@ class DiskTier:
                         yield digest, entry.stat().st_size
 
     def sync(self, digests: Iterable[bytes]) -> None:
-        """Return when these chunks would survive a power cut."""
+        """Write these chunks and their names through to the device, so that they survive a power cut."""
         with _explained(f"cannot sync chunks to {self.folder}"):
             folders = set()
             for digest in digests:

@@ -62,7 +62,7 @@ class RankClient:
         restart: the launcher's restart count.
         token: of the job.
         on_failed: called once when the server ends without a goodbye, or reports that the group is lost.
-        on_push: called with what the lighthouse pushed to the group.
+        on_push: called with each message that the lighthouse pushes to the group.
         quorum_retries: number of times that rank 0 asks again.
     """
 

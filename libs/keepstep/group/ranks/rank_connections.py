@@ -53,10 +53,10 @@ class RankHost(Protocol):
         """Of the job, in seconds."""
 
     async def ask_of(self, rank: int, ask: RankAsk) -> QuorumPlan:
-        """Take the request of a rank and return the group's plan."""
+        """Add the request of a rank, and wait for the group's plan."""
 
     def vote_of(self, rank: int, vote: RankVote) -> asyncio.Future[bool]:
-        """Take the vote of a rank; the future completes with the group's decision."""
+        """Count the vote of a rank. The future completes with the group's decision."""
 
     def healing_of(self, rank: int, progress: Healing) -> None:
         """Take a rank's report on its heal."""
@@ -191,7 +191,9 @@ class RankConnections:
         if not isinstance(hello, RankHello):
             raise ProtocolError("the first message of a rank must be rank_hello")
         if hello.version < OLDEST_PROTOCOL_VERSION or hello.oldest_version > PROTOCOL_VERSION:
-            raise ProtocolError(f"rank {hello.group_rank} runs another version of keepstep; install one for all ranks")
+            raise ProtocolError(
+                f"rank {hello.group_rank} runs another version of keepstep; install the same version for all ranks"
+            )
         size, lowest = self._settings.world_size, 0 if self._settings.rank_0_connects else 1
         if hello.world_size not in (0, size) or not lowest <= hello.group_rank < size:
             raise ProtocolError(f"rank {hello.group_rank} of {hello.world_size} asks to join a group of {size}")

@@ -17,7 +17,7 @@ CALLS = frozenset({"set", "get", "wait", "check", "add", "compare_set", "delete_
 
 
 class RemoteStore(InterruptibleStore):
-    """Forwards every call to the parent process, which has the deadline of it.
+    """A store whose calls the parent process carries out, within its own deadlines.
 
     Args:
         send: sends a request to the parent.

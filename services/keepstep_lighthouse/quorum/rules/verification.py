@@ -26,7 +26,13 @@ EARLY_STEPS = (10, 100)
 
 
 def is_due(step: int, every: int, *, allow_heal: bool) -> bool:
-    """Return whether a round at ``step`` compares without an order. ``every``: of the policy; 0: never."""
+    """Return whether the groups compare their weights at ``step``, without an order of an operator.
+
+    Args:
+        step: of the round.
+        every: ``verify_every`` of the policy, in steps; 0: never.
+        allow_heal: whether a group that differs may heal in the round.
+    """
     if not allow_heal or not every or not step:
         return False
     return step % every == 0 or (step in EARLY_STEPS and step < every)

@@ -200,7 +200,7 @@ async def test_a_closed_store_says_so(store: Store):
         ("etcd://a:x/jobs", "invalid endpoint 'a:x'"),
         ("etcd://user:secret@a:2379/jobs", "KEEPSTEP_ETCD_PASSWORD"),
         ("etcd://a:2379/jobs?user=me", "an etcd user needs KEEPSTEP_ETCD_PASSWORD"),
-        ("etcd://a:2379/jobs?cert=c&key=k", "TLS needs ca"),
+        ("etcd://a:2379/jobs?cert=c&key=k", "incomplete TLS files"),
         ("etcd://a:2379/jobs?ttl=3", "unknown ttl"),
         ("memory", "expected memory://"),
         ("memory://x", ": expected memory:"),
