@@ -27,6 +27,7 @@ from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
+from keepstep.lifecycle.durability import Durability
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
 from keepstep.lifecycle.state_and_progress import StateAndProgress
@@ -81,6 +82,16 @@ class Manager(StateAndProgress):
         quorum_retries: number of times that a quorum that timed out is requested again (``KEEPSTEP_QUORUM_RETRIES``).
         refuse_nonfinite: True: a step whose average or sum has a NaN or an infinity does not commit in any group, and
             counts for ``max_retries``. Not with a ``GradScaler``, which must see infinities to lower its scale.
+        durable_every: number of steps between two durable checkpoints, equal in all groups; 0: none
+            (``KEEPSTEP_DURABLE_EVERY``). docs/durable.md has what they hold and guarantee.
+        resume: True: if no group has a live state, this one loads the newest durable checkpoint before its first step.
+            Default: the same with ``durable_every``; else only ``resume()`` does (``KEEPSTEP_RESUME``). False: never.
+        durable_relays: addresses of the relays that store durable checkpoints, separated by commas
+            (``KEEPSTEP_DURABLE_RELAYS``). Default: those that are registered with the lighthouse.
+        durable_copies: number of relays that store each of them (``KEEPSTEP_DURABLE_COPIES``).
+        durable_newest_wins: what happens to a checkpoint that is due while an earlier one is uploaded and another one
+            waits. True: it replaces the one that waits. False: the step waits for the upload, at most ``timeout``
+            (``KEEPSTEP_DURABLE_NEWEST_WINS``).
 
     Raises:
         ValueError: an argument or variable is missing or out of range.
@@ -114,6 +125,11 @@ class Manager(StateAndProgress):
         max_retries: int | None = None,
         quorum_retries: int = 0,
         refuse_nonfinite: bool = False,
+        durable_every: int = 0,
+        resume: bool | None = None,
+        durable_relays: str | None = None,
+        durable_copies: int = 1,
+        durable_newest_wins: bool = False,
     ) -> None:
         if (state_dict is None) != (load_state_dict is None):
             missing = "state_dict" if state_dict is None else "load_state_dict"
@@ -138,12 +154,18 @@ class Manager(StateAndProgress):
             max_retries=max_retries,
             quorum_retries=quorum_retries,
             refuse_nonfinite=refuse_nonfinite,
+            durable_every=durable_every,
+            resume=resume,
+            durable_relays=durable_relays,
+            durable_copies=durable_copies,
+            durable_newest_wins=durable_newest_wins,
         )
         self._pid = os.getpid()
         self._attempt: Attempt | None = None
         self._membership = GroupMembership(self._settings.link)
         self._context = wiring.connect(self._settings, pg, checkpoint_transport, self._membership)
         context, link = self._context, self._settings.link
+        self._durability = Durability(self._settings, context)
         self.script_checker = ScriptChecker(context.state, context.log, link.rank, link.world_size)
         """Warns of mistakes of the script. Each DDP and each Optimizer adds itself."""
         if state_dict is not None and load_state_dict is not None:
@@ -280,6 +302,7 @@ class Manager(StateAndProgress):
             self._attempt.abandon()
         elif self._attempt is not None and self._attempt.after is not None:
             self._attempt.after.end()
+        self._durability.before_step()
         self._attempt = attempt = Attempt(
             context,
             allow_heal=allow_heal,
@@ -418,7 +441,8 @@ class Manager(StateAndProgress):
         attempt = self._current()
         self._context.raise_fatal()
         committed = attempt.conclude(timeout or self._settings.timeout)
-        if committed:
+        if committed and attempt.plan is not None:
+            self._durability.committed(attempt.plan)
             self.script_checker.committed(
                 *(self.current_step(), time.monotonic()),
                 groups=self._latest_participation()[1],
@@ -453,8 +477,8 @@ class Manager(StateAndProgress):
         if not self._membership.ended:
             atexit.unregister(self.shutdown)
             self._membership.stop_acting()
-            never_free(self._context, self._attempt)
-            self._context = self._attempt = cast("Any", OfParent("this Manager", self._pid))
+            never_free(self._context, self._attempt, self._durability)
+            self._context = self._attempt = self._durability = cast("Any", OfParent("this Manager", self._pid))
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, and free threads, ports and memory. May be called more than once.
@@ -463,7 +487,7 @@ class Manager(StateAndProgress):
         end.
 
         Args:
-            wait: wait until transfers of live state have ended.
+            wait: wait until transfers of live state have ended, and a durable checkpoint that is due is written.
         """
         if self._membership.ended:
             return
@@ -474,4 +498,5 @@ class Manager(StateAndProgress):
         if in_step and self._attempt is not None:
             self._attempt.refuse_joiners("this group ended in the middle of a step")
         self._membership.end(context, limit, in_step=in_step)
+        self._durability.close(finish=wait and not in_step)
         wiring.disconnect(context, limit, wait=wait)

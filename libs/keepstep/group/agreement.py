@@ -28,6 +28,7 @@ def group_settings(
     min_replica_size: int,
     init_sync: bool,
     refuse_nonfinite: bool,
+    durable_every: int = 0,
 ) -> str:
     """Return the settings that decide the arithmetic, as groups compare them. Add new settings here."""
     spares = f" of {min_replica_size}" if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else ""
@@ -38,6 +39,7 @@ def group_settings(
             "world_size_mode": f"{world_size_mode.name}{spares}",
             "init_sync": init_sync,
             "refuse_nonfinite": refuse_nonfinite,
+            **({"durable_every": durable_every} if durable_every else {}),
         }
     )
 

@@ -144,6 +144,11 @@ class GroupServer:
         return self._session.services
 
     @property
+    def live_step(self) -> int:
+        """See ``RankLink``."""
+        return self._session.live_step
+
+    @property
     def heartbeat_timeout(self) -> float:
         """Of the job's policy, in seconds."""
         return self._session.liveness.timeout

@@ -9,6 +9,41 @@ from keepstep.group.agreement import group_settings
 from keepstep.group.group_link import LinkSettings
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.runtime import environment
+from keepstep_mesh.config.settings import split_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class DurableSettings:
+    """Settings of durable checkpoints. See ``Manager`` for what each one means."""
+
+    every: int
+    resume: bool | None
+    relays: tuple[str, ...]
+    """Empty: those that are registered with the lighthouse."""
+    copies: int
+    newest_wins: bool
+
+    @classmethod
+    def from_arguments(
+        cls, every: int, resume: bool | None, relays: str | None, copies: int, *, newest_wins: bool
+    ) -> DurableSettings:
+        """Complete the arguments from the environment and validate them. ValueError names what is out of range."""
+        addresses = relays or environment.variable("DURABLE_RELAYS")
+        copies = environment.integer("DURABLE_COPIES", copies)
+        if copies < 1:
+            raise ValueError(f"durable_copies={copies} must be at least 1; it is the number of relays that store each")
+        return cls(
+            every=environment.integer("DURABLE_EVERY", every),
+            resume=environment.flag("RESUME", resume),
+            relays=split_addresses(addresses) if addresses else (),
+            copies=copies,
+            newest_wins=bool(environment.flag("DURABLE_NEWEST_WINS", newest_wins)),
+        )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a group without a state loads the newest checkpoint by itself."""
+        return self.every > 0 if self.resume is None else self.resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +59,7 @@ class ManagerSettings:
     init_sync: bool
     max_retries: int | None
     refuse_nonfinite: bool
+    durable: DurableSettings
     uplink: float | None
     """Limit of what this process uploads when other groups heal from it, in bytes per second; None: no limit."""
 
@@ -50,6 +86,11 @@ class ManagerSettings:
         max_retries: int | None,
         quorum_retries: int,
         refuse_nonfinite: bool,
+        durable_every: int,
+        resume: bool | None,
+        durable_relays: str | None,
+        durable_copies: int,
+        durable_newest_wins: bool,
     ) -> ManagerSettings:
         """Complete the arguments from the environment and validate them.
 
@@ -85,6 +126,9 @@ class ManagerSettings:
             init_sync=init_sync,
             max_retries=max_retries,
             refuse_nonfinite=refuse_nonfinite,
+            durable=DurableSettings.from_arguments(
+                durable_every, resume, durable_relays, durable_copies, newest_wins=durable_newest_wins
+            ),
             uplink=environment.rate("UPLINK_BYTES_PER_SECOND"),
         )
 
@@ -97,4 +141,5 @@ class ManagerSettings:
             min_replica_size=self.min_replica_size,
             init_sync=self.init_sync,
             refuse_nonfinite=self.refuse_nonfinite,
+            durable_every=self.durable.every,
         )

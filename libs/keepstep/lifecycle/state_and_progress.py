@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from keepstep.checkpointing.durable.durable_writer import LastCheckpoint
+from keepstep.lifecycle.durability import Durability
 from keepstep.step.context import StepContext
 from keepstep_mesh.protocol.messages import ServiceAddress
 
@@ -16,6 +18,8 @@ class StateAndProgress:
 
     _context: StepContext
     """Of all steps of the group."""
+    _durability: Durability
+    """Of its durable checkpoints."""
 
     def register_state_dict_fn(
         self,
@@ -89,6 +93,41 @@ class StateAndProgress:
         """
         self._context.progress.resume(state_dict)
         self._context.log_progress("loaded")
+
+    def save_checkpoint(self) -> LastCheckpoint:
+        """Write a durable checkpoint of the last step now, in addition to those of ``durable_every``.
+
+        Call it in all groups and ranks, between ``should_commit`` (or ``Optimizer.step``) and the next ``start_quorum``
+        (``Optimizer.zero_grad``). Returns when the state is copied; the upload goes on in the background. If an
+        earlier checkpoint is still being uploaded, this waits up to ``timeout``, unless ``durable_newest_wins``.
+
+        Returns:
+            ``last_checkpoint`` from before this call, with the error of the last write if it failed.
+
+        Raises:
+            RuntimeError: this process has committed no step since it started or healed.
+        """
+        return self._durability.save()
+
+    @property
+    def last_checkpoint(self) -> LastCheckpoint:
+        """The newest durable checkpoint that this rank knows to be committed, and the error of the last write."""
+        return self._durability.last
+
+    def resume(self) -> bool:
+        """Load the newest durable checkpoint of the job now, instead of in the first ``start_quorum``.
+
+        Call it in all ranks, after all state is registered, if the script needs ``current_step()`` before its first
+        step. It does nothing if another group has a live state, from which this group heals, if this group has a
+        state, and with ``resume=False``.
+
+        Returns:
+            Whether it loaded one.
+
+        Raises:
+            KeepstepError: no relay says whether the job has one, or it could not be loaded.
+        """
+        return self._durability.resume()
 
     def mark_torn(self) -> None:
         """Mark this group's state as torn, because an optimizer failed in the middle of a step for example.

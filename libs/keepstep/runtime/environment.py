@@ -66,6 +66,18 @@ def integer(name: str, argument: int) -> int:
     return number
 
 
+def flag(name: str, argument: bool | None) -> bool | None:
+    """Return a truth value from the environment, else ``argument``. ValueError if it is none of 0, 1, false, true."""
+    found = from_environment(name)
+    if found is None:
+        return argument
+    source, value = found
+    known = {"0": False, "false": False, "1": True, "true": True}
+    if value.lower() not in known:
+        raise ValueError(f"{source}={value!r} must be one of {', '.join(known)}")
+    return known[value.lower()]
+
+
 def from_launcher(name: str, argument: int | None, default: int) -> int:
     """Return the argument, else torchrun's variable ``name`` (RANK, WORLD_SIZE, MASTER_PORT), else ``default``."""
     if argument is not None:

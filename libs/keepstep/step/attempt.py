@@ -105,6 +105,7 @@ class Attempt:
         When this raises and ``quorum_failed`` is true, it may be called again.
         """
         self._send(ask)
+        self._resume_without_live_state(ask)
         self._heal_before_step(ask)
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
 
@@ -142,6 +143,20 @@ class Attempt:
         except Exception as error:  # noqa: BLE001  any error of the process group fails the step
             self.report(error)
         return plan
+
+    def _resume_without_live_state(self, ask: RankAsk) -> None:
+        """Load a durable checkpoint, and ask again, if the groups with a live state are gone since this one connected.
+
+        All members find out from the quorum. If only some of them can load one, the others heal from them.
+        """
+        context = self._context
+        if context.resume is None:
+            return
+        plan = self.wait_plan()
+        resume, context.resume = context.resume, None
+        if plan.first_step and resume():
+            self.refuse_joiners("this group resumed from a durable checkpoint")
+            self._ask_again(ask, 0)
 
     def _heal_before_step(self, ask: RankAsk) -> None:
         """In a synchronous or first step: exchange live state and ask again, until no member of the quorum heals."""

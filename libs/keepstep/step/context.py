@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -71,6 +72,9 @@ class StepContext:
     """Number of heals in a row that ran out of time; each one doubles the time of the next."""
     unfit_heals: int = 0
     """Number of heals in a row that failed because the state does not fit this group."""
+    resume: Callable[[], bool] | None = None
+    """Loads the newest durable checkpoint, if the first quorum has no live state. Returns whether it did. None:
+    it is loaded already, or not to be loaded."""
     requests: int = 0
     """Number of requests for a quorum so far."""
     store: Store | None = None

@@ -59,6 +59,15 @@ class LiveState:
         """Return the registered parts by their keys; ``keys``: only these."""
         return {key: part.save() for key, part in self._parts.items() if keys is None or key in keys}
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state for a durable checkpoint: the tensors of this group, not copies.
+
+        Raises:
+            KeepstepError: the state is not readable.
+        """
+        self._check_readable("a durable checkpoint is due")
+        return self._save()
+
     def stage(
         self, transport: CheckpointTransport[dict[str, Any]], destinations: list[int], step: int, timeout: timedelta
     ) -> None:
@@ -120,13 +129,25 @@ class LiveState:
             )
         else:  # written for torchft, perhaps without our base class
             state = transport.recv_checkpoint(source, metadata, step, timeout)
-        if state["user"].keys() != self._parts.keys():
+        self.load_user_state(state["user"])
+        self._load_manager(state["manager"])
+
+    def load_user_state(self, user: dict[str, Any]) -> None:
+        """Load every registered part.
+
+        Args:
+            user: what ``user_state`` returned in another process.
+
+        Raises:
+            StateMismatch: the parts differ from those of this group, or one of its functions raised an error.
+        """
+        if user.keys() != self._parts.keys():
             raise StateMismatch(
-                f"the source has the states {sorted(state['user'])}, this group {sorted(self._parts)}; register the "
+                f"the source has the states {sorted(user)}, this group {sorted(self._parts)}; register the "
                 f"same keys in every group",
                 torn=True,
             )
-        for key, value in state["user"].items():
+        for key, value in user.items():
             try:
                 self._parts[key].load(value)
             except (MemoryError, torch.OutOfMemoryError):  # memory may be free again later
@@ -134,4 +155,3 @@ class LiveState:
             except Exception as error:
                 what = f"load_state_dict of {key!r} failed: {type(error).__name__}: {error}"
                 raise StateMismatch(what, torn=True) from error
-        self._load_manager(state["manager"])

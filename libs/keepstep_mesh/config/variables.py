@@ -21,6 +21,13 @@ OF_TRAINERS: Mapping[str, str] = {
     "KEEPSTEP_QUORUM_RETRIES": "how often a quorum that timed out is asked for again before the step fails",
     "KEEPSTEP_MANAGER_PORT": "port of the group server on rank 0; any free one unless said",
     "KEEPSTEP_UPLINK_BYTES_PER_SECOND": "most that a process sends of its state, such as `1e9`; no limit unless said",
+    "KEEPSTEP_DURABLE_EVERY": "number of steps between two durable checkpoints; 0: never",
+    "KEEPSTEP_DURABLE_RELAYS": "addresses of the relays that store durable checkpoints, separated by commas; those "
+    "registered with the lighthouse unless said",
+    "KEEPSTEP_DURABLE_COPIES": "number of relays that store each durable checkpoint",
+    "KEEPSTEP_DURABLE_NEWEST_WINS": "1: a durable checkpoint that waits for an upload is replaced by a newer one",
+    "KEEPSTEP_RESUME": "1: a job without a live state begins with its newest durable checkpoint; 0: at step 0; with "
+    "durable checkpoints 1 unless said",
     "KEEPSTEP_STEP_LOG": "file that gets a JSON line for each step committed, discarded or healed; "
     "`keepstep check-history` reads it",
     "KEEPSTEP_NAME_FILE": "file where the group leaves its name, for its launcher (`keepstep run` sets it): what a ban "

@@ -90,6 +90,12 @@ def soundness(step: int, lineage: Lineage) -> Soundness:
     return Soundness.UNTRAINED if step == 0 and not origin(lineage).quorum_id else Soundness.SOUND
 
 
+def is_live(step: int, lineage: Lineage) -> bool:
+    """Return whether a group at this state has trained it since the job began or resumed."""
+    is_loaded = isinstance(lineage, str) and lineage.startswith(LOADED)
+    return soundness(step, lineage) is Soundness.SOUND and not is_loaded
+
+
 def repeats_steps(lineage: Lineage) -> bool:
     """Return whether a job that continues from this state may repeat committed steps, and so needs a new quorum_id."""
     return isinstance(lineage, str) and lineage.startswith((LOADED, BEHIND, DIVERGED))

@@ -177,6 +177,9 @@ class Welcome:
     """Sorted by service and name."""
     heal_timeout_ms: int = 0
     """Time that the next quorum waits for a group that heals; 0: unknown."""
+    live_step: int = 0
+    """Highest step of the other connected groups that have trained since the job began or resumed; 0: none, or
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)

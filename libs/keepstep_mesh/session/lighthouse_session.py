@@ -80,6 +80,8 @@ class LighthouseSession:
         """Replaced by the values of the lighthouse."""
         self.services: tuple[ServiceAddress, ...] = ()
         """Services that the lighthouse announced last; kept while disconnected. Changes are pushed."""
+        self.live_step = 0
+        """As in the last ``Welcome``."""
         self.heal_timeout_ms = 0
         """Time that the next quorum waits for a group that heals; 0: unknown."""
 
@@ -375,6 +377,7 @@ class LighthouseSession:
             raise ProtocolError("second welcome in one session")
         self._core.welcomed(welcome)
         self._set_timing(welcome)
+        self.live_step = welcome.live_step
         now = self._loop.time()
         self.liveness.begins(now)
         self._connector.welcome()

@@ -41,6 +41,7 @@ from keepstep_lighthouse.quorum.machine import JobCore
 from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol import codec
 from keepstep_mesh.protocol.messages import Hello, QuorumAnswer
+from keepstep_mesh.protocol.names import name_of
 from keepstep_mesh.telemetry.duration_counts import DurationCounts
 
 MIN_WAIT = 0.001
@@ -267,7 +268,8 @@ class Job:
             self._log(LogEntry("runtime_differs", replica_id, {"runtime": hello.runtime, "others": usual}), [])
 
     def _welcome(self, session: Session) -> None:
-        session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy)
+        live_step = self.core.live_step(name_of(session.replica_id))
+        session.welcome(self.term.epoch, self._written.quorum_id, self._written.policy, live_step)
 
     def _log(self, entry: LogEntry, made: list[Happened]) -> None:
         made.append(self._events.add(self.name, entry.kind, entry.replica_id, entry.detail, time.time()))

@@ -186,7 +186,7 @@ class Session:
 
     # ---- out
 
-    def welcome(self, epoch: int, quorum_id: int, policy: Policy) -> None:
+    def welcome(self, epoch: int, quorum_id: int, policy: Policy, live_step: int) -> None:
         interval_ms, timeout_ms, grace_ms = self._timing(policy)
         message = Welcome(
             version=PROTOCOL_VERSION,
@@ -197,6 +197,7 @@ class Session:
             reconnect_grace_ms=grace_ms,
             services=self._services(),
             heal_timeout_ms=int(policy.heal_timeout * 1000),
+            live_step=live_step,
         )
         self._welcomed = True
         self.send(codec.encode(message))

@@ -72,6 +72,7 @@ from keepstep_lighthouse.quorum.rules.job_status import JobStatus
 from keepstep_lighthouse.quorum.rules.quorum_rules import ANNOUNCING, NOBODY, Code, Verdict, choose, judge
 from keepstep_lighthouse.quorum.rules.verification import Verification
 from keepstep_lighthouse.quorum.views import HealView, QuorumView, ReplicaView, heal_views, quorum_view, replica_views
+from keepstep_mesh.protocol import lineage
 from keepstep_mesh.protocol.messages import Denied, RoundBroken
 
 
@@ -271,6 +272,11 @@ class JobCore:
     def finished_step(self) -> int:
         """The highest step at which a group finished, unless the job went beyond it; 0: none."""
         return self._state.finished_step
+
+    def live_step(self, name: str) -> int:
+        """Return the highest step of the connected groups, except ``name``, from which a group could heal; 0: none."""
+        others = (one for one in self._groups if one.session is not None and one.name != name)
+        return max((one.step for one in others if lineage.is_live(one.step, one.lineage)), default=0)
 
     def replicas(self, now: float) -> tuple[ReplicaView, ...]:
         """Return every incarnation once: present ones sorted by replica_id, then those that left within

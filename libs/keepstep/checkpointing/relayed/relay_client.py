@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +53,65 @@ class Plan:
     """The chunks that the relay does not have, as bits."""
 
 
-class LiveCheckpoint:
+def checkpoints_path(job: str) -> str:
+    """Return the path of the checkpoints of ``job`` at a relay."""
+    return f"/v1/jobs/{quote(job, safe='')}/checkpoints"
+
+
+class RelayCheckpoint:
+    """One checkpoint at the relays, for the rank that uploads a part of it.
+
+    Args:
+        job: of the checkpoint.
+        name: of the checkpoint.
+        rank: whose manifest and pack this process uploads.
+        producer: the group that the state is from.
+    """
+
+    def __init__(self, job: str, name: str, rank: int, producer: str) -> None:
+        self.id = name
+        self._rank = rank
+        self._producer = producer
+        self._all = checkpoints_path(job)
+        self._path = f"{self._all}/{name}"
+
+    def show(self, connection: Connection) -> dict[str, Any]:
+        """Return the relay's view of the checkpoint."""
+        return _view(connection.ask_json("GET", self._path).get("checkpoint"))
+
+    def begin(self, connection: Connection, facts: Mapping[str, Any]) -> None:
+        """Begin the checkpoint, unless another process has. ``facts``: fields of the request."""
+        connection.ask_json("POST", self._all, {"id": self.id, **facts})
+
+    def plan(self, connection: Connection, root: bytes) -> Plan:
+        """Report the root digest of this rank's state."""
+        body = {"rank": self._rank, "producer": self._producer, "root": root.hex()}
+        return _plan(connection.ask_json("POST", f"{self._path}/plan", body))
+
+    def put_manifest(self, connection: Connection, manifest: bytes) -> Plan:
+        """Upload the manifest of this rank."""
+        return _plan(connection.ask_json("PUT", f"{self._path}/manifest?rank={self._rank}", raw=manifest))
+
+    def report(self, connection: Connection, *, part: bool = False) -> dict[str, Any]:
+        """Report that the upload of this rank is complete. Returns when the relay has stored the state, if complete.
+
+        Args:
+            part: other relays have a part of the chunks.
+
+        Returns:
+            The relay's view of the checkpoint.
+        """
+        return _view(connection.ask_json("POST", f"{self._path}/result", {"rank": self._rank, "part": part}))
+
+    def abort(self, connection: Connection, reason: str) -> None:
+        """End the checkpoint for all ranks."""
+        _, length = connection.ask(
+            "POST", f"{self._path}/abort", "Content-Type: application/json\r\n", body=_json({"reason": reason})
+        )
+        connection.read(length)
+
+
+class LiveCheckpoint(RelayCheckpoint):
     """The state of one step at the relays. All groups of the quorum derive the same ``id``."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -60,30 +119,15 @@ class LiveCheckpoint:
         world = hashlib.blake2b(
             repr((exchange.epoch, exchange.sources, exchange.joiners)).encode(), digest_size=6
         ).hexdigest()
-        self.id = f"live-{exchange.quorum_id}-{exchange.step}-{world}"
-        self._all = f"/v1/jobs/{quote(exchange.job, safe='')}/checkpoints"
-        self._path = f"{self._all}/{self.id}"
+        name = f"live-{exchange.quorum_id}-{exchange.step}-{world}"
+        super().__init__(exchange.job, name, exchange.rank, exchange.replica_id)
 
-    def begin(self, connection: Connection, root: bytes) -> Plan:
+    def announce(self, connection: Connection, root: bytes) -> Plan:
         """Announce the upload of the state with the digest ``root``."""
         exchange = self._exchange
-        facts = {"id": self.id, "step": exchange.step, "kind": "live", "ranks": exchange.world_size}
-        connection.ask_json("POST", self._all, facts | {"quorum_id": exchange.quorum_id})
-        body = {"rank": exchange.rank, "producer": exchange.replica_id, "root": root.hex()}
-        return _plan(connection.ask_json("POST", f"{self._path}/plan", body))
-
-    def put_manifest(self, connection: Connection, manifest: bytes) -> Plan:
-        """Upload the manifest of this rank."""
-        target = f"{self._path}/manifest?rank={self._exchange.rank}"
-        return _plan(connection.ask_json("PUT", target, raw=manifest))
-
-    def finish(self, connection: Connection, *, part: bool) -> None:
-        """Report that the upload of this rank is complete. Returns when the relay has stored the state, if complete.
-
-        Args:
-            part: other relays have a part of the chunks.
-        """
-        connection.ask_json("POST", f"{self._path}/result", {"rank": self._exchange.rank, "part": part})
+        facts = {"step": exchange.step, "kind": "live", "ranks": exchange.world_size}
+        self.begin(connection, facts | {"quorum_id": exchange.quorum_id})
+        return self.plan(connection, root)
 
     def exchange_holders(
         self, connection: Connection, address: str, has: int, chunks: int
@@ -94,8 +138,8 @@ class LiveCheckpoint:
             Address and chunks of every other holder, by name.
         """
         bitmap = has.to_bytes(-(-chunks // 8), "little").hex()
-        body = {"rank": self._exchange.rank, "address": address, "has": bitmap}
-        name = holder_name(self._exchange.replica_id)
+        body = {"rank": self._rank, "address": address, "has": bitmap}
+        name = holder_name(self._producer)
         answer = connection.ask_json("PUT", f"{self._path}/holders/{name}", body)
         try:
             return {
@@ -125,6 +169,16 @@ def home(digest: bytes, relays: list[str]) -> str:
 def holder_name(replica_id: str) -> str:
     """Return a name for ``replica_id`` that is valid at a relay."""
     return hashlib.blake2b(replica_id.encode(), digest_size=12).hexdigest()
+
+
+def _json(plain: object) -> bytes:
+    return json.dumps(plain).encode()
+
+
+def _view(answer: Any) -> dict[str, Any]:
+    if type(answer) is not dict or not {"state", "committed", "lacking"} <= answer.keys():
+        raise TransferError("invalid view of a checkpoint from the relay")
+    return answer
 
 
 def _plan(answer: dict[str, Any]) -> Plan:

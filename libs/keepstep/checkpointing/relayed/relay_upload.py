@@ -1,7 +1,6 @@
 """Background upload of the live state from the healthy groups to the relays.
 
-Source k of n first uploads the chunks k, k + n, ... If the relays have all of these and other chunks do not arrive, it
-uploads the other chunks too: their group may be gone. All groups upload a state with the same root digest.
+``UploadShare`` chooses the chunks of each source. All groups upload a state with the same root digest.
 
 The threads are daemons, so that a script that ends does not wait for them. Python waits for the threads of an executor.
 """
@@ -18,6 +17,7 @@ from keepstep.checkpointing.direct.connection import BrokenConnection, Connectio
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
 from keepstep.checkpointing.errors import TransferError, TransferTimeout
 from keepstep.checkpointing.relayed.relay_client import LiveCheckpoint, home, put_chunk
+from keepstep.checkpointing.relayed.upload_share import UploadShare
 from keepstep.checkpointing.state.staging import Snapshot
 from keepstep.checkpointing.transport import Exchange
 from keepstep_mesh.config.logging import get_logger
@@ -28,10 +28,6 @@ from keepstep_mesh.protocol.manifest import CHUNK_BYTES, read_envelope
 STALL_SECONDS = 10.0
 UPLOAD_POLL_SECONDS = 0.1
 """Interval at which a relay is asked which chunks of other groups are missing."""
-UPLOAD_PATIENCE_SECONDS = 0.5
-PATIENCE_CHUNKS = 4
-"""A source uploads the chunks of other groups when none of them arrived for ``UPLOAD_PATIENCE_SECONDS``, or for the
-time in which it uploads this many chunks, if that is longer."""
 MAX_FAILURES = 5
 """Failures of a relay in a row, after which another relay gets its chunks."""
 MAX_FAILURES_OF_ALL = 9
@@ -118,22 +114,15 @@ class Upload:
     def _upload(self) -> None:
         chunks = len(self._table.chunk_digests)
         sources, place = len(self._exchange.sources), self._exchange.sources.index(self._exchange.replica_id)
-        share = sum(1 << chunk for chunk in range(place, chunks, sources))
-        last_missing, changed, patience = -1, time.monotonic(), UPLOAD_PATIENCE_SECONDS
+        share = UploadShare(place, sources, chunks)
         while not self._ended.is_set():
             missing = self._announce()
             if not missing and self._finish():
                 return
-            if missing != last_missing:
-                last_missing, changed = missing, time.monotonic()
-            mine = missing & share
-            if not mine and time.monotonic() - changed > patience:
-                mine, changed = missing, time.monotonic()
-            if mine:
-                began = time.monotonic()
+            began = time.monotonic()
+            if mine := share.choose(missing, began):
                 self._put([chunk for chunk in range(chunks) if mine >> chunk & 1])
-                chunk_seconds = (time.monotonic() - began) / mine.bit_count()
-                patience = max(UPLOAD_PATIENCE_SECONDS, PATIENCE_CHUNKS * chunk_seconds)
+                share.sent(mine, time.monotonic() - began)
             else:
                 self._ended.wait(UPLOAD_POLL_SECONDS)
 
@@ -142,7 +131,7 @@ class Upload:
         found = {}
         for address in self._alive():
             with self._failing(address), self._connected(address) as connection:
-                plan = self._checkpoint.begin(connection, self._table.root)
+                plan = self._checkpoint.announce(connection, self._table.root)
                 if not plan.agrees:
                     raise _StatesDiffer(
                         f"the states of the groups differ: another group uploads a different state of step "
@@ -164,7 +153,7 @@ class Upload:
         for address in alive:
             with self._failing(address), self._connected(address) as connection:
                 with _full_disk_allowed():
-                    self._checkpoint.finish(connection, part=len(self._relays) > 1)
+                    self._checkpoint.report(connection, part=len(self._relays) > 1)
                 confirmed += 1
         return confirmed == len(alive)
 

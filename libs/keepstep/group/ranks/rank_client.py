@@ -82,6 +82,7 @@ class RankClient:
         self.address = address
         self.layout_lines: list[str] = []
         self.key_values: KeyValueServer | None = None
+        self.live_step = 0
         self.services: tuple[ServiceAddress, ...] = ()
         self._hello = RankHello(
             PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION, group_rank, world_size, restart, keeps_list=True

@@ -59,6 +59,10 @@ class RankLink(Protocol):
     def services(self) -> tuple[ServiceAddress, ...]:
         """Relays and metrics services that are registered with the lighthouse."""
 
+    @property
+    def live_step(self) -> int:
+        """Highest step of the other groups from which this one could heal when it connected; 0: none, or not rank 0."""
+
     async def ask(self, ask: RankAsk) -> QuorumPlan:
         """Return the plan of the group's next step, once all ranks have asked.
 

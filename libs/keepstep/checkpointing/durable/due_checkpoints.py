@@ -1,0 +1,90 @@
+"""Decide which durable checkpoints are due, who uploads them and where, and which one a job resumes from. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_UPLOADERS = 8
+"""Groups that upload a share of one checkpoint. The other groups only follow its outcome."""
+FOLLOWED_PER_SECOND = 100.0
+"""Requests of all ranks that follow a checkpoint, at one relay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A committed step. All members of its quorum know it alike."""
+
+    epoch: int
+    quorum_id: int
+    step: int
+    """Number of committed steps, with this one."""
+    members: tuple[str, ...]
+    """replica_ids of the quorum."""
+
+    def checkpoint_id(self, attempt: int = 1) -> str:
+        """Return the name of its checkpoint, which no other commit has, in no life of the job.
+
+        Args:
+            attempt: number of checkpoints of this commit, with this one.
+        """
+        world = hashlib.blake2b(repr((self.epoch, self.members)).encode(), digest_size=6).hexdigest()
+        return f"step-{self.step}-{self.quorum_id}-{world}{f'.{attempt}' if attempt > 1 else ''}"
+
+    def uploaders(self, most: int = MAX_UPLOADERS) -> tuple[str, ...]:
+        """Return the groups that upload it, in an order that changes with the step. The first one counts most."""
+        first = self.step % len(self.members)
+        return (*self.members[first:], *self.members[:first])[:most]
+
+
+def is_due(step: int, every: int, saved: int) -> bool:
+    """Return whether a checkpoint of ``step`` is due.
+
+    Args:
+        step: number of committed steps.
+        every: number of steps between two checkpoints; 0: never.
+        saved: step of the last checkpoint that this process staged, or was loaded from; 0: none.
+    """
+    return every > 0 and step > 0 and step % every == 0 and step != saved
+
+
+def follow_seconds(ranks: int) -> float:
+    """Return the pause between two requests of a rank that follows a checkpoint, in a job of so many ranks."""
+    return max(0.5, ranks / FOLLOWED_PER_SECOND)
+
+
+def choose_relays(addresses: Iterable[str], job: str, copies: int) -> list[str]:
+    """Return the relays that store the checkpoints of ``job``, by rendezvous hashing.
+
+    A job keeps its relays, so that chunks that did not change are there already. All processes choose alike.
+    """
+
+    def weight(address: str) -> bytes:
+        return hashlib.blake2b(f"{job} {address}".encode(), digest_size=8).digest()
+
+    return sorted(set(addresses), key=weight, reverse=True)[:copies]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A committed durable checkpoint at one relay."""
+
+    relay: str
+    id: str
+    step: int
+    quorum_id: int
+    ranks: int
+    committed: float
+    """Unix time."""
+
+
+def newest(found: Iterable[Stored]) -> list[Stored]:
+    """Return the newest checkpoint, once for each relay that has it. Empty: ``found`` is.
+
+    Within one history of a job, quorum_ids and steps grow. A job that went back to an earlier step has a new quorum_id,
+    so its later checkpoints are newer than those that it gave up.
+    """
+    found = list(found)
+    best = max(found, key=lambda one: (one.quorum_id, one.step, one.committed), default=None)
+    return [one for one in found if best is not None and one.id == best.id]

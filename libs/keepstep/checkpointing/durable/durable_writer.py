@@ -1,0 +1,248 @@
+"""Background writer of durable checkpoints: stages the state, uploads one checkpoint at a time, keeps the outcome.
+
+Only the staging copy happens on the calling thread. The thread of the writer ends when nothing is left to upload. It is
+a daemon, so that a script that fails does not wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all
+from keepstep.checkpointing.state.staging import Snapshot, StagingArea
+from keepstep.checkpointing.state.state_manifest import build_manifest
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.protocol.manifest import Origin, read_envelope
+
+WRITER_END_SECONDS = 10.0
+"""For the threads to end after an abort."""
+
+log = get_logger("keepstep.durable")
+
+
+@dataclass(frozen=True, slots=True)
+class LastCheckpoint:
+    """Knowledge of this rank about the durable checkpoints of its job.
+
+    Attributes:
+        step: of the newest one that is known to be committed, or that the job resumed from; 0: none.
+        id: its name at the relays.
+        relays: addresses of the relays that committed it.
+        uploading: step of the one that is being uploaded; 0: none.
+        error: why the last write failed; empty: it did not.
+        error_step: step of that write; 0: none failed.
+        failing_since: Unix time of the first failure since the last success; None: the last write succeeded.
+    """
+
+    step: int = 0
+    id: str = ""
+    relays: tuple[str, ...] = ()
+    uploading: int = 0
+    error: str = ""
+    error_step: int = 0
+    failing_since: float | None = None
+
+
+@dataclass(eq=False)
+class _Work:
+    ticket: Ticket
+    relays: Sequence[Endpoint]
+    snapshot: Snapshot | None
+    """None: follow the upload of other groups."""
+    uploads: list[DurableUpload] = field(default_factory=list)
+    withdrawn: str = ""
+    """Why it is not wanted any more; empty: it is."""
+
+
+class DurableWriter:
+    """Writer of one rank.
+
+    Args:
+        seconds: time without progress after which an upload fails; longest wait of ``offer``.
+        newest_wins: True: a checkpoint that waits for an upload is replaced by a newer one. False: ``offer`` waits.
+        limiter: of the bandwidth of uploads.
+    """
+
+    def __init__(self, *, seconds: float, newest_wins: bool, limiter: RateLimiter) -> None:
+        self.last = LastCheckpoint()
+        self._seconds = seconds
+        self._newest_wins = newest_wins
+        self._limiter = limiter
+        self._area = StagingArea(lambda _: None)  # at most two are held: no reader has to go
+        self._changed = threading.Condition()
+        self._running: _Work | None = None
+        self._next: _Work | None = None
+        self._replaced: list[_Work] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def offer(self, ticket: Ticket, relays: Sequence[Endpoint], state: Any) -> None:
+        """Stage the state and upload it in the background, or follow the upload of other groups.
+
+        Args:
+            ticket: of the checkpoint.
+            relays: to store it, at least one.
+            state: copied before this returns, if this group uploads.
+
+        Raises:
+            TimeoutError: an earlier checkpoint is still being uploaded.
+            UnsupportedValue: the state has a value that cannot be stored.
+        """
+        snapshot = None
+        if ticket.uploads:
+            self._make_room(ticket)
+            snapshot = self._area.stage(ticket.step, state)
+            snapshot.hold()
+        with self._changed:
+            self._next = _Work(ticket, relays, snapshot)
+            self._changed.notify_all()
+            if self._running is not None and self._running.snapshot is None:
+                self._withdraw(self._running, "")  # a newer checkpoint is more interesting than that outcome
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="keepstep-durable", daemon=True)
+            self._thread.start()
+
+    def refuse(self, ticket: Ticket, relays: Sequence[Endpoint], reason: str) -> None:
+        """Note that this rank could not stage its state, and tell the other ranks if no other group can upload it."""
+        self.failed(ticket.step, reason)
+        if len(ticket.uploaders) == 1:
+            with self._changed:
+                self._replaced.append(_Work(ticket, relays, None, withdrawn=reason))
+                self._start()
+
+    def failed(self, step: int, reason: str) -> None:
+        """Note that the checkpoint of ``step`` was not written."""
+        log.error("durable checkpoint failed", step=step, reason=reason)
+        with self._changed:
+            since = self.last.failing_since or time.time()
+            self.last = replace(self.last, error=reason, error_step=step, failing_since=since)
+
+    def resumed(self, step: int, name: str, relays: tuple[str, ...]) -> None:
+        """Note that this rank was loaded from a checkpoint."""
+        with self._changed:
+            self.last = replace(self.last, step=step, id=name, relays=relays)
+
+    def _make_room(self, ticket: Ticket) -> None:
+        with self._changed:
+            if self._newest_wins:
+                if self._next is not None and self._next.snapshot is not None:
+                    self._next.withdrawn = f"replaced by the checkpoint of step {ticket.step}"
+                    self._replaced.append(self._next)
+                    self._next.snapshot.release()
+                self._next = None
+                return
+            if not self._changed.wait_for(lambda: not self._is_busy(), self._seconds):
+                step = self.last.uploading
+                raise TimeoutError(f"the checkpoint of step {step} is still being uploaded after {self._seconds:g} s")
+
+    def _is_busy(self) -> bool:
+        return any(one is not None and one.snapshot is not None for one in (self._running, self._next))
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until this group has nothing left to upload, at most ``seconds``. Return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_busy(), seconds)
+
+    def close(self) -> None:
+        """End all uploads, and the threads. May be called more than once."""
+        with self._changed:
+            self._closed = True
+            for work in (self._running, self._next):
+                if work is not None:
+                    self._withdraw(work, "the Manager was shut down")
+            thread = self._thread
+        if thread is not None:
+            thread.join(WRITER_END_SECONDS)
+        self._area.drop()
+
+    def _withdraw(self, work: _Work, reason: str) -> None:
+        work.withdrawn = reason or "a newer checkpoint is due"
+        for upload in work.uploads:
+            upload.abort()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._running, self._next = self._next, None
+                replaced, self._replaced = self._replaced, []
+                work = self._running
+                uploading = work.ticket.step if work is not None and work.snapshot is not None else 0
+                self.last = replace(self.last, uploading=uploading)
+                if work is None:
+                    self._thread = None
+                self._changed.notify_all()
+            for one in replaced:
+                self._tell_failure(one, one.withdrawn)
+            if work is None:
+                return
+            try:
+                self._write(work)
+            except Exception as error:
+                log.exception("unexpected error in the writer of durable checkpoints", step=work.ticket.step)
+                self.failed(work.ticket.step, f"{type(error).__name__}: {error}")
+            finally:
+                if work.snapshot is not None:
+                    work.snapshot.release()
+
+    def _write(self, work: _Work) -> None:
+        started, ticket = time.monotonic(), work.ticket
+        staged = None if work.snapshot is None else _described(work.snapshot, ticket)
+        with self._changed:
+            work.uploads = [DurableUpload(ticket, relay, staged, self._seconds, self._limiter) for relay in work.relays]
+            if work.withdrawn:
+                self._withdraw(work, work.withdrawn)
+        outcomes = run_all(work.uploads)
+        stored = tuple(sorted(address for address, error in outcomes.items() if error is None))
+        problems = "; ".join(str(error) for error in outcomes.values() if error is not None)
+        if stored:
+            self._committed(ticket, stored, problems)
+            log.info(
+                "durable checkpoint committed",
+                step=ticket.step,
+                id=ticket.checkpoint.id,
+                relays=len(stored),
+                seconds=round(time.monotonic() - started, 3),
+            )
+        elif not work.withdrawn:
+            self.failed(ticket.step, problems)
+            if work.snapshot is not None:
+                self._tell_failure(work, problems)
+        elif work.snapshot is not None:
+            self.failed(ticket.step, work.withdrawn)
+
+    def _committed(self, ticket: Ticket, stored: tuple[str, ...], problems: str) -> None:
+        if problems:
+            log.warning("fewer copies of a durable checkpoint than wanted", step=ticket.step, reason=problems)
+        with self._changed:
+            self.last = replace(
+                self.last,
+                step=ticket.step,
+                id=ticket.checkpoint.id,
+                relays=stored,
+                error="",
+                error_step=0,
+                failing_since=None,
+            )
+
+    def _tell_failure(self, work: _Work, reason: str) -> None:
+        """Abort the checkpoint at its relays: the other ranks need not wait for it."""
+        for relay in work.relays:
+            DurableUpload(work.ticket, relay, None, self._seconds, self._limiter).give_up(reason)
+
+
+def _described(snapshot: Snapshot, ticket: Ticket) -> StagedState:
+    quorum_id = int(ticket.facts["quorum_id"])
+    origin = Origin(ticket.checkpoint.id, ticket.job, ticket.step, quorum_id, ticket.producer)
+    manifest = build_manifest(origin, snapshot.content_bytes, snapshot.pack)
+    return StagedState(manifest, read_envelope(manifest), snapshot.pack)

@@ -1,0 +1,85 @@
+"""Find the newest durable checkpoint of a job at its relays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.durable.due_checkpoints import Stored, newest
+from keepstep.checkpointing.errors import TransferError
+from keepstep.checkpointing.relayed.relay_client import checkpoints_path
+from keepstep_mesh.config.logging import get_logger
+from keepstep_mesh.errors import KeepstepError
+
+LIST_SECONDS = 10.0
+"""For one relay to list its checkpoints."""
+FIND_PAUSE_SECONDS = 0.5
+"""Before relays that did not answer are asked again."""
+
+log = get_logger("keepstep.durable")
+
+
+def stored_at(relay: Endpoint, job: str) -> list[Stored]:
+    """Return the committed durable checkpoints of ``job`` at one relay.
+
+    Raises:
+        BrokenConnection, TransferError: the relay gave no valid answer.
+    """
+    connection = Connection(
+        relay, Deadline(LIST_SECONDS, f"{relay.address} did not list its checkpoints"), LIST_SECONDS
+    )
+    try:
+        connection.connect()
+        views = connection.ask_json("GET", checkpoints_path(job)).get("checkpoints")
+        return [
+            Stored(
+                relay=relay.address,
+                id=str(view["id"]),
+                step=int(view["step"]),
+                quorum_id=int(view["quorum_id"]),
+                ranks=int(view["ranks"]),
+                committed=float(view["committed"]),
+            )
+            for view in views or ()
+            if view["kind"] == "durable" and view["committed"] is not None
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError(f"invalid list of checkpoints from {relay.address}: {error!r}") from error
+    finally:
+        connection.close()
+
+
+def find_newest(relays: Callable[[], Sequence[Endpoint]], job: str, seconds: float) -> list[Stored]:
+    """Return the newest durable checkpoint of ``job``, once for each relay that has it. Empty: no relay has any.
+
+    Args:
+        relays: returns all relays that may have one.
+        job: name of the job.
+        seconds: time limit for the relays to answer.
+
+    Raises:
+        KeepstepError: no relay is known, or none has a checkpoint and one of them does not answer. The job may have a
+            checkpoint then, and must not begin again at step 0.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        known, found, silent = list(relays()), list[Stored](), dict[str, str]()
+        for relay in known:
+            try:
+                found += stored_at(relay, job)
+            except (BrokenConnection, TransferError) as error:
+                silent[relay.address] = str(error)
+        if best := newest(found):
+            if silent:
+                log.warning("resuming without the relays that do not answer", relays=sorted(silent), step=best[0].step)
+            return best
+        if known and not silent:
+            return []
+        if time.monotonic() >= deadline:
+            why = "; ".join(silent.values()) or "no relay is registered with the lighthouse"
+            raise KeepstepError(
+                f"cannot find out whether job {job} has a durable checkpoint: {why}; start the relay that stores them "
+                f"(keepstep relay), or pass resume=False (KEEPSTEP_RESUME=0) to begin at step 0"
+            )
+        time.sleep(FIND_PAUSE_SECONDS)

@@ -1,0 +1,126 @@
+"""Load one rank's part of a durable checkpoint from the relays that have it, into the tensors of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from keepstep.checkpointing.direct.connection import BrokenConnection, Connection, Deadline, Endpoint
+from keepstep.checkpointing.direct.receiving import ChunkReceiver
+from keepstep.checkpointing.errors import TransferError, TransferTimeout
+from keepstep.checkpointing.relayed.relay_client import checkpoints_path
+from keepstep.checkpointing.state.restoring import Destination
+from keepstep.checkpointing.state.state_manifest import read_manifest
+from keepstep_mesh.protocol.manifest import MAX_MANIFEST_BYTES, chunk_length
+
+LOAD_STREAMS = 4
+LOAD_STALL_SECONDS = 30.0
+"""Without a byte for this long, a chunk is requested from another relay."""
+LOAD_ATTEMPTS = 3
+"""Attempts at a chunk, per relay."""
+
+T = TypeVar("T")
+
+
+class _Reader:
+    """Requests of one thread. Each failure moves on to the next relay."""
+
+    def __init__(self, relays: Sequence[Endpoint], deadline: Deadline, place: int) -> None:
+        self._relays = relays
+        self._deadline = deadline
+        self._place = place
+        self._connection: Connection | None = None
+
+    def ask(self, work: Callable[[Connection], T]) -> T:
+        """Return the result of ``work`` on a connection to a relay. Raises ``TransferError`` when every relay fails."""
+        problems: list[str] = []
+        for _ in range(LOAD_ATTEMPTS * len(self._relays)):
+            try:
+                if self._connection is None:
+                    relay = self._relays[self._place % len(self._relays)]
+                    self._connection = Connection(relay, self._deadline, LOAD_STALL_SECONDS)
+                    self._connection.connect()
+                return work(self._connection)
+            except TransferTimeout:
+                raise
+            except (BrokenConnection, TransferError) as error:
+                problems.append(str(error))
+                self._place += 1
+                self.close()
+        raise TransferError(f"every relay failed: {'; '.join(dict.fromkeys(problems))}")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def load_rank(relays: Sequence[Endpoint], job: str, name: str, rank: int, *, into: Any, seconds: float) -> Any:
+    """Load the state of ``rank``, and verify every chunk.
+
+    Args:
+        relays: that have the checkpoint, at least one.
+        job: of the checkpoint.
+        name: of the checkpoint.
+        rank: whose state.
+        into: a state of the same structure; see ``CheckpointTransport.recv_checkpoint``.
+        seconds: time without progress after which this fails.
+
+    Returns:
+        The state.
+
+    Raises:
+        StateMismatch: the state does not fit ``into``.
+        TransferError: the state was not received. If its ``torn`` is true, tensors of ``into`` may be half written.
+    """
+    deadline = Deadline(seconds, f"checkpoint {name} of job {job} was not loaded", float("inf"))
+    path = f"{checkpoints_path(job)}/{name}/manifest?rank={rank}"
+    first = _Reader(relays, deadline, rank)
+    try:
+        manifest = read_manifest(first.ask(lambda connection: _read_manifest(connection, path)))
+    finally:
+        first.close()
+    destination = Destination(manifest.content, into)
+    chunks, lock = iter(range(len(manifest.chunk_digests))), threading.Lock()
+    failed = threading.Event()
+
+    def load_chunk(connection: Connection, receiver: ChunkReceiver, chunk: int) -> None:
+        digest = manifest.chunk_digests[chunk]
+        _, length = connection.ask("GET", f"/v1/chunks/{digest.hex()}")
+        if length != chunk_length(destination.pack_bytes, chunk):
+            raise BrokenConnection(f"wrong length of chunk {chunk} at {connection.address}: {length} bytes")
+        if receiver.receive(connection, chunk)[0] != digest:
+            raise BrokenConnection(f"chunk {chunk} from {connection.address} arrived damaged")
+
+    def load_chunks(place: int) -> None:
+        reader, receiver = _Reader(relays, deadline, place), ChunkReceiver(destination)
+        try:
+            while not failed.is_set():
+                with lock:
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                reader.ask(lambda connection, chunk=chunk: load_chunk(connection, receiver, chunk))  # type: ignore[misc]
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            reader.close()
+
+    try:
+        with ThreadPoolExecutor(LOAD_STREAMS, "keepstep-durable-load") as pool:
+            for stream in [pool.submit(load_chunks, rank + place) for place in range(LOAD_STREAMS)]:
+                stream.result()
+        return destination.result()
+    except TransferError as error:
+        error.torn = error.torn or destination.in_place_bytes > 0
+        raise
+
+
+def _read_manifest(connection: Connection, path: str) -> bytes:
+    _, length = connection.ask("GET", path)
+    if length > MAX_MANIFEST_BYTES:
+        raise TransferError(f"manifest too large: {length} bytes (limit {MAX_MANIFEST_BYTES})")
+    return bytes(connection.read(length))

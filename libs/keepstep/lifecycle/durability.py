@@ -1,0 +1,260 @@
+"""Durable checkpoints of one Manager: when they are written, and what a job without a live state resumes from.
+
+The state of step n is complete when the script has stepped its optimizer, so it is staged when step n + 1 begins. All
+groups stage it, and upload a share each. A group that begins at step 0 loads the newest checkpoint, unless another
+group has a live state from which it heals. All groups of a job thus load the same one; if they do not, those that are
+behind heal from the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.durable.due_checkpoints import MAX_UPLOADERS, Commit, choose_relays, follow_seconds, is_due
+from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
+from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
+from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_newest
+from keepstep.checkpointing.durable.rank_loading import load_rank
+from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
+from keepstep.group.quorum_plan import QuorumPlan
+from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.runtime.exits import script_error
+from keepstep.step.context import StepContext
+from keepstep_mesh.errors import Drained, KeepstepError
+from keepstep_mesh.protocol.lineage import NEW, Soundness, soundness
+from keepstep_mesh.security.tls import TlsFiles, as_safe
+from keepstep_mesh.security.tokens import ClientToken
+
+Choice = dict[str, Any]
+"""The checkpoint to load; empty: none. Plain values, for the other ranks."""
+
+
+class Durability:
+    """The durable checkpoints of one rank.
+
+    Args:
+        settings: of the Manager.
+        context: of its steps.
+    """
+
+    def __init__(self, settings: ManagerSettings, context: StepContext) -> None:
+        own = settings.link
+        self._settings = settings.durable
+        self._connect_seconds = own.session.connect_timeout
+        self._context = context
+        self._credentials = Credentials(ClientToken.of(own.token), own.session.tls or TlsFiles())
+        self._seconds = settings.timeout.total_seconds()
+        self._writer = DurableWriter(
+            seconds=self._seconds,
+            newest_wins=self._settings.newest_wins,
+            limiter=RateLimiter(settings.uplink),
+        )
+        self._commit: tuple[QuorumPlan, int] | None = None
+        """The last committed step: its plan, and the number of committed steps after it."""
+        self._attempts = 0
+        """Number of checkpoints of that step."""
+        self._saved = 0
+        self._looked = False
+        self._rounds = 0
+        """Number of values that the ranks of this group agreed on."""
+
+    @property
+    def last(self) -> LastCheckpoint:
+        """Knowledge of this rank about the checkpoints of its job."""
+        return self._writer.last
+
+    # ---- writing
+
+    def committed(self, plan: QuorumPlan) -> None:
+        """Note that the step of ``plan`` was committed."""
+        self._commit, self._attempts = (plan, self._context.progress.step), 0
+
+    def before_step(self) -> None:
+        """Resume in front of the first step; stage the state of the last one, if a checkpoint of it is due."""
+        if self._settings.resumes:
+            self.resume()
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        step = self._context.progress.step
+        if is_due(step, self._settings.every, self._saved) and self._commit is not None and self._commit[1] == step:
+            self._save(*self._commit)
+
+    def save(self) -> LastCheckpoint:
+        """Stage the state now. RuntimeError if it is not that of a step that this process committed."""
+        step = self._context.progress.step
+        if self._commit is None or self._commit[1] != step:
+            raise RuntimeError(
+                f"no step has been committed since this process started or healed (step {step}); call "
+                f"save_checkpoint() after a step that committed, and before the next one begins"
+            )
+        before = self.last
+        self._save(*self._commit)
+        return before
+
+    def _save(self, plan: QuorumPlan, step: int) -> None:
+        context, writer = self._context, self._writer
+        self._saved = step
+        self._attempts += 1
+        ticket = self._ticket(plan, step)
+        relays = self._relays()
+        chosen = choose_relays(relays, context.settings.job, self._settings.copies)
+        endpoints = [relays[address] for address in chosen]
+        try:
+            # in every rank, also if it does not upload: FSDP's state_dict is collective
+            state = context.state.snapshot()
+        except Exception as error:  # noqa: BLE001  a checkpoint that fails does not stop training
+            writer.refuse(ticket, endpoints, f"{type(error).__name__}: {error}")
+            return
+        if not endpoints:
+            writer.failed(step, "no relay is registered with the lighthouse; start one (keepstep relay)")
+            return
+        try:
+            writer.offer(ticket, endpoints, state)
+        except TimeoutError as error:
+            writer.failed(step, str(error))
+        except Exception as error:  # noqa: BLE001  as above
+            writer.refuse(ticket, endpoints, f"{type(error).__name__}: {error}")
+
+    def _ticket(self, plan: QuorumPlan, step: int) -> Ticket:
+        context, own = self._context, self._context.settings
+        commit = Commit(plan.epoch, plan.quorum_id, step, plan.replica_ids)
+        # groups whose states differ by design do not share an upload
+        uploaders = commit.uploaders(MAX_UPLOADERS if context.state.compared is None else 1)
+        producer, progress = context.link.replica_id, context.progress
+        if producer in uploaders and soundness(progress.step, progress.lineage) is not Soundness.SOUND:
+            uploaders = tuple(one for one in uploaders if one != producer)
+        return Ticket(
+            job=own.job,
+            checkpoint=RelayCheckpoint(own.job, commit.checkpoint_id(self._attempts), own.rank, producer),
+            step=step,
+            facts={
+                "step": step,
+                "kind": "durable",
+                "ranks": own.world_size,
+                "quorum_id": plan.quorum_id,
+                "one_producer": own.world_size > 1,
+            },
+            uploaders=uploaders,
+            producer=producer,
+            follow_seconds=follow_seconds(len(commit.members) * own.world_size),
+        )
+
+    def _relays(self) -> dict[str, Endpoint]:
+        """Return the relays that may store checkpoints, by address."""
+        addresses = self._settings.relays
+        if not addresses:
+            lighthouse = self._context.settings.session.addresses[0]
+            services = self._context.link.services
+            addresses = tuple(as_safe(one.address, lighthouse) for one in services if one.service == "relay")
+        return {address: self._credentials.endpoint(address) for address in addresses}
+
+    # ---- resuming
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint of the job, if this group has no state yet. Return whether it did.
+
+        Raises:
+            KeepstepError: the relays did not answer, or the checkpoint could not be loaded.
+        """
+        context = self._context
+        if self._looked or self._settings.resume is False:
+            return False
+        self._looked = True
+        if context.progress.step or not self._is_new():
+            return False  # the script has loaded a checkpoint of its own
+        choice = self._agree(self._choose_unless_live)
+        if choice.get("live"):
+            context.resume = self._resume_in_quorum
+            return False
+        return self._load(choice)
+
+    def _is_new(self) -> bool:
+        lineage = self._context.progress.lineage
+        return lineage == "" or (isinstance(lineage, str) and lineage.startswith(NEW))
+
+    def _choose_unless_live(self) -> Choice:
+        """Return {"live": step} if another group has a live state: this group heals from it."""
+        if live_step := self._context.link.live_step:
+            return {"live": live_step}
+        return self._choose()
+
+    def _resume_in_quorum(self) -> bool:
+        """Load the newest checkpoint after all: the groups with a live state are gone."""
+        return self._load(self._agree(self._choose))
+
+    def _choose(self) -> Choice:
+        job = self._context.settings.job
+        found = find_newest(lambda: list(self._relays().values()), job, self._connect_seconds)
+        if not found:
+            return {}
+        one = found[0]
+        relays = sorted(each.relay for each in found)
+        return {"id": one.id, "step": one.step, "ranks": one.ranks, "relays": relays}
+
+    def _agree(self, choose: Callable[[], Choice]) -> Choice:
+        """Return the choice of rank 0 in every rank of this group."""
+        own, store = self._context.settings, self._context.store
+        if store is None:
+            return choose()
+        key = f"keepstep/{own.restart}/resume/{self._rounds}"
+        self._rounds += 1
+        if own.rank == 0:
+            try:
+                choice = choose()
+            except KeepstepError as error:
+                store.set(key, json.dumps({"error": str(error)}))
+                raise
+            store.set(key, json.dumps(choice))
+            return choice
+        store.wait([key], timedelta(seconds=self._connect_seconds + 2 * LIST_SECONDS))
+        answer: Choice = json.loads(store.get(key))
+        if "error" in answer:
+            raise KeepstepError(f"rank 0: {answer['error']}")
+        return answer
+
+    def _load(self, choice: Choice) -> bool:
+        context, own = self._context, self._context.settings
+        if not choice:
+            context.log.info("no durable checkpoint; the job begins at step 0")
+            return False
+        name, ranks, addresses = str(choice["id"]), int(choice["ranks"]), tuple(choice["relays"])
+        if ranks != own.world_size:
+            raise KeepstepError(
+                f"checkpoint {name} has {ranks} ranks per group, and this group {own.world_size}; start groups of "
+                f"{ranks} ranks, or pass resume=False and load it with keepstep.checkpoint.load"
+            )
+        relays = [self._credentials.endpoint(address) for address in addresses]
+        try:
+            state = load_rank(*(relays, own.job, name, own.rank), into=context.state.snapshot(), seconds=self._seconds)
+            context.state.load_user_state(state["user"])
+        except BaseException:
+            context.tear()  # the state may be half written
+            raise
+        context.progress.resume(state["manager"])
+        context.log_progress("loaded")
+        self._saved = context.progress.step
+        self._writer.resumed(context.progress.step, name, addresses)
+        context.log.info("resumed from a durable checkpoint", step=context.progress.step, id=name, relays=addresses)
+        return True
+
+    # ---- the end
+
+    def close(self, *, finish: bool) -> None:
+        """End the writer. May be called more than once.
+
+        Args:
+            finish: write a checkpoint that is due, and wait until it is committed.
+        """
+        fatal = self._context.fatal
+        if finish and script_error() == "" and (fatal is None or isinstance(fatal, Drained)):
+            if fatal is None:
+                self._save_if_due()
+            if not self._writer.finish(COMMIT_SECONDS):
+                self._context.log.error("durable checkpoint not written at the end", step=self._writer.last.uploading)
+        self._writer.close()
