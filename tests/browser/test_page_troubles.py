@@ -184,11 +184,14 @@ async def test_a_page_that_is_looked_at_for_long_does_not_grow(tmp_path):
                     await page.until(f"document.querySelector('.events').textContent.includes('number {last}')")
 
         await follow(500)
-        heap, nodes = await page.memory()
-        await follow(500)
-        heap_later, nodes_later = await page.memory()
-        assert nodes_later < 1.05 * nodes
-        assert heap_later < 1.1 * heap
+        for _ in range(3):  # a page that grows does so every time, while garbage may be collected late once
+            heap, nodes = await page.memory()
+            await follow(500)
+            heap_later, nodes_later = await page.memory()
+            grown = nodes_later >= 1.05 * nodes or heap_later >= 1.1 * heap
+            if not grown:
+                break
+        assert not grown, f"{nodes} nodes in {heap} bytes, later {nodes_later} in {heap_later}"
         assert page.complaints == []
 
 
@@ -209,6 +212,22 @@ async def test_a_page_that_was_left_leaves_nothing_behind(tmp_path):
         _, nodes_later = await page.memory()
         assert nodes_later < 2 * nodes, "the page before may still be there, and none that was before it"
         assert streams(page) == 1
+
+
+async def test_a_page_that_was_chosen_while_the_first_one_loads_is_shown(tmp_path):
+    choose = """const answered = fetch; window.fetch = async (path, options) => {
+        const answer = await answered(path, options), read = answer.json.bind(answer);
+        answer.json = async () => {
+            const value = await read();
+            if (!location.hash) location.hash = '#/cluster'; // the event of this comes after the answer
+            return value;
+        };
+        return answer;
+    }"""
+    async with shown(tmp_path, ToldMesh(1)) as (browser, endpoint):
+        page = await browser.open(endpoint.url, first=choose)
+        await page.until(f"{LIVE} && document.querySelector('tbody a')")
+        assert await page.run("location.hash") == "#/cluster"
 
 
 async def test_a_page_whose_scripts_do_not_load_says_so(tmp_path):

@@ -167,6 +167,7 @@ function toast(text) {
 
 async function show() {
   const { kind, job } = wanted();
+  const { hash } = location;
   const mine = ++shows;
   page?.close();
   page = null;
@@ -182,7 +183,7 @@ async function show() {
     setTimeout(() => mine === shows && show(), RETRY);
     return;
   }
-  if (mine !== shows) return; // another page was opened in the meantime
+  if (mine !== shows || location.hash !== hash) return; // another page was opened in the meantime, or is about to be
   if (kind !== "cluster" && !job && known.length) {
     location.replace(`#/job/${encodeURIComponent(known.reduce((a, b) => (b.last_seen > a.last_seen ? b : a)).job)}`);
     return;
