@@ -11,7 +11,7 @@ from keepstep_metrics.history.findings.pace import sparks, steps_per_second
 from keepstep_metrics.history.job import Job
 from keepstep_metrics.history.machine import MetricsCore
 from keepstep_metrics.lighthouse.live_status import NOTHING
-from tests.unit.metrics.test_metrics_core import T, World, joined
+from tests.unit.metrics.job_driver import T, World, joined
 
 STEP = 0.125
 BUSY = {"r0:1": 0.055, "r1:1": 0.055, "r2:1": 0.054, "r3:1": 0.125}

@@ -1,4 +1,4 @@
-"""Decisions of a relay: uploads, commits, retention, room, expiry. Each test is a table of events and decisions."""
+"""Decisions of a relay: uploads, commits, limits, expiry. Each test is a table of events and decisions."""
 
 from __future__ import annotations
 
@@ -17,73 +17,26 @@ from keepstep_relay.core.events import (
     CommitAsked,
     Copied,
     Drop,
-    Event,
-    Evict,
     Facts,
     Forget,
     HolderReported,
     Keep,
-    Key,
     Kind,
-    Limits,
     MemoryWanted,
     RankReported,
-    ReadFrom,
-    RefusedError,
     Removed,
     RootReported,
     Seal,
     Sealed,
     SealFailed,
     State,
-    Table,
     TableArrived,
     Tick,
     Tier,
     UploadEnded,
     Wake,
 )
-from keepstep_relay.core.invariants import check_invariants
-from keepstep_relay.core.machine import RelayCore
-
-C1, C2, C3 = (Key("job", name) for name in ("c1", "c2", "c3"))
-A, B, C, LAST = (bytes([letter]) * 16 for letter in b"abcz")
-ONE = Facts(step=1, kind=Kind.LIVE, ranks=1)
-DISK, MEMORY = Tier.DISK, Tier.MEMORY
-
-
-def table(*digests: bytes, last: int = 100, root: bytes = b"r" * 32) -> Table:
-    """Whole chunks, and a last one of ``last`` bytes."""
-    return Table(root, (len(digests) - 1) * CHUNK_BYTES + last, digests)
-
-
-class Driver:
-    """Steps a core and validates it after each event."""
-
-    def __init__(self, **limits) -> None:
-        self.core = RelayCore(Limits(**limits))
-        self.now = 0.0
-
-    def __call__(self, *events: Event, at: float | None = None):
-        self.now = self.now if at is None else at
-        decisions = []
-        for event in events:
-            decisions += self.core.step(event, self.now)
-            check_invariants(self.core)
-        return decisions
-
-    def refused(self, event: Event, cause: Cause, words: str) -> None:
-        with pytest.raises(RefusedError, match=words) as refused:
-            self.core.step(event, self.now)
-        assert refused.value.cause is cause
-        check_invariants(self.core)
-
-    def stored(self, key: Key, *digests: bytes, step: int = 1, tier: Tier = MEMORY, kind: Kind = Kind.LIVE):
-        """A committed checkpoint; what committing it decided."""
-        self(Begun(key, Facts(step, kind, 1)), TableArrived(key, 0, table(*digests)))
-        self(*(ChunkArrived(digest, tier) for digest in digests if not self.core.inventory.is_here(digest)))
-        self(CommitAsked(key))
-        return self(Sealed(key))
+from tests.unit.relay.core_driver import C1, C2, DISK, LAST, MEMORY, ONE, A, B, C, Driver, table
 
 
 def test_an_upload_from_its_beginning_to_its_commit():
@@ -303,104 +256,6 @@ def test_a_committed_checkpoint_does_not_change():
     relay.refused(Aborted(C1, "x"), Cause.CONFLICT, "is already committed")
     relay.refused(RankReported(C1, 0, "late"), Cause.CONFLICT, "is already committed")
     assert relay(CommitAsked(C1), RankReported(C1, 0), TableArrived(C1, 0, table(A))) == []
-
-
-# ---- what goes
-
-
-def test_the_newest_are_kept_and_uploads_do_not_count():
-    relay = Driver(keep_live=1)
-    relay.stored(C1, A, LAST, step=1)
-    relay(Begun(C3, Facts(9, Kind.LIVE, 1)))
-    decisions = relay.stored(C2, A, B, LAST, step=2)
-    assert [one.key for one in decisions if isinstance(one, Forget)] == [C1]
-    assert not [one for one in decisions if isinstance(one, Drop)], "the newer one has that chunk, too"
-
-
-def test_retention_counts_each_job_and_kind_for_itself():
-    relay = Driver(keep_live=1)
-    relay.stored(C1, A)
-    assert relay.stored(C2, B, step=2, kind=Kind.DURABLE)[1:] == [Wake((C2,))]
-    assert relay.stored(Key("other", "c1"), C, step=3)[1:] == [Wake((Key("other", "c1"),))]
-
-
-def test_a_checkpoint_that_is_read_stays_until_its_reader_is_done():
-    relay = Driver(keep_live=1, reading_seconds=60)
-    relay.stored(C1, A)
-    relay(ReadFrom(C1), at=10)
-    relay.stored(C2, B, step=2)
-    assert C1 in relay.core.checkpoints
-    assert relay.core.deadline() == 70
-    relay(ChunkHeld(A), ChunkReleased(A), at=65)
-    assert relay(Tick(), at=70) == []
-    assert relay(Tick(), at=125)[:2] == [
-        Forget(C1, "only the newest live checkpoints of a job are kept (1)"),
-        Drop((A,)),
-    ]
-
-
-def test_room_is_made_by_live_states_beyond_the_count_that_nobody_reads_at_the_moment():
-    relay = Driver(keep_live=1, reading_seconds=60)
-    for number, digest in ((1, A), (2, B), (3, C)):
-        relay.stored(Key("job", f"c{number}"), digest, step=number)
-        relay(ChunkHeld(digest), ChunkReleased(digest))
-    relay(ChunkHeld(A))
-    reason = "only the newest live checkpoints of a job are kept (1); memory ran short"
-    assert relay(MemoryWanted(1))[:2] == [Forget(Key("job", "c2"), reason), Drop((B,))]
-    assert relay(MemoryWanted(1)) == [], "one is being read, the other is the newest"
-    relay(ChunkReleased(A))
-    assert relay(MemoryWanted(1))[:2] == [Forget(Key("job", "c1"), reason), Drop((A,))]
-    assert relay(MemoryWanted(1)) == []
-
-
-def test_age_drops_all_but_the_newest():
-    relay = Driver(keep_live=0, live_seconds=100, live_ttl_seconds=0)
-    relay.stored(C1, A, step=1)
-    relay.stored(C2, B, step=2)
-    assert relay.core.deadline() == 100
-    assert [one.key for one in relay(Tick(), at=500) if isinstance(one, Forget)] == [C1]
-    assert relay.core.deadline() == NEVER
-
-
-def test_a_chunk_that_is_being_sent_is_dropped_when_it_is_let_go():
-    relay = Driver()
-    relay.stored(C1, A, B)
-    relay(ChunkHeld(A))
-    assert Drop((B,)) in relay(Removed(C1, "asked"))
-    assert relay.core.inventory.wanted(A) is None
-    assert relay(ChunkReleased(A)) == [Drop((A,))]
-
-
-# ---- room
-
-
-def test_room_comes_from_what_another_tier_has_the_longest_unused_first():
-    relay = Driver()
-    relay.stored(C1, A, B, C, LAST, tier=DISK)
-    relay(*(ChunkArrived(digest, MEMORY) for digest in (A, B, C)), at=1000)
-    relay(ChunkHeld(A), ChunkReleased(A))
-    relay(at=2000)
-    assert relay(MemoryWanted(CHUNK_BYTES + 1)) == [Evict((B, C))]
-    assert relay(MemoryWanted(1)) == [Evict((A,))]
-    assert relay(MemoryWanted(1)) == []
-
-
-def test_what_only_memory_has_and_what_is_being_sent_stay():
-    relay = Driver()
-    relay.stored(C1, A, B, tier=MEMORY)
-    relay(ChunkArrived(B, DISK), ChunkHeld(B))
-    assert relay(MemoryWanted(1)) == []
-    relay(ChunkReleased(B))
-    assert relay(MemoryWanted(1)) == [Evict((B,))]
-
-
-def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
-    relay = Driver(reading_seconds=60)
-    relay(Begun(C1, ONE), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY), ChunkArrived(A, DISK))
-    relay.stored(C2, B, step=2)
-    relay(ChunkArrived(B, DISK))
-    assert relay(MemoryWanted(1)) == [Evict((B,))]
-    assert relay(MemoryWanted(1)) == [Evict((A,))]
 
 
 # ---- limits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep_relay.core.checkpoint import NEVER
 from keepstep_relay.core.events import ChunkHeld, ChunkReleased, Forget, Key, Kind, ReadFrom, Tick
-from tests.unit.relay.test_relay_core import C1, A, B, C, Driver
+from tests.unit.relay.core_driver import C1, A, B, C, Driver
 
 
 def test_the_last_live_state_of_a_job_goes_when_nobody_used_it_for_its_ttl() -> None:
