@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from urllib.parse import parse_qs, urlsplit
 
@@ -36,6 +37,13 @@ async def test_a_stream_that_cannot_be_read_is_not_left_open(tmp_path):
         await page.until(f"{HEADLINE}.includes('trainer-1 is lost')")
         assert streams(page) == 1
         assert len(page.complaints) == 4, "each is on the console"
+        broken = """((job) => import("/static/api.js").then(({ Api }) => new Promise((tried) => {
+            const [stop, heard] = [new AbortController(), () => null.x];
+            const live = (yes) => yes || tried(stop.abort());
+            new Api().follow("v1/stream?job=" + job, { heard, live, signal: stop.signal });
+        })))"""
+        await page.run(f"{broken}({json.dumps(JOB)})")
+        assert "TypeError: Cannot read properties of null" in page.complaints[-1], "the network has no part in it"
 
 
 async def test_answers_that_are_no_json_are_told_as_such_and_end_with_the_trouble(tmp_path):

@@ -13,6 +13,13 @@ export class ApiError extends Error {
   }
 }
 
+/** The service was not reached, or the connection broke. */
+class Unreachable extends ApiError {
+  constructor() {
+    super(0, "The metrics service is unreachable.");
+  }
+}
+
 /** `ask(why)` resolves with a token, or with null. `renewed()` is called when the token changes. */
 export class Api {
   constructor(ask, renewed) {
@@ -42,7 +49,7 @@ export class Api {
 
   async json(path, options, signal) {
     try {
-      return await (await this.send(path, options, () => within(REQUEST, signal))).json();
+      return await reached((await this.send(path, options, () => within(REQUEST, signal))).json());
     } catch (error) {
       throw explained(error);
     }
@@ -53,7 +60,7 @@ export class Api {
     for (;;) {
       const used = this.token;
       const headers = { ...options.headers, ...(used ? { Authorization: `Bearer ${used}` } : {}) };
-      const response = await fetch(path, { ...options, headers, signal: limit() });
+      const response = await reached(fetch(path, { ...options, headers, signal: limit() }));
       if (response.ok) return response;
       const problem = await response.json().catch(() => ({}));
       if (response.status !== 401) {
@@ -93,8 +100,8 @@ export class Api {
           if (message.event !== "ping") heard(message.event, JSON.parse(message.data));
         }
       } catch (error) {
-        if (error instanceof ApiError) why = error.message;
-        else if (!(error instanceof TypeError || error.name === "AbortError")) console.error(error);
+        if (!(error instanceof ApiError || error.name === "AbortError")) console.error(error);
+        else if (error instanceof ApiError && !(error instanceof Unreachable)) why = error.message;
       } finally {
         clearInterval(watch);
         cut.abort(); // close a half-read response
@@ -116,8 +123,17 @@ function seen(signal) {
   });
 }
 
+/** Resolves or rejects as `promise`, a use of the network, but with `Unreachable` where a browser has a TypeError. */
+async function reached(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error instanceof TypeError ? new Unreachable() : error;
+  }
+}
+
+/** Returns the error of a request with a message for operators; an error of this program as it is. */
 function explained(error) {
-  if (error instanceof ApiError || error.name === "AbortError") return error;
   if (error.name === "TimeoutError") {
     return new ApiError(0, `The metrics service did not answer within ${REQUEST / 1000} s.`);
   }
@@ -127,7 +143,7 @@ function explained(error) {
       "The answer is not JSON: it does not come from the metrics service. Check the proxy in front of it.",
     );
   }
-  return new ApiError(0, "The metrics service is unreachable.");
+  return error;
 }
 
 const within = (milliseconds, signal) =>
@@ -152,7 +168,7 @@ async function* lines(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reached(reader.read());
     if (done) return;
     const parts = (rest + value).split(/\r?\n/);
     rest = parts.pop();

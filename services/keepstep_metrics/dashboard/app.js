@@ -225,7 +225,12 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 byId("jobs").addEventListener("change", (event) => (location.hash = `#/job/${encodeURIComponent(event.target.value)}`));
 addEventListener("hashchange", show);
-setInterval(() => page instanceof JobPage && !document.hidden && jobs().catch(() => {}), JOBS_REFRESH);
+setInterval(
+  () =>
+    page instanceof JobPage && !document.hidden &&
+    jobs().catch((error) => error instanceof ApiError || console.error(error)),
+  JOBS_REFRESH,
+);
 if (!globalThis.uPlot) throw new Error("static/vendor/uPlot.iife.min.js did not load");
 byId("unloaded").remove();
 applyTheme();
