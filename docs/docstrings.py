@@ -92,7 +92,7 @@ SECTIONS = (
         "Durable checkpoints",
         "[Checkpoints of any number of ranks](torch-checkpoint.md) shows them in use.",
         "keepstep.checkpoint",
-        "save async_save load open_reader CheckpointReader StoredCheckpoint",
+        "save async_save load open_reader CheckpointReader StoredCheckpoint RelayWriter RelayReader",
     ),
     section(
         "Deadlines",

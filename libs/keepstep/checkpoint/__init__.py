@@ -5,6 +5,9 @@ docs/torch-checkpoint.md shows them in use, also below torch.distributed.checkpo
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from keepstep.checkpoint.errors import (
     CheckpointAborted,
     CheckpointDamaged,
@@ -16,6 +19,9 @@ from keepstep.checkpoint.loading import load, open_reader
 from keepstep.checkpoint.saving import async_save, save
 from keepstep.checkpoint.stored import CheckpointReader, StoredCheckpoint
 
+if TYPE_CHECKING:
+    from keepstep.checkpoint.torch_storage import RelayReader, RelayWriter
+
 __all__ = [
     "CheckpointAborted",
     "CheckpointDamaged",
@@ -23,9 +29,17 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointReader",
     "MissingKeys",
+    "RelayReader",
+    "RelayWriter",
     "StoredCheckpoint",
     "async_save",
     "load",
     "open_reader",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("RelayReader", "RelayWriter"):  # torch.distributed.checkpoint takes as long to import as torch
+        return getattr(importlib.import_module("keepstep.checkpoint.torch_storage"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

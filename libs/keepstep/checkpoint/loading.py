@@ -103,9 +103,9 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
     _read_all(stored.reader, wanted)
     for key, leaf in found.items():
         if key in stored.objects:
-            place(state, leaf.path, _naming(key, lambda key=key: stored.value(key)))
+            place(state, leaf.path, naming_key(key, lambda key=key: stored.value(key)))
         elif not isinstance(leaf.value, torch.Tensor):
-            place(state, leaf.path, _naming(key, lambda key=key: stored.tensor(key)))
+            place(state, leaf.path, naming_key(key, lambda key=key: stored.tensor(key)))
 
 
 def _present(leaves: Mapping[str, Leaf], stored: StoredCheckpoint, *, strict: bool) -> dict[str, Leaf]:
@@ -182,7 +182,7 @@ def _read_all(reader: CheckpointReader, wanted: list[tuple[str, Piece, torch.Ten
         return
     with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
         running = [
-            pool.submit(_naming, key, lambda piece=piece, target=target: piece.copy(reader, target))
+            pool.submit(naming_key, key, lambda piece=piece, target=target: piece.copy(reader, target))
             for key, piece, target in wanted
         ]
         try:
@@ -192,7 +192,7 @@ def _read_all(reader: CheckpointReader, wanted: list[tuple[str, Piece, torch.Ten
             pool.shutdown(cancel_futures=True)
 
 
-def _naming(key: str, read: Any) -> Any:
+def naming_key(key: str, read: Any) -> Any:
     """Return what ``read`` returns. Its error about damaged bytes gets the name of the key."""
     try:
         return read()

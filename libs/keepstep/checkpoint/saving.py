@@ -73,7 +73,8 @@ def save(
         UnsupportedValue: the state has a value that cannot be stored; the error names its path.
         TransferTimeout: the time limit passed.
     """
-    target, facts = _open(checkpoint_id, step, rank, world_size, kind, timeout, token)
+    facts = save_facts(rank, world_size, step, kind)
+    target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
     _save(target, facts, lambda: local_parts(flatten(expand(state_dict).state)), check_replicas)
 
 
@@ -102,7 +103,8 @@ def async_save(
     Raises:
         UnsupportedValue: the state has a tensor that cannot be stored.
     """
-    target, facts = _open(checkpoint_id, step, rank, world_size, kind, timeout, token)
+    facts = save_facts(rank, world_size, step, kind)
+    target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
     future: Future[None] = Future()
     problem: Exception | None = None
     staged: dict[str, Part] = {}
@@ -134,22 +136,33 @@ def async_save(
 # ---- one rank
 
 
-def _open(
+def open_target(
     checkpoint_id: str | os.PathLike[str],
-    step: int,
-    rank: int | None,
-    world_size: int | None,
-    kind: str,
-    timeout: timedelta,
-    token: str | None,
-) -> tuple[CheckpointTarget, SaveFacts]:
+    facts: SaveFacts,
+    *,
+    timeout: timedelta = TIMEOUT,
+    token: str | None = None,
+    attempt: str = "",
+) -> CheckpointTarget:
+    """Return the place where this rank saves. The caller closes it.
+
+    Args:
+        checkpoint_id: see ``save``.
+        facts: the save.
+        timeout: time limit of the save.
+        token: token for the relay. Default: that of the environment.
+        attempt: see ``DirectoryTarget``.
+    """
     location = parse(checkpoint_id)
-    own, world = ranks(rank, world_size)
-    facts = SaveFacts(own, world, step, kind, f"{socket.gethostname()}:{os.getpid()}")
     deadline = Deadline(timeout.total_seconds(), f"{location} was not saved")
     if isinstance(location, AtRelay):
-        return RelayTarget(location, facts, deadline, token), facts
-    return DirectoryTarget(location.path, facts, deadline), facts
+        return RelayTarget(location, facts, deadline, token)
+    return DirectoryTarget(location.path, facts, deadline, attempt)
+
+
+def save_facts(rank: int | None, world_size: int | None, step: int, kind: str) -> SaveFacts:
+    """Return the facts of a save. See ``save`` for the defaults."""
+    return SaveFacts(*ranks(rank, world_size), step, kind, f"{socket.gethostname()}:{os.getpid()}")
 
 
 def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -174,6 +187,7 @@ def _save(
             _check_objects(parts)
             layout = Layout.of(parts, {key: _digest(part) for key, part in parts.items()} if check_replicas else {})
             target.store(written(parts, facts.rank, _plan(target, facts, layout)))
+            target.commit()
         except BaseException as error:
             target.fail(f"{type(error).__name__}: {error}")
             raise

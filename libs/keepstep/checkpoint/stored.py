@@ -9,17 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Index, Leaf, Path, build, key_of, pack_path, unpack_path
@@ -29,6 +22,9 @@ from keepstep.checkpointing.state.leaves import TORCH_DTYPES, numpy_dtype
 from keepstep.checkpointing.state.restoring import build_value
 from keepstep.checkpointing.state.state_manifest import BYTES, NUMPY, TensorEntry, read_manifest
 from keepstep_mesh.errors import ManifestError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 FORMAT = "keepstep-checkpoint-1"
 """Marks the tree of a manifest that ``keepstep.checkpoint`` wrote. docs/checkpoint-format.md describes it."""
@@ -230,19 +226,21 @@ class StoredCheckpoint:
 
     def metadata(self) -> Metadata:
         """Return the ``Metadata`` of torch.distributed.checkpoint. ``planner_data`` has the paths."""
-        found: dict[str, Any] = {key: BytesStorageMetadata() for key in self.objects}
+        from torch.distributed.checkpoint import metadata  # noqa: PLC0415  # slow import
+
+        found: dict[str, Any] = {key: metadata.BytesStorageMetadata() for key in self.objects}
         for key, tensor in self.tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(shard.box.offset), torch.Size(shard.box.shape))
+                metadata.ChunkStorageMetadata(torch.Size(shard.box.offset), torch.Size(shard.box.shape))
                 for shard in tensor.shards
             ]
-            properties = TensorProperties(dtype=tensor.dtype)
-            found[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            properties = metadata.TensorProperties(dtype=tensor.dtype)
+            found[key] = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         paths = {
             key: tuple(step.number if isinstance(step, Index) else str(step) for step in path)
             for key, path in self.paths.items()
         }
-        return Metadata(found, planner_data=paths)
+        return metadata.Metadata(found, planner_data=paths)
 
 
 def stored_state(tensors: Mapping[str, Any], objects: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:

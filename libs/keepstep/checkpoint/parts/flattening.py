@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 from keepstep.checkpoint.errors import CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """``torch.distributed.checkpoint.stateful.Stateful``, whose import takes as long as that of torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore the state."""
 
 
 @dataclass(frozen=True)

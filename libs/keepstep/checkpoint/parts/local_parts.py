@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.parts.flattening import Leaf, Path
@@ -18,6 +18,7 @@ from keepstep.checkpointing.state.leaves import TORCH_DTYPE_NAMES
 from keepstep.checkpointing.state.sharding import is_dtensor, sharding_of
 
 if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
 
 Sizes = tuple[int, ...]
@@ -130,7 +131,7 @@ def local_part(key: str, leaf: Leaf) -> Part:
     if is_dtensor(value):
         mesh = _mesh(key, value)
         pieces = list(_pieces_of_dtensor(key, value))
-    elif isinstance(value, ShardedTensor):
+    elif _is_sharded_tensor(value):
         pieces = [
             (Box(tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)), one.tensor.detach())
             for one in value.local_shards()
@@ -141,6 +142,12 @@ def local_part(key: str, leaf: Leaf) -> Part:
     shape = tuple(value.size())
     kept = tuple((box, tensor) for box, tensor in pieces if box.volume or not math.prod(shape))
     return TensorPart(leaf.path, value.dtype, shape, kept, mesh, is_sharded)
+
+
+def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Return whether ``value`` is a ShardedTensor. Does not import it."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 def _mesh(key: str, tensor: DTensor) -> Mesh:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from keepstep.checkpoint.errors import CheckpointAborted, CheckpointDamaged, CheckpointError, CheckpointNotFound
 from keepstep.checkpoint.parts.pack import Pack
@@ -28,6 +30,8 @@ from keepstep_mesh.protocol.manifest import (
     read_envelope,
 )
 
+T = TypeVar("T")
+
 STREAMS = 4
 WAIT_SECONDS = 20
 """Longest wait of one request at the relay."""
@@ -46,6 +50,7 @@ class RelayTarget:
         self._facts = facts
         self._token = token
         self._link = RelayLink(location, deadline, token)
+        self._stored: Callable[[], None]
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
@@ -91,14 +96,13 @@ class RelayTarget:
             raise CheckpointError(
                 f"manifest of rank {facts.rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
             )
-        while True:
-            try:
-                self._upload(pack, digests, manifest)
-                return
-            except _LostError:
-                log.warning("the relay lost the upload; beginning again", checkpoint=str(self._location))
-                self._link.deadline.remaining()
-                self._begin()
+        self._stored = partial(self._upload, pack, digests, manifest)
+        self._again(self._stored)
+
+    def commit(self) -> None:
+        """See ``CheckpointTarget``."""
+        while self._again(lambda: self._wait("state"), self._stored)["state"] != "committed":
+            self._link.deadline.remaining()
 
     def _upload(self, pack: Pack, digests: list[bytes], manifest: bytes) -> None:
         rank, root = self._facts.rank, read_envelope(manifest).root.hex()
@@ -115,8 +119,6 @@ class RelayTarget:
             self._put_chunks(pack, {digests[number]: number for number in missing})
             answer = self._ask("POST", f"{self._link.path}/plan", plan)
         self._ask("POST", f"{self._link.path}/result", {"rank": rank})
-        while self._wait("state")["state"] != "committed":
-            self._link.deadline.remaining()
 
     def _put_chunks(self, pack: Pack, chunks: dict[bytes, int]) -> None:
         def put(digest: bytes, number: int) -> None:
@@ -170,14 +172,16 @@ class RelayTarget:
     def _bytes(self, target: str, limit: int) -> bytes:
         return _get(self._link, target, limit)
 
-    def _again(self, request: Any) -> Any:
-        """Return what ``request`` returns. Begins again if the relay has restarted without the upload."""
+    def _again(self, request: Callable[[], T], after: Callable[[], object] = lambda: None) -> T:
+        """Return what ``request`` returns. If the relay has lost the upload, begin again, and do ``after``."""
         while True:
             try:
                 return request()
             except _LostError:
+                log.warning("the relay lost the upload; beginning again", checkpoint=str(self._location))
                 self._link.deadline.remaining()
                 self._begin()
+                self._again(after)
 
     def _explain(self, refusal: Refusal) -> NoReturn:
         if refusal.status == NOT_FOUND:
@@ -223,6 +227,7 @@ class RelaySource:
             self._envelopes = [read_envelope(one) for one in found]
         except ManifestError as error:
             raise CheckpointDamaged(f"a manifest of {self._location} is damaged: {error}") from error
+        self._link.close()  # until the first read
         return found
 
     def _get_json(self, target: str) -> dict[str, Any]:

@@ -56,15 +56,23 @@ log = get_logger("keepstep.checkpoint")
 
 
 class DirectoryTarget:
-    """Saves the part of one rank. See ``CheckpointTarget``."""
+    """Saves the part of one rank. See ``CheckpointTarget``.
 
-    def __init__(self, path: Path, facts: SaveFacts, deadline: Deadline) -> None:
+    Args:
+        path: the directory.
+        facts: the save.
+        deadline: of the save.
+        attempt: a name of this attempt that all ranks know. Empty: the ranks agree in ``exchange``.
+    """
+
+    def __init__(self, path: Path, facts: SaveFacts, deadline: Deadline, attempt: str = "") -> None:
         self._path = path
         self._facts = facts
         self._deadline = deadline
         self._saving = path / _SAVING
-        self._attempt = secrets.token_hex(_NONCE_BYTES)
+        self._attempt = attempt or secrets.token_hex(_NONCE_BYTES)
         """Equal at all ranks after the exchange."""
+        self._root = ""
 
     def begin(self) -> None:
         """See ``CheckpointTarget``."""
@@ -131,12 +139,15 @@ class DirectoryTarget:
                 f"manifest of rank {rank} too large: {len(manifest)} bytes (limit {MAX_MANIFEST_BYTES})"
             )
         _write(self._path / f"manifest-{rank}", manifest)
-        root = read_envelope(manifest).root.hex()
+        self._root = read_envelope(manifest).root.hex()
+        if self._facts.world_size > 1:
+            _write_json(self._saving / f"result-{rank}", {"attempt": self._attempt, "root": self._root})
+
+    def commit(self) -> None:
+        """See ``CheckpointTarget``."""
         if self._facts.world_size == 1:
-            self._commit([root])
-            return
-        _write_json(self._saving / f"result-{rank}", {"attempt": self._attempt, "root": root})
-        if rank == 0:
+            self._commit([self._root])
+        elif self._facts.rank == 0:
             self._commit_all()
         else:
             self._wait_for_commit()

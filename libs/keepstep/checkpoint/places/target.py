@@ -43,7 +43,14 @@ class CheckpointTarget(Protocol):
         """
 
     def store(self, pack: Pack) -> None:
-        """Store the pack of this rank, and wait until the checkpoint is committed.
+        """Store the pack of this rank, and report it. The pack is used until the end of ``commit``.
+
+        Raises:
+            CheckpointAborted: a rank failed, or was not there in time.
+        """
+
+    def commit(self) -> None:
+        """Wait until all ranks have stored their packs, and the checkpoint is committed.
 
         Raises:
             CheckpointAborted: a rank failed, or was not there in time.

@@ -1,0 +1,136 @@
+"""torch.distributed.checkpoint saves to keepstep's format and loads from it, in one process."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from keepstep import checkpoint
+from keepstep.checkpoint import RelayReader, RelayWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class AppState:
+    """The Stateful of the recipe of torch."""
+
+    def __init__(self, model, optimizer):
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        model, optim = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state_dict):
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
+        )
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            equal(value, other[key])
+        elif isinstance(value, torch.Tensor):
+            assert value.equal(other[key]), key
+        else:
+            assert value == other[key], key
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_stateful_objects_and_values_come_back(tmp_path, how):
+    saved, loaded = AppState(*trained(1)), AppState(*trained(2))
+    state = {"app": saved, "step": 7, "schedule": {"rates": [0.1, 0.2], "name": "cosine"}, "pair": (1, torch.ones(2))}
+    if how == "save":
+        dcp.save(state, storage_writer=RelayWriter(tmp_path / "c"))
+    else:
+        dcp.async_save(state, storage_writer=RelayWriter(), checkpoint_id=tmp_path / "c").result(60)
+    into = {"app": loaded, "step": 0, "schedule": {"rates": [], "name": ""}, "pair": None}
+    dcp.load(into, storage_reader=RelayReader(tmp_path / "c"))
+    equal(saved.state_dict(), loaded.state_dict())
+    assert (into["step"], into["schedule"]) == (7, {"rates": [0.1, 0.2], "name": "cosine"})
+    assert into["pair"][0] == 1
+    assert into["pair"][1].equal(torch.ones(2))
+
+    ours = {"app": AppState(*trained(3)), "step": 0}
+    checkpoint.load(ours, tmp_path / "c")
+    equal(saved.state_dict(), ours["app"].state_dict())
+    assert ours["step"] == 7
+
+
+def test_torch_loads_what_keepstep_saved(tmp_path):
+    saved, loaded = AppState(*trained(1)), AppState(*trained(2))
+    checkpoint.save({"app": saved, "step": 7}, tmp_path / "c")
+    into = {"app": loaded, "step": 0}
+    dcp.load(into, storage_reader=RelayReader(), checkpoint_id=tmp_path / "c")
+    equal(saved.state_dict(), loaded.state_dict())
+    assert into["step"] == 7
+
+
+def test_a_planner_of_ones_own_changes_what_is_stored(tmp_path):
+    class HalfPlanner(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item).half()
+
+    class OwnBytes(DefaultSavePlanner):
+        def transform_object(self, write_item, value):
+            del write_item, value
+            return io.BytesIO(b"own bytes")
+
+    class OwnLoad(DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):
+            self.original_state_dict[read_item.dest_index.fqn] = value.read()
+
+    dcp.save({"w": torch.full((3,), 1 / 3)}, storage_writer=RelayWriter(tmp_path / "half"), planner=HalfPlanner())
+    into = {"w": torch.zeros(3)}
+    dcp.load(into, storage_reader=RelayReader(tmp_path / "half"))
+    assert into["w"].equal(torch.full((3,), 1 / 3).half().float())
+
+    dcp.save({"s": "x"}, storage_writer=RelayWriter(tmp_path / "own"), planner=OwnBytes())
+    read = {"s": "y"}
+    dcp.load(read, storage_reader=RelayReader(tmp_path / "own"), planner=OwnLoad())
+    assert read == {"s": b"own bytes"}
+    dcp.save({"s": "x"}, storage_writer=RelayWriter(tmp_path / "plain"))
+    with pytest.raises(CheckpointException, match=r"s is a str, and OwnLoad\.load_bytes expects the bytes"):
+        dcp.load(read, storage_reader=RelayReader(tmp_path / "plain"), planner=OwnLoad())
+
+
+def test_a_value_that_cannot_be_stored_is_named_and_nothing_is_pickled(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            raise AssertionError("it was pickled")
+
+    with pytest.raises(CheckpointException, match=r"\['a.bomb'\] is a .*Bomb, which a checkpoint cannot store"):
+        dcp.save({"a": {"bomb": Bomb()}}, storage_writer=RelayWriter(tmp_path / "c"))
+    assert not (tmp_path / "c" / "checkpoint.json").exists()
+
+
+def test_save_state_dict_of_older_scripts_works_with_a_place(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": torch.tensor([1000])}
+    with pytest.warns(FutureWarning):
+        dcp.save_state_dict(state, storage_writer=RelayWriter(tmp_path / "c"), no_dist=True)
+    into = {"model": nn.Linear(4, 2).state_dict(), "optimizer": optimizer.state_dict(), "step": torch.tensor([0])}
+    with pytest.warns(FutureWarning):
+        dcp.load_state_dict(into, storage_reader=RelayReader(tmp_path / "c"), no_dist=True)
+    assert into["step"].item() == 1000
+    equal(into["model"], model.state_dict())
