@@ -26,9 +26,12 @@ Seen = dict[tuple[int, int], tuple[list[float], dict[str, Any]]]
 class Trainer:
     """A group that trains with a scaler, which heals with the rest of the state."""
 
-    def __init__(self, m: Manager, model: nn.Module, sgd: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    def __init__(
+        self, m: Manager, model: nn.Module, sgd: torch.optim.Optimizer, scaler: GradScaler, *, quantize: bool
+    ) -> None:
         self.manager, self.model, self.scaler = m, model, scaler
-        self.ddp, self.optimizer = DistributedDataParallel(m, model), Optimizer(m, sgd)
+        self.ddp = DistributedDataParallel(m, model, should_quantize=quantize)
+        self.optimizer = Optimizer(m, sgd)
 
     def step(self, x: torch.Tensor, clip: bool = False) -> bool:
         self.optimizer.zero_grad()
@@ -47,11 +50,20 @@ class Trainer:
 
 
 @contextmanager
-def trainer(lighthouse: str, name: str, growth_interval: int = 1000, **options: Any) -> Iterator[Trainer]:
+def trainer(
+    lighthouse: str,
+    name: str,
+    growth_interval: int = 1000,
+    *,
+    features: int = 4,
+    init_scale: float = 4.0,
+    quantize: bool = False,
+    **options: Any,
+) -> Iterator[Trainer]:
     torch.manual_seed(0)
-    model = nn.Linear(4, 1, bias=False)
+    model = nn.Linear(features, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=growth_interval)
+    scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
     parts = {"model": model, "sgd": sgd, "scaler": scaler}
 
     def load(state: dict[str, Any]) -> None:
@@ -60,7 +72,7 @@ def trainer(lighthouse: str, name: str, growth_interval: int = 1000, **options: 
 
     with manager(lighthouse, name, **options) as m:
         m.set_state_dict_fns(load, lambda: {key: part.state_dict() for key, part in parts.items()})
-        yield Trainer(m, model, sgd, scaler)
+        yield Trainer(m, model, sgd, scaler, quantize=quantize)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -141,6 +153,37 @@ def test_what_overflows_in_one_group_is_skipped_by_all(lighthouse):
             return key[0], after == before, scaler["scale"]
 
     assert together(lambda: group("a", 1.0), lambda: group("b", float("inf"))) == [(2, True, 2.0)] * 2
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+def test_what_overflows_float16_in_one_group_is_skipped_by_all_that_quantize(lighthouse, clip):
+    """The gradient of group b is four times the scale, and float16 ends at 65504. Elements of other rows are finite."""
+    ready = threading.Barrier(2)
+    features = 700
+
+    def group(name: str, x: float) -> list[tuple[bool, float, list[float]]]:
+        seen = []
+        inputs = torch.ones(1, features)
+        inputs[0, 300] = x
+        with trainer(lighthouse, name, features=features, init_scale=32768.0, quantize=True, min_replica_size=2) as t:
+            for _ in range(4):
+                ready.wait(30)
+                with torch.autocast("cpu", dtype=torch.float16):
+                    stepped = t.step(inputs, clip)
+                assert clip or t.model.weight.grad[0, 600].isfinite()  # clipping makes all of them NaN
+                _, (weights, scaler) = t.facts()
+                seen.append((stepped, scaler["scale"], weights))
+            ready.wait(30)
+        return seen
+
+    ours, theirs = together(lambda: group("a", 1.0), lambda: group("b", 4.0))
+    assert ours == theirs
+    assert [(stepped, scale) for stepped, scale, _ in ours] == [
+        *((False, 16384.0), (False, 8192.0)),
+        *((True, 8192.0), (True, 8192.0)),
+    ]
+    first, second, third, _ = (weights for _, _, weights in ours)
+    assert first == second != third
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
