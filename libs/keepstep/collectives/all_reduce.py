@@ -2,8 +2,9 @@
 
 Each chunk of rows is divided among the ranks. A rank sends the others their rows, quantized (all-to-all); adds what it
 gets to its own rows in float32; quantizes the result; and sends it to all (all-gather). All ranks, also the owner of a
-row, decode the same bytes, so all have the same result bit for bit. Three chunks are in work at a time: one is encoded
-while two are on their way.
+row, decode the same bytes, so all have the same result bit for bit. Two ranks send each other all rows instead, which
+is as many bytes in half the rounds, and each adds both in the order of ranks. Three chunks are in work at a time: one
+is encoded while two are on their way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from keepstep.collectives.chunks import Chunk, chunks_of
 from keepstep.collectives.composing import compose, reduce_alone
-from keepstep.collectives.exchange import ChunkReduction, Exchange
+from keepstep.collectives.exchange import ChunkReduction, Exchange, PairReduction, Reduction
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.process_group.sequence import Begin
 from keepstep.process_group.works import CompletedWork, JointWork
@@ -99,10 +100,11 @@ def _reduce(
     tensors: list[torch.Tensor], exchange: Exchange, row_format: RowFormat, factor: float, begin: Begin
 ) -> None:
     wholes = [tensor.detach().contiguous() for tensor in tensors]
-    reducing: ChunkReduction | None = None
-    gathering: ChunkReduction | None = None
+    kind = PairReduction if exchange.ranks == 2 else ChunkReduction
+    reducing: Reduction | None = None
+    gathering: Reduction | None = None
     for parts in [*chunks_of([whole.view(-1) for whole in wholes]), None, None]:
-        sending = None if parts is None else ChunkReduction(Chunk(parts), exchange, row_format, factor, begin)
+        sending = None if parts is None else kind(Chunk(parts), exchange, row_format, factor, begin)
         if reducing is not None:
             reducing.reduce()
         if gathering is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
@@ -90,6 +90,42 @@ class Arrival:
             self._work.wait()
         except TimeoutError as error:
             raise TimeoutError(f"a quantized collective took too long ({error}): {_CAUSES}") from None
+
+
+class Reduction(Protocol):
+    """The reduction of one chunk in steps: begun, then ``reduce``, then ``finish``."""
+
+    def reduce(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+class PairReduction:
+    """The reduction of one chunk by two ranks in one round: ``__init__`` sends all rows, ``finish`` adds both.
+
+    As many bytes as in two rounds, and half the waits. The arguments are those of ``ChunkReduction``.
+    """
+
+    def __init__(self, chunk: Chunk, exchange: Exchange, row_format: RowFormat, factor: float, begin: Begin) -> None:
+        self._chunk = chunk
+        self._exchange = exchange
+        self._format = row_format
+        self._factor = factor
+        count, device = chunk.rows.shape[0], chunk.rows.device
+        self._own, self._other = (exchange.buffer(1, row_format.piece_bytes(count), device) for _ in range(2))
+        row_format.encode(chunk.rows, *row_format.parts(self._own[0], count))
+        self._arrival = exchange.send_pieces(begin, self._own.view(-1), self._other.view(-1))
+
+    def reduce(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Write the sum of both ranks into the rows of the chunk."""
+        self._arrival.wait()
+        in_order = (self._own, self._other) if self._exchange.rank == 0 else (self._other, self._own)
+        rows = self._chunk.rows
+        self._format.total([self._format.parts(one[0], rows.shape[0]) for one in in_order], rows, self._factor)
+        self._exchange.give_back(self._own, self._other)
+        self._chunk.write_back()
 
 
 class ChunkReduction:

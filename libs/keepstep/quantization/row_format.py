@@ -83,6 +83,27 @@ class RowFormat:
             if target is scratch:
                 block.copy_(scratch)
 
+    def total(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], rows: torch.Tensor, factor: float) -> None:
+        """Write ``factor`` times the sum of the first n scales and values of all pieces into rows of shape (n, ROW).
+
+        Computed in float32, in the order of the pieces.
+        """
+        count = rows.shape[0]
+        parts = [part for scales, values in pieces for part in (scales[:count].unsqueeze(1) * factor, values[:count])]
+        if (kernels := _kernels(rows)) is not None:
+            total = torch.zeros(rows.shape, device=rows.device)
+            for scale, value in zip(parts[::2], parts[1::2], strict=True):
+                kernels.add(scale, value, total)
+            rows.copy_(total)
+            return
+        for (block, *of_block), scratch in _blocks(rows, *parts):
+            total = block if block.dtype is torch.float32 else torch.empty_like(scratch)
+            total.copy_(of_block[1]).mul_(of_block[0])
+            for scale, value in zip(of_block[2::2], of_block[3::2], strict=True):
+                total.add_(scratch.copy_(value).mul_(scale))
+            if total is not block:
+                block.copy_(total)
+
     def add(self, scales: torch.Tensor, values: torch.Tensor, total: torch.Tensor, factor: float) -> None:
         """Add ``factor`` times the first n scales and values to a float32 tensor of shape (n, ROW)."""
         count = total.shape[0]

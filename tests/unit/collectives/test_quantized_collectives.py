@@ -164,14 +164,16 @@ def test_other_collectives_begin_after_all_of_a_quantized_one(cohort, kind):
         assert result == pytest.approx((6.0, 6.0, 3.0), rel=0.01)
 
 
-def test_a_large_tensor_costs_at_most_30_percent_of_the_bytes(cohort):
-    ranks = cohort(3, kind=Counting)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_tensor_costs_at_most_30_percent_of_the_bytes_and_two_ranks_exchange_once(cohort, size):
+    ranks = cohort(size, kind=Counting)
 
     def run(group: Counting, rank: int) -> tuple[int, int]:
         tensor = torch.randn(2_000_000)
         group.allreduce([tensor]).wait()
         plain, group.sent = group.sent, 0
         allreduce_quantized([tensor], ReduceOp.SUM, group).wait()
+        assert ("_allgather_base" in group.began) == (size > 2)
         return group.sent, plain
 
     for quantized, plain in ranks.each(run):

@@ -67,6 +67,21 @@ def test_a_row_with_an_element_that_is_not_finite_becomes_nan_and_no_other(row_f
 
 
 @FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_total_of_pieces_is_their_sum_in_float32_rounded_once(row_format, dtype):
+    generator, pieces = torch.Generator().manual_seed(2), []
+    for _ in range(3):
+        pieces.append(row_format.parts(torch.empty(row_format.piece_bytes(300), dtype=torch.uint8), 300))
+        row_format.encode(torch.randn(300, ROW, generator=generator), *pieces[-1])
+    exact = torch.zeros(250, ROW)
+    for piece in pieces:
+        row_format.add(*piece, exact, 1 / 3)
+    total = torch.full((250, ROW), 7.0, dtype=dtype)  # fewer than the pieces have
+    row_format.total(pieces, total, 1 / 3)
+    assert torch.equal(total, exact.to(dtype))
+
+
+@FORMATS
 def test_float64_beyond_float32_becomes_nan(row_format):
     assert through(row_format, torch.full((1, ROW), 1e200, dtype=torch.float64)).isnan().all()
 

@@ -40,6 +40,10 @@ def test_rows_are_encoded_decoded_and_added_as_in_main_memory(dtype):
     FP8.add(their_scales.cpu(), their_values.cpu(), total, 0.5)
     FP8.add(their_scales, their_values, there, 0.5)
     torch.testing.assert_close(there.cpu(), total, equal_nan=True)
+    summed, sum_there = torch.empty_like(rows), torch.empty_like(rows, device="cuda")
+    FP8.total([(their_scales.cpu(), their_values.cpu())] * 2, summed, 0.5)
+    FP8.total([(their_scales, their_values)] * 2, sum_there, 0.5)
+    torch.testing.assert_close(sum_there.cpu(), summed, equal_nan=True)
 
 
 def test_the_fused_functions_run_on_the_device():

@@ -54,7 +54,7 @@ def test_groups_stay_equal_bit_for_bit_and_close_to_full_precision(lighthouse, w
                     first = trained[0].weight.grad.clone()
                 assert optimizer.step()
             ready.wait(30)
-        assert pg.began.count("alltoall_base") == pg.began.count("_allgather_base") > 0
+        assert pg.began.count("alltoall_base") > 0
         return [tensor.detach().clone() for tensor in trained.state_dict().values()], first
 
     (ours, gradient), (theirs, _) = together(lambda: group("a"), lambda: group("b"))
