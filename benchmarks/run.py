@@ -22,6 +22,7 @@ import heal
 import heal_step
 import hsdp_step
 import kill_to_commit
+import loss
 import outer_step
 import quantized
 import quorum_round
@@ -48,7 +49,7 @@ BENCHMARKS = {
     "heal_step": heal_step.run,
     "groups": groups.run,
 }
-ALONE = {"rank": rank_step.run, "rebuild": rebuild.run, "quantized": quantized.run}
+ALONE = {"rank": rank_step.run, "rebuild": rebuild.run, "quantized": quantized.run, "loss": loss.run}
 """Without torchft: these need no environment of it."""
 
 

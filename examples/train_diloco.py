@@ -42,7 +42,9 @@ size = len(layers) // args.fragments
 fragments = [nn.Sequential(*layers[start : start + size]) for start in range(0, len(layers), size)]
 
 adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
-outer = [torch.optim.SGD(one.parameters(), lr=0.7, momentum=0.9, nesterov=True) for one in fragments]
+nesterov = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # too much for a codec with error feedback
+of_outer = {"lr": 1.0} if args.codec in ("top-k", "two-bit") else nesterov
+outer = [torch.optim.SGD(one.parameters(), **of_outer) for one in fragments]
 state = {"model": model, "optimizer": adamw}
 manager = Manager(
     pg=ProcessGroupGloo(),

@@ -73,7 +73,8 @@ class DiLoCo(OuterSteps):
         fragment_update_alpha: weight in [0, 1] of a group's own parameters in the mean with the result of the outer
             step; 0: the parameters become the result.
         sync_buffers: average or copy the buffers of a fragment with its outer step, as in ``DistributedDataParallel``.
-        codec: of ``keepstep.collectives.codecs``, for averages with fewer bytes; None: full precision.
+        codec: of ``keepstep.collectives.codecs``, for averages with fewer bytes; None: full precision. With ``TopK``
+            or ``TwoBit`` use an outer optimizer without momentum, such as ``torch.optim.SGD(parameters, lr=1.0)``.
 
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
@@ -114,7 +115,7 @@ class DiLoCo(OuterSteps):
         outers = _one_each(outer_optimizer, inner_optimizer, len(model_fragments))
         parameters = parameters_of_fragments(model_fragments, inner_optimizer, outers)
         if self._codec is not None:
-            check_for_codec(self._codec.name, parameters)
+            check_for_codec(self._codec, parameters, outers)
         buffers = [
             SyncedBuffers(manager, module, sync=sync_buffers, average=(), ignore=()) for module in model_fragments
         ]

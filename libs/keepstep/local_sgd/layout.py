@@ -8,9 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpointing.state.sharding import is_dtensor
+from keepstep.collectives.codecs import Codec
+from keepstep.collectives.codecs.error_feedback import ErrorFeedbackCodec
 from keepstep.ddp import DistributedDataParallel, PureDistributedDataParallel
 from keepstep.local_sgd.local_tensors import local_tensor
+from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.text import listed
+
+log = get_logger("keepstep.local_sgd")
 
 MAX_NAMED = 3
 """Parameters that an error names."""
@@ -70,18 +75,26 @@ def in_optimizer(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_for_codec(codec: str, fragments: Sequence[Mapping[str, nn.Parameter]]) -> None:
-    """Raise ValueError if a codec cannot average a fragment at once."""
+def check_for_codec(codec: Codec, fragments: Sequence[Mapping[str, nn.Parameter]], outers: Sequence[Optimizer]) -> None:
+    """Raise ValueError if a codec cannot average a fragment at once. Warn of momentum that adds to error feedback."""
     for number, parameters in enumerate(fragments):
         devices = {str(one.device) for one in parameters.values()}
         if len(devices) > 1:
             raise ValueError(
-                f"fragment {number} is on {', '.join(sorted(devices))}, and codec {codec} averages tensors of one "
+                f"fragment {number} is on {', '.join(sorted(devices))}, and codec {codec.name} averages tensors of one "
                 f"device: make a fragment for each device"
             )
         for name, one in parameters.items():
             if one.is_complex():
-                raise ValueError(f"parameter {name!r} is {one.dtype}, and codec {codec} averages real floats only")
+                raise ValueError(f"parameter {name!r} is {one.dtype}, and codec {codec.name} averages real floats only")
+    momentum = any(group.get("momentum") for one in outers for group in one.param_groups)
+    if momentum and isinstance(codec, ErrorFeedbackCodec):
+        log.warning(
+            "momentum of the outer optimizer overshoots with this codec",
+            codec=codec.name,
+            reason="the part that the codec sends late is trained again in the meantime",
+            remedy="use an outer optimizer without momentum, such as torch.optim.SGD(parameters, lr=1.0)",
+        )
 
 
 def _parameters(module: nn.Module, stepped: set[int]) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.collectives.codecs import Codec, TwoBit
+from keepstep.collectives.codecs import Codec, Quantized, TopK, TwoBit
 from keepstep.ddp import PureDistributedDataParallel
 from keepstep.local_sgd import DiLoCo, LocalSGD, extract_local_tensor
 from keepstep.optim import OptimizerWrapper
@@ -291,6 +291,18 @@ def test_a_codec_averages_a_fragment_at_once_and_is_told_whether_its_result_is_u
     key = "StreamingDiLoCoFragment_0"
     assert codec.calls == [(key, 3), (key, True), (key, 3), (key, False), (key, 3), (key, True)]
     assert "codec recorded" in manager.layout
+
+
+def test_momentum_of_the_outer_optimizer_is_warned_of_only_with_error_feedback(caplog) -> None:
+    def build(codec: Codec | None, momentum: float) -> bool:
+        caplog.clear()
+        model = module_of(SHAPE)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+        DiLoCo(alone(), [model], torch.optim.SGD(model.parameters(), lr=0.1), outer, 2, codec=codec)
+        return "use an outer optimizer without momentum" in caplog.text
+
+    assert [build(TwoBit(), 0.9), build(TopK(0.5), 0.5)] == [True, True]
+    assert [build(TwoBit(), 0.0), build(Quantized(), 0.9), build(None, 0.9)] == [False] * 3
 
 
 def test_a_codec_is_told_of_an_outer_step_that_an_exception_ends() -> None:
