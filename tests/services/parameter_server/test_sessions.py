@@ -254,6 +254,7 @@ def test_a_server_may_run_its_sessions_in_its_own_process(serve) -> None:
 def test_the_shutdown_ends_sessions_in_every_state_and_leaves_nothing(serve) -> None:
     server = serve()
     with session(server) as pg:
+        assert doubled(pg, 4) == 8  # else the server may still connect
         assert post(server, "/new_session")[0] == 200  # its client never connects
         server.shutdown()
         assert "the parameter server was shut down" in ended(server)
