@@ -37,7 +37,7 @@ UNITS = 3
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of one rank. Not with torch's Gloo: FSDP makes torch keep the world, sockets and all."""
-    # torch.compile reads this variable of the process, which keeps a module when two threads left their passes crosswise
+    # torch.compile reads this. It keeps a module of an earlier test if two threads left their forward passes crosswise.
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     dist.Backend.register_backend("models-world", lambda *_: ProcessGroupDummy(), devices=["cpu"])
     dist.init_process_group("models-world", store=dist.HashStore(), rank=0, world_size=1)
