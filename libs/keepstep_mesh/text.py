@@ -10,3 +10,12 @@ def listed(names: Iterable[str], limit: int) -> str:
     all_names = list(names)
     more = f" and {len(all_names) - limit} more" if len(all_names) > limit else ""
     return ", ".join(all_names[:limit]) + more
+
+
+def bytes_text(value: float) -> str:
+    """Return ``512 B``, ``1.5 KiB``, ``20.0 MiB`` or ``3.2 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

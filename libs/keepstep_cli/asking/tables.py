@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from keepstep_cli.asking.units import ago_text, bytes_text, event_text, rate_text, seconds_text
+from keepstep_cli.asking.units import ago_text, event_text, rate_text, seconds_text
+from keepstep_mesh.text import bytes_text
 
 STYLES = {
     "running": "green",

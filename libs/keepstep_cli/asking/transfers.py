@@ -20,8 +20,9 @@ from rich.progress_bar import ProgressBar
 
 from keepstep_cli.asking.rest import FOLLOW_PATIENCE_SECONDS, Lighthouse
 from keepstep_cli.asking.tables import console, short, table_of
-from keepstep_cli.asking.units import bytes_text, seconds_text
+from keepstep_cli.asking.units import seconds_text
 from keepstep_cli.errors import Refused
+from keepstep_mesh.text import bytes_text
 
 REFRESH_SECONDS = 1.0
 RELAY_ANSWER_SECONDS = 3.0

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, times, and the numbers of events. Pure."""
+"""Numbers as people read them: times, rates, and the numbers of events. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ import click
 EVENT_BITS = 32
 """The number of an event is the epoch times ``2**EVENT_BITS``, plus a count."""
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-
-
-def bytes_text(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
 
 
 def seconds_text(value: float | None) -> str:

@@ -59,7 +59,7 @@ def verify(link: JobLink, checkpoint: str) -> None:
     else:
         for one in found["damaged"]:
             print(f"rank {one['rank']} chunk {one['chunk']}: {one['reason']}")
-        from keepstep_cli.asking.units import bytes_text
+        from keepstep_mesh.text import bytes_text
 
         size = f"{found['chunks']} chunks, {bytes_text(found['bytes'])}"
         print(

@@ -12,9 +12,10 @@ from typing import Any
 from click import ClickException
 
 from keepstep_cli.asking.rest import Lighthouse
-from keepstep_cli.asking.units import bytes_text, seconds_text
+from keepstep_cli.asking.units import seconds_text
 from keepstep_cli.errors import Refused
 from keepstep_mesh.protocol.names import name_of
+from keepstep_mesh.text import bytes_text
 
 NOTES_AGAIN_SECONDS = 2.0
 Note = Callable[[str, str], None]

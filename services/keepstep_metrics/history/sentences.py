@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepstep_mesh.protocol.names import name_of
-from keepstep_mesh.text import listed
+from keepstep_mesh.text import bytes_text, listed
 
 MAX_NAMED = 20
 """Members of a quorum in a sentence."""
@@ -39,7 +39,7 @@ def sentence(event: str, name: str, detail: Mapping[str, Any]) -> str:
         case "heal_began":
             return f"{name} is healing at step {detail.get('step')}" + (f" from {source}" if source else "")
         case "healed":
-            size = _size(_number(detail.get("bytes")))
+            size = bytes_text(_number(detail.get("bytes")))
             via = f", {detail['via']}" if detail.get("via") else ""
             return f"{name} healed: {size} in {_number(detail.get('seconds')):.2f} s{via}"
         case "heal_failed":
@@ -75,11 +75,3 @@ def _list(value: Any) -> list[Any]:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from keepstep import HTTPTransport, Manager, PGTransport, ProcessGroupGloo
 from keepstep.checkpointing.errors import TransferError
+from keepstep.runtime.exits import MismatchExit
 
 SECOND = timedelta(seconds=1)
 
@@ -54,6 +57,33 @@ def together(*groups: Callable[[], Any]) -> list[Any]:
     """Runs each group in a thread; all results, or the first error."""
     with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
         return [one.result(60) for one in [pool.submit(group) for group in groups]]
+
+
+def refusal(lighthouse: str, member: Callable[[Manager], object], newcomer: Callable[[Manager], object]) -> str:
+    """Train a group, and return the error of another one that does not fit. Both run their function before the step."""
+    ready, done = threading.Barrier(2), threading.Event()
+
+    def train() -> None:
+        with manager(lighthouse, "a") as m:
+            member(m)
+            m.start_quorum()
+            assert m.should_commit()
+            ready.wait(30)
+            assert done.wait(30)
+
+    def join() -> str:
+        ready.wait(30)
+        with manager(lighthouse, "b") as m:
+            newcomer(m)
+            try:
+                with pytest.raises(MismatchExit) as refused:
+                    m.start_quorum()
+                return str(refused.value)
+            finally:
+                done.set()
+
+    _, message = together(train, join)
+    return str(message)
 
 
 def place_to_meet() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from keepstep_cli.asking.units import EventNumber, ago_text, bytes_text, event_text, seconds_text
+from keepstep_cli.asking.units import EventNumber, ago_text, event_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,6 @@ def test_times(seconds: float | None, text: str) -> None:
 
 def test_a_time_ago() -> None:
     assert (ago_text(180.2), ago_text(None)) == ("3 min ago", "-")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (4198, "4.1 KiB"), (9 << 20, "9.0 MiB"), (3 << 40, "3072.0 GiB")]
-)
-def test_sizes(size: int, text: str) -> None:
-    assert bytes_text(size) == text
 
 
 def test_the_number_of_an_event_is_read_as_it_is_shown() -> None:

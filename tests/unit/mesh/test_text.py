@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_mesh.text import listed
+from keepstep_mesh.text import bytes_text, listed
 
 
 @pytest.mark.parametrize(
@@ -12,3 +12,10 @@ from keepstep_mesh.text import listed
 )
 def test_names_beyond_the_limit_are_counted(names: str, text: str) -> None:
     assert listed(names, limit=2) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (4198, "4.1 KiB"), (9 << 20, "9.0 MiB"), (3 << 40, "3072.0 GiB")]
+)
+def test_a_size_is_in_the_largest_unit_up_to_gib(size: int, text: str) -> None:
+    assert bytes_text(size) == text

@@ -6,44 +6,24 @@ import subprocess
 import sys
 import threading
 import unittest.mock
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from keepstep import DistributedDataParallel, Optimizer, PureDistributedDataParallel
-from keepstep.runtime.exits import MismatchExit
+from keepstep import DistributedDataParallel, Manager, Optimizer, PureDistributedDataParallel
 from keepstep_mesh.errors import KeepstepError
-from tests.services.manager.groups import events, manager, together
+from tests.services.manager.groups import events, manager, refusal, together
 
 
 @pytest.mark.parametrize("others", [(), (3,)], ids=["only", "first-of-two"])
 def test_a_model_that_does_not_fit_the_job_is_refused_with_the_first_difference(lighthouse, others):
-    ready, done = threading.Barrier(2), threading.Event()
+    def wrap(*inputs: int) -> Callable[[Manager], object]:
+        return lambda m: [DistributedDataParallel(m, nn.Linear(one, 2)) for one in inputs]
 
-    def veteran() -> None:
-        with manager(lighthouse, "a") as m:
-            for inputs in (4, *others):
-                DistributedDataParallel(m, nn.Linear(inputs, 2))
-            m.start_quorum()
-            assert m.should_commit()
-            ready.wait(30)
-            assert done.wait(30)
-
-    def stranger() -> str:
-        ready.wait(30)
-        with manager(lighthouse, "b") as m:
-            for inputs in (5, *others):
-                DistributedDataParallel(m, nn.Linear(inputs, 2))
-            try:
-                with pytest.raises(MismatchExit) as refused:
-                    m.start_quorum()
-                return str(refused.value)
-            finally:
-                done.set()
-
-    _, message = together(veteran, stranger)
+    message = refusal(lighthouse, wrap(4, *others), wrap(5, *others))
     assert "here 'weight (2, 5) torch.float32 cpu'" in message
     assert "'weight (2, 4) torch.float32 cpu'" in message
 

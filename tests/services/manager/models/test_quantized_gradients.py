@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from keepstep import DistributedDataParallel, Optimizer, ProcessGroupGloo, PureDistributedDataParallel
-from keepstep.runtime.exits import MismatchExit
-from tests.services.manager.groups import SECOND, manager, together
+from tests.services.manager.groups import SECOND, manager, refusal, together
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 
@@ -70,27 +69,10 @@ def test_groups_stay_equal_bit_for_bit_and_close_to_full_precision(lighthouse, w
 
 @WRAPPERS
 def test_a_group_that_quantizes_alone_is_refused_by_the_name_of_the_setting(lighthouse, wrapper):
-    ready, done = threading.Barrier(2), threading.Event()
-
-    def veteran() -> None:
-        with manager(lighthouse, "a") as m:
-            wrapper(m, nn.Linear(4, 2))
-            m.start_quorum()
-            assert m.should_commit()
-            ready.wait(30)
-            assert done.wait(30)
-
-    def stranger() -> str:
-        ready.wait(30)
-        with manager(lighthouse, "b") as m:
-            wrapper(m, nn.Linear(4, 2), should_quantize=True)
-            try:
-                with pytest.raises(MismatchExit) as refused:
-                    m.start_quorum()
-                return str(refused.value)
-            finally:
-                done.set()
-
-    message = together(veteran, stranger)[1]
+    message = refusal(
+        lighthouse,
+        lambda m: wrapper(m, nn.Linear(4, 2)),
+        lambda m: wrapper(m, nn.Linear(4, 2), should_quantize=True),
+    )
     assert ", should_quantize' in" not in message
     assert "should_quantize', in a" in message

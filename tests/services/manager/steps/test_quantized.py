@@ -116,31 +116,6 @@ def test_a_codec_averages_under_a_manager_and_its_step_commits(lighthouse):
     assert results == [(True, [6.0, 0.0], [0.0, 1.0])] * 2
 
 
-def test_the_loss_of_a_group_in_the_middle_of_a_quantized_step_costs_the_other_that_step_only(lighthouse):
-    ready = threading.Barrier(2)
-
-    def survivor() -> tuple[Any, ...]:
-        with manager(lighthouse, "a", init_sync=False) as m:
-            ready.wait(30)
-            m.start_quorum()
-            assert m.num_participants() == 2
-            ready.wait(30)
-            first = (m.allreduce(torch.ones(5000), should_quantize=True).wait(), m.should_commit())
-            m.start_quorum()
-            alone = torch.ones(5000)
-            second = (m.allreduce(alone, should_quantize=True).wait(), m.should_commit(), m.num_participants())
-            return first, second
-
-    def victim() -> None:
-        with manager(lighthouse, "b", init_sync=False) as m:
-            ready.wait(30)
-            m.start_quorum()
-            assert m.num_participants() == 2
-            ready.wait(30)
-
-    assert together(survivor, victim)[0] == ((False, False), (True, True, 1))
-
-
 def test_groups_of_which_one_does_not_quantize_end_with_a_reason_that_names_them(lighthouse):
     ready = threading.Barrier(2)
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from keepstep import ProcessGroupDummy, WorldSizeMode
+from keepstep import Manager, ProcessGroupDummy, WorldSizeMode
 from tests.services.manager.groups import manager, together
 
 
@@ -114,8 +114,12 @@ def test_a_step_without_start_quorum_says_what_to_call(lighthouse):
         m.should_commit()
 
 
-def test_the_group_that_is_gone_in_the_middle_of_a_step_costs_the_other_that_step_only(lighthouse):
+@pytest.mark.parametrize("quantize", [False, True], ids=["plain", "quantized"])
+def test_the_group_that_is_gone_in_the_middle_of_a_step_costs_the_other_that_step_only(lighthouse, quantize):
     ready = threading.Barrier(2)
+
+    def reduce(m: Manager) -> bool:
+        return m.allreduce(torch.ones(5000), should_quantize=quantize).wait()
 
     def survivor() -> tuple[Any, ...]:
         with manager(lighthouse, "a", init_sync=False) as m:
@@ -123,9 +127,9 @@ def test_the_group_that_is_gone_in_the_middle_of_a_step_costs_the_other_that_ste
             m.start_quorum()
             assert m.num_participants() == 2
             ready.wait(30)
-            first = (m.allreduce(torch.ones(1)).wait(), m.should_commit())
+            first = (reduce(m), m.should_commit())
             m.start_quorum()
-            second = (m.allreduce(torch.ones(1)).wait(), m.should_commit(), m.num_participants())
+            second = (reduce(m), m.should_commit(), m.num_participants())
             return first, second
 
     def victim() -> None:
