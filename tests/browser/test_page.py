@@ -54,7 +54,7 @@ async def test_a_state_that_changes_is_shown_as_it_happens(tmp_path):
         assert await page.run("document.querySelector('progress')") is None
 
 
-async def test_what_the_service_says_is_shown_as_text_and_never_as_html(tmp_path):
+async def test_texts_of_the_service_are_shown_as_text_and_never_as_html(tmp_path):
     mesh, now = ToldMesh(2), time.time()
     evil = "<img src=x onerror='document.title=1'><b>bold</b>"
     mesh.happened(evil, "trainer-0", evil)

@@ -22,7 +22,7 @@ ASKED_RANGES = """performance.getEntriesByType('resource').map((one) => new URL(
     .map((one) => one.searchParams.get('until') - one.searchParams.get('since'))"""
 
 
-async def test_who_opens_the_question_for_a_token_can_leave_it(tmp_path):
+async def test_the_question_for_a_token_can_be_closed(tmp_path):
     async with shown(tmp_path, ToldMesh(2), TOKENS) as (browser, endpoint):
         page = await browser.open(endpoint.url, token=WORKER)
         await page.until(SHOWN)

@@ -64,7 +64,7 @@ MUTATIONS = (
         f"{MESH}/session/liveness.py",
         "        if self._asked is None or stalled:\n",
         "        if self._asked is None:\n",
-        Test("tests/unit/mesh/session/test_liveness.py::test_who_slept_asks_again_instead"),
+        Test("tests/unit/mesh/session/test_liveness.py::test_a_worker_that_slept_asks_again_instead"),
     ),
     Mutation(
         "a request is not sent again on a new connection",

@@ -113,7 +113,7 @@ MUTATIONS = (
         "libs/keepstep/step/attempt.py",
         "        if self.error is None:  # else BatchNorm's",
         "        if True:  # else BatchNorm's",
-        Test(f"{GROUPS}::test_what_a_failed_step_left_behind_is_not_compared"),
+        Test(f"{GROUPS}::test_the_state_after_a_failed_step_is_not_compared"),
     ),
     Mutation(
         "rank 0 omits a member list that has changed",

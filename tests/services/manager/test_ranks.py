@@ -58,7 +58,7 @@ def test_a_rank_that_meets_another_group_in_its_store_says_so(lighthouse):
     assert "rank 1 of b found rank 0 of a:" in together(rank_0, rank_1)[1]
 
 
-def test_whoever_is_missing_is_a_timeout(lighthouse):
+def test_a_missing_rank_is_a_timeout(lighthouse):
     place = place_to_meet()
 
     def come(rank: int, lighthouse: str, limit: timedelta) -> Any:

@@ -51,7 +51,7 @@ async def client(proxy: ChaosProxy) -> AsyncIterator[Client]:
         writer.transport.abort()
 
 
-async def test_what_is_said_goes_there_and_back(proxy: ChaosProxy) -> None:
+async def test_bytes_go_there_and_back(proxy: ChaosProxy) -> None:
     async with client(proxy) as one:
         assert await one.asks(b"hello") == b"hello"
         assert proxy.connections == 1

@@ -46,7 +46,7 @@ def tell(sender: Sender, count: int, **more: object) -> None:
         sender.record(StepRecord(**{"t": time.time(), "step": number + 1, "seconds": 0.001, "committed": True, **more}))
 
 
-async def test_what_a_frozen_service_was_sent_is_counted_once_when_it_goes_on() -> None:
+async def test_records_sent_to_a_frozen_service_count_once_when_it_goes_on() -> None:
     async with metrics_process() as (process, url), client(url) as asking, sending(url) as sender:
         tell(sender, 1)
         await asking.until("goodput", lambda it: it["steps_committed"] == 1)
@@ -122,7 +122,7 @@ async def answering(*statuses: int) -> AsyncIterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("status", [204, 302, 307, 404, 500, 503])
-async def test_what_was_not_taken_is_sent_again(status: int) -> None:
+async def test_a_batch_that_was_not_accepted_is_sent_again(status: int) -> None:
     async with answering(status, status, 200) as (address, came), sending(address) as sender:
         tell(sender, 3)
         await eventually(lambda: not len(sender._outbox))
@@ -130,14 +130,14 @@ async def test_what_was_not_taken_is_sent_again(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413])
-async def test_what_will_never_be_taken_is_sent_once(status: int) -> None:
+async def test_a_refused_batch_is_sent_once(status: int) -> None:
     async with answering(status, 200) as (address, came), sending(address) as sender:
         tell(sender, 3)
         await eventually(lambda: not len(sender._outbox))
         assert (len(came), sender.dropped) == (1, 3)
 
 
-async def test_who_is_away_for_long_costs_the_oldest_records_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_is_away_for_long_costs_only_the_oldest_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_sender, "MAX_QUEUED_BYTES", 10_000)
     known: list[str] = []
     sender = Sender("worker", "a:1", lambda: known[-1] if known else None, Identity(), job=JOB, interval=0.01)

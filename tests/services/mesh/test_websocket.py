@@ -235,7 +235,7 @@ async def test_a_peer_that_asks_on_and_does_not_read_the_answers_is_cut_off() ->
         assert "does not read" in await peer.lost()
 
 
-async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
+async def test_a_frame_sent_after_the_end_is_dropped() -> None:
     async with echo_server() as (url, _), aiohttp.ClientSession() as http:
         peer = Peer()
         await peer.link.connect(http, url)

@@ -132,7 +132,7 @@ async def test_the_description_is_openapi_and_every_answer_is_as_it_says() -> No
                     assert path in ("/healthz", "/readyz", "/openapi.json", "/metrics"), (method, path, answer.status)
 
 
-async def test_what_was_acknowledged_survives_a_kill_and_counts_once(tmp_path: Path) -> None:
+async def test_acknowledged_records_survive_a_kill_and_count_once(tmp_path: Path) -> None:
     """With a snapshot made in the middle, and without."""
     workers, happens, now = Teller("a:1"), Teller(), time.time()
     batches = [workers.batch(*(step(now - 60 + 3 * at + of, 3 * at + of + 1) for of in range(3))) for at in range(10)]
@@ -312,7 +312,7 @@ async def test_an_upload_that_failed_says_why_and_a_live_state_that_is_left_as_i
         assert (silent["bytes_done"], silent["bytes_total"]) == (2 * len(one.chunks[0]), len(one.pack))
 
 
-async def test_what_a_relay_has_not_told_when_it_is_stopped_it_tells_then() -> None:
+async def test_a_relay_sends_its_last_records_when_it_stops() -> None:
     one = state(1)
     async with told_by_a_relay() as (asking, uploading, there):
         await uploading.store(one)

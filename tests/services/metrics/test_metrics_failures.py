@@ -117,7 +117,7 @@ async def test_a_disk_with_no_room_for_a_snapshot_takes_batches(small_disk: Path
         await store.close()
 
 
-async def test_who_waits_for_the_disk_when_the_service_stops_is_answered(
+async def test_a_request_that_waits_for_the_disk_is_answered_when_the_service_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on, commit = threading.Event(), threading.Event(), Store._commit
@@ -232,7 +232,7 @@ async def test_events_of_a_job_that_ended_days_ago_can_still_be_read(tmp_path: P
         await asking.call("GET", "/v1/jobs/none/events", 404)
 
 
-async def test_what_is_asked_of_the_future_is_not_told() -> None:
+async def test_a_range_in_the_future_has_no_values() -> None:
     async with metrics() as one, client(one.address) as asking:
         now = time.time()
         await asking.tell(Teller("a:1"), step(now, 1))

@@ -18,7 +18,7 @@ ONE, TWO = state(1), state(2)
 NOWHERE = "0" * 32
 
 
-async def test_what_was_uploaded_and_committed_is_given_back_bit_for_bit(tmp_path) -> None:
+async def test_a_committed_upload_is_read_back_bit_for_bit(tmp_path) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         assert (await worker.begin())["state"] == "begun"
         plan = await worker.manifest(ONE)
@@ -36,7 +36,7 @@ async def test_what_was_uploaded_and_committed_is_given_back_bit_for_bit(tmp_pat
         check_invariants(one.core)
 
 
-async def test_only_what_lacks_is_uploaded() -> None:
+async def test_only_missing_chunks_are_uploaded() -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.store(ONE)
         received = one.traffic.received_bytes
@@ -121,7 +121,7 @@ async def _chunk_of(worker: Client, number: int) -> bytes:
     return await worker.chunk(ONE.digests[number], wait=60)
 
 
-async def test_who_waits_is_told_when_it_does_not_come() -> None:
+async def test_a_reader_gets_an_error_when_its_chunk_does_not_come() -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.chunk(NOWHERE, 404)
         await worker.call("GET", f"{worker.checkpoints}/c1/manifest?wait=0.01", 404)
@@ -134,7 +134,7 @@ async def test_who_waits_is_told_when_it_does_not_come() -> None:
         await worker.pack(status=503)
 
 
-async def test_who_waits_is_told_when_the_upload_ends() -> None:
+async def test_a_reader_gets_an_error_when_the_upload_ends() -> None:
     async with relay() as one, client(one.address) as worker:
         await worker.begin()
         await worker.manifest(ONE)

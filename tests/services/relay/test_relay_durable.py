@@ -67,7 +67,7 @@ async def test_a_checkpoint_that_is_removed_while_it_is_copied_leaves_nothing_an
     assert files_below(tmp_path / "bucket" / "job" / "c2")
 
 
-async def test_what_could_not_be_deleted_there_is_deleted_later(
+async def test_a_durable_copy_that_could_not_be_deleted_is_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(_tier: DurableTier, _key: Key) -> None:

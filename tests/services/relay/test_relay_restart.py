@@ -48,7 +48,9 @@ async def test_killed_after_a_commit_it_has_all_of_it_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("uploaded", [(), (1,), (0, 2), (0, 1, 2)])
-async def test_killed_before_a_commit_it_goes_on_with_what_lacks(tmp_path: Path, uploaded: tuple[int, ...]) -> None:
+async def test_killed_before_a_commit_it_goes_on_with_the_missing_chunks(
+    tmp_path: Path, uploaded: tuple[int, ...]
+) -> None:
     async with relay_process("--data-dir", str(tmp_path)) as (process, address), client(address) as worker:
         await worker.store(TWO, "c0", 0)
         await worker.upload(ONE, chunks=uploaded)
@@ -121,7 +123,7 @@ async def test_stopped_in_good_order_it_writes_what_it_took(tmp_path: Path) -> N
         assert await worker.pack() == ONE.pack
 
 
-async def test_a_reader_goes_on_over_a_restart_with_the_range_that_it_lacks(tmp_path: Path) -> None:
+async def test_a_reader_goes_on_over_a_restart_with_its_missing_range(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         await worker.store(ONE)
         got = await worker.pack(status=206, headers={"Range": f"bytes=0-{CHUNK_BYTES + 99}"})
@@ -180,7 +182,7 @@ def file_of(folder: Path, digest: str) -> Path:
     return folder / "chunks" / digest[:2] / digest
 
 
-async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_mended(tmp_path: Path) -> None:
+async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_repaired(tmp_path: Path) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         await worker.store(ONE)
     flip(file_of(tmp_path, ONE.digests[1]))
@@ -198,7 +200,7 @@ async def test_a_flipped_byte_on_disk_is_found_not_served_and_can_be_mended(tmp_
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: os.truncate(file, 10)])
-async def test_what_rotted_while_the_relay_was_away_is_not_committed(tmp_path: Path, damage) -> None:
+async def test_chunks_that_rotted_while_the_relay_was_away_are_not_committed(tmp_path: Path, damage) -> None:
     async with relay(data_dir=tmp_path) as one, client(one.address) as worker:
         await worker.upload(ONE)
     damage(file_of(tmp_path, ONE.digests[1]))

@@ -36,7 +36,7 @@ AT_ONCE = 2.0
 @pytest.mark.parametrize("frozen", [False, True], ids=["relay works", "relay is frozen"])
 @pytest.mark.parametrize("joiners", [1, 2])
 @pytest.mark.parametrize("end", ["abort_receive", "shutdown"])
-async def test_who_gives_up_ends_at_once(end, joiners, frozen):
+async def test_a_joiner_that_gives_up_ends_at_once(end, joiners, frozen):
     async with relay_process() as (process, url):
         with Groups([url], joiners=joiners, mib=96, uplink=8 * MIB) as groups:
             groups.stage()
@@ -71,7 +71,7 @@ async def seconds_to_end(groups: Groups, receiving: asyncio.Task[Any]) -> float:
     return time.monotonic() - began
 
 
-async def test_who_is_still_connecting_ends_at_once_too():
+async def test_a_joiner_that_still_connects_ends_at_once_too():
     with switched_off() as relay, Groups([relay], joiners=2) as groups:
         groups.stage()
         receiving = asyncio.create_task(groups.receiving())
@@ -79,7 +79,7 @@ async def test_who_is_still_connecting_ends_at_once_too():
         assert await seconds_to_end(groups, receiving) < AT_ONCE
 
 
-async def test_who_waits_for_the_name_of_a_relay_ends_at_once_too():
+async def test_a_joiner_that_waits_for_the_name_of_a_relay_ends_at_once_too():
     with unanswered_name() as name, Groups([f"http://{name}:80"], joiners=2) as groups:
         groups.stage()
         receiving = asyncio.create_task(groups.receiving())

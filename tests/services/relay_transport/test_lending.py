@@ -57,7 +57,7 @@ def served_in_the_end(server: CheckpointServer) -> bool:
     return False
 
 
-def test_who_comes_while_few_are_served_is_told_to_ask_elsewhere_and_is_served_after_them(server, monkeypatch):
+def test_a_joiner_beyond_the_limit_is_sent_elsewhere_and_served_later(server, monkeypatch):
     monkeypatch.setattr(http_server, "TURN_SECONDS", DEADLINE)
     with contextlib.ExitStack() as stack:
         served = [stack.enter_context(asking(server)) for _ in range(PEERS_AT_ONCE)]

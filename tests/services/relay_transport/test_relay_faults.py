@@ -212,7 +212,7 @@ async def test_a_full_disk_does_not_stop_a_heal(small_disk, patient):
             await groups.uploaded(url, state="uploading")
 
 
-async def test_what_does_not_fit_into_the_relays_memory_comes_from_the_source():
+async def test_chunks_that_do_not_fit_into_the_relays_memory_come_from_the_source():
     async with relay("--memory", "64MiB") as url:
         with Groups([url], sources=2, joiners=2, mib=96) as groups, sent_by(groups) as source:
             groups.stage()

@@ -47,7 +47,7 @@ async def test_a_bad_first_frame_is_answered_with_what_is_wrong_and_disturbs_nob
     assert all(not isinstance(answer, Exception) for answer in await pair.ask())
 
 
-async def test_who_hangs_up_without_a_word_is_no_fault_of_the_server(pair, caplog):
+async def test_a_client_that_hangs_up_is_no_error_of_the_server(pair, caplog):
     async with aiohttp.ClientSession() as client, client.ws_connect(f"{pair.server.address}/v1/ranks"):
         pass
     await pair.server.close()

@@ -162,7 +162,7 @@ async def test_after_another_session_with_the_lighthouse_the_list_is_right(scene
     await scene.expect(None, members(MANY - 2))
 
 
-async def test_a_rank_that_gave_up_on_the_answer_with_the_list_has_it_all_the_same(scene: Scene) -> None:
+async def test_a_rank_that_gave_up_on_the_answer_with_the_list_has_it_anyway(scene: Scene) -> None:
     await scene.expect(members(MANY), members(MANY))
     asked = scene.begin()
     request = await scene.session.next(QuorumRequest)

@@ -73,7 +73,7 @@ def test_another_source_of_the_same_state_will_do_and_another_step_with_equal_ch
         other.shutdown()
 
 
-def test_what_was_changed_meanwhile_or_is_of_another_state_is_fetched(source: Any, joiner: Any) -> None:
+def test_tensors_that_changed_or_are_of_another_state_are_fetched(source: Any, joiner: Any) -> None:
     into = blank(SIZE)
     breaks_off(joiner, source, into)
     weights(into)[0] += 1  # in the first chunk

@@ -85,7 +85,7 @@ def test_a_state_travels_while_it_is_hashed(transports, monkeypatch):
     assert same(joiner.recv_checkpoint(0, source.metadata(), 7, MINUTE, progress=progress), state_of(7, 30))
 
 
-def test_what_is_served_is_the_staged_step_whatever_training_does_since(transports):
+def test_the_staged_step_is_served_while_training_goes_on(transports):
     source, joiner = transports(), transports()
     live = state_of(3, 40)
     source.send_checkpoint([1], 3, live, MINUTE)

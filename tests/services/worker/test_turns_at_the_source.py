@@ -75,7 +75,7 @@ def served() -> Iterator[tuple[HTTPTransport[Any], list[RawReader]]]:
     source.shutdown()
 
 
-def test_who_asks_for_it_hears_that_it_waits_and_how_many_are_before_it(served: Any, monkeypatch: Any) -> None:
+def test_a_reader_that_asks_for_it_gets_its_place_in_the_queue(served: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(admission, "SLOW_JOINER_SECONDS", 60.0)
     source, readers = served
     waiting = RawReader(source)
@@ -94,7 +94,7 @@ def test_who_asks_for_it_hears_that_it_waits_and_how_many_are_before_it(served: 
     waiting.close()
 
 
-def test_who_does_not_ask_for_it_is_answered_when_its_turn_comes(served: Any, monkeypatch: Any) -> None:
+def test_a_reader_that_does_not_ask_for_it_is_answered_in_its_turn(served: Any, monkeypatch: Any) -> None:
     """As a joiner of an older version."""
     monkeypatch.setattr(admission, "SLOW_JOINER_SECONDS", 60.0)
     source, readers = served
@@ -139,7 +139,7 @@ def test_a_reader_that_goes_while_it_waits_leaves_its_place(served: Any, monkeyp
     "fields",
     [[], ["Keepstep-Joiner: j0"], ["Keepstep-Joiner: j0", "Keepstep-Serves: http://x:1", "Keepstep-Has: nonsense"]],
 )
-def test_what_makes_no_sense_of_other_joiners_is_refused(narrow: HTTPTransport[Any], fields: list[str]) -> None:
+def test_invalid_facts_of_other_joiners_are_refused(narrow: HTTPTransport[Any], fields: list[str]) -> None:
     reader = RawReader(narrow)
     reader.open(1)
     head, body = reader.ask(f"GET /holders/{reader.lease}", *fields)

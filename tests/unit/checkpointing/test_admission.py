@@ -36,7 +36,7 @@ def test_the_next_has_a_turn_when_one_ends(two: Admission) -> None:
     assert two.begin("c", 0.0)
 
 
-def test_who_came_earlier_goes_first_again_with_its_next_request(two: Admission) -> None:
+def test_an_earlier_reader_goes_first_again_with_its_next_request(two: Admission) -> None:
     assert begun(two) == "ab"
     two.end("a")
     two.wait("a")
@@ -62,7 +62,7 @@ def test_a_reader_that_takes_nothing_keeps_its_turn_and_nobody_waits_for_it(two:
     assert not two.begin("d", SLOW_JOINER_SECONDS)
 
 
-def test_who_gives_up_or_leaves_is_not_waited_for(two: Admission) -> None:
+def test_no_reader_waits_for_one_that_gave_up_or_left(two: Admission) -> None:
     two.give_up("a")
     two.leave("b")
     assert "".join(name for name in "cd" if two.begin(name, 0.0)) == "cd"

@@ -11,7 +11,7 @@ def test_without_a_limit_nothing_waits():
     assert RateLimiter(None).delay(1 << 40, 0.0) == 0.0
 
 
-def test_what_is_sent_never_exceeds_the_rate_by_more_than_a_burst():
+def test_bytes_never_exceed_the_rate_by_more_than_a_burst():
     budget, now, sent = RateLimiter(100.0), 50.0, 0.0
     for size in (10, 300, 1, 80, 500, 7):
         now += budget.delay(size, now)

@@ -80,7 +80,7 @@ def test_several_joiners_get_the_same_state(cohort: Callable[..., Any]):
     assert {bits(one) for one in (received[0], *received[2:])} == {bits(state_of(7, 20))}
 
 
-def test_what_a_collective_does_meanwhile_is_not_mixed_up_with_it(cohort: Callable[..., Any]):
+def test_a_transfer_and_a_collective_at_the_same_time_do_not_mix(cohort: Callable[..., Any]):
     """The source's next all-reduce may begin while a joiner still receives."""
 
     def take_part(group: Any, rank: int) -> Any:

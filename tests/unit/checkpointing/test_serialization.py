@@ -255,7 +255,7 @@ def test_loading_into_a_state_writes_its_own_memory():
     assert loaded["model"]._metadata == model.state_dict()._metadata
 
 
-def test_what_does_not_fit_is_new_and_the_target_is_untouched():
+def test_a_tensor_that_does_not_fit_is_new_and_the_target_is_untouched():
     into = {"shape": torch.zeros(4), "dtype": torch.zeros(3, dtype=torch.float64), "more": torch.zeros(2)}
     result = round_trip({"shape": torch.ones(3), "dtype": torch.ones(3), "new": torch.ones(1)}, into)
     assert same(result, {"shape": torch.ones(3), "dtype": torch.ones(3), "new": torch.ones(1)})
@@ -348,7 +348,7 @@ def containing_itself():
         ({"z": dt.datetime(2026, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})())}, r"state\['z'\]"),
     ],
 )
-def test_what_cannot_be_stored_is_an_error_that_names_its_path(state, words):
+def test_a_value_that_cannot_be_stored_is_an_error_that_names_its_path(state, words):
     with pytest.raises(UnsupportedValue, match=words):
         save_state(state)
 

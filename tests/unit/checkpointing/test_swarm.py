@@ -39,7 +39,7 @@ def test_a_joiner_takes_its_own_chunks_first_and_those_of_others_from_them():
     assert swarm.take(RELAY, 0.0) is None, "the owners of the others will bring them"
 
 
-def test_what_nobody_brings_is_taken_from_the_relay_after_a_while():
+def test_chunks_that_no_peer_brings_come_from_the_relay_after_a_while():
     swarm = Swarm(4, 0, 2, 0.0)
     for _ in (0, 2):
         swarm.record_arrival(swarm.take(RELAY, 1.0), 1.0)
@@ -67,7 +67,7 @@ def test_few_peers_are_asked_at_once_and_slow_ones_do_not_count():
     assert swarm.take("c", SLOW_CHUNK_SECONDS + 0.1) is not None, "those who were asked first are slow"
 
 
-def test_what_comes_from_the_relay_instead_of_a_peer_does_not_make_it_wait_again():
+def test_a_chunk_from_the_relay_instead_of_a_peer_does_not_restart_the_wait():
     swarm = Swarm(4, 0, 2, 0.0)
     swarm.set_peer_chunks("a", bits(1, 3))
     for _ in (0, 2):

@@ -34,7 +34,7 @@ def test_without_a_limit_progress_gives_no_more_time(clock: Clock) -> None:
         deadline.remaining()
 
 
-def test_with_a_limit_progress_begins_the_time_anew_up_to_the_limit(clock: Clock) -> None:
+def test_with_a_limit_progress_restarts_the_time_up_to_the_limit(clock: Clock) -> None:
     deadline = Deadline(4.0, "step 1 was not received", 10.0)
     for _ in range(3):
         clock.now += 3.0

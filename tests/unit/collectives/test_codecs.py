@@ -32,7 +32,7 @@ def test_a_quantized_average_is_close_and_equal_in_all_groups(ranks):
 
 
 @pytest.mark.parametrize("make", WITH_FEEDBACK, ids=IDS)
-def test_what_all_groups_sent_and_still_owe_is_what_they_should_have_sent(ranks, make):
+def test_sent_values_and_error_feedback_add_up_to_the_inputs(ranks, make):
     group = ranks(3, make)
     sent = [torch.zeros(shape) for shape in SHAPES]
     due = [torch.zeros(shape) for shape in SHAPES]

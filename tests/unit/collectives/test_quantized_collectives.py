@@ -130,7 +130,7 @@ def test_tensors_that_are_not_contiguous_or_need_gradients_are_written(lasting):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_in_one_rank_is_finite_in_none(lasting, bad):
+def test_a_row_that_is_not_finite_in_one_rank_is_finite_in_none(lasting, bad):
     values = inputs(len(lasting.groups), [(1000,), (1000,)])
     values[1][0][600] = bad
     for first, second in reduced(lasting, values):
@@ -220,7 +220,7 @@ def test_chunks_hold_every_element_once_and_no_more_rows_than_allowed():
     assert len(chunks) <= 8
 
 
-def test_what_cannot_be_quantized_is_refused():
+def test_a_tensor_that_cannot_be_quantized_is_refused():
     group = ProcessGroupDummy()
     for tensors, operation, message in (
         ([torch.zeros(3, dtype=torch.int64)], ReduceOp.SUM, "cannot quantize a tensor of torch.int64"),

@@ -26,7 +26,7 @@ from keepstep_mesh.net.backoff import Backoff
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_whatever_happens_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.DataObject) -> None:
+def test_ranks_are_signalled_only_while_they_live_and_the_job_ends(data: st.DataObject) -> None:
     specs = [GroupSpec("lighthouse", service=True), GroupSpec("r0", 2), GroupSpec("r1", 1)]
     core = Supervisor(specs, Restarts(max_restarts=2, backoff=Backoff(1.0, 30.0), grace=5.0))
     alive: dict[str, set[int]] = {one.name: set() for one in specs}

@@ -47,7 +47,7 @@ def test_the_flag_beats_the_environment_and_hands_on_the_file(monkeypatch: pytes
     }
 
 
-def test_what_python_prints_is_shown_at_once_unless_somebody_says_otherwise() -> None:
+def test_output_of_python_is_shown_at_once_unless_the_environment_says_otherwise() -> None:
     assert environment({})["PYTHONUNBUFFERED"] == "1"
     assert environment({"PYTHONUNBUFFERED": ""})["PYTHONUNBUFFERED"] == ""
 

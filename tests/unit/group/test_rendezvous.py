@@ -50,7 +50,7 @@ async def make(request: pytest.FixtureRequest, server: KeyValueServer) -> AsyncI
             store.close()
 
 
-async def test_what_one_sets_another_gets(make) -> None:
+async def test_one_store_gets_the_values_that_another_sets(make) -> None:
     one, other = make(), make()
     await call(one.set, "key", b"\x00value\xff")
     assert await call(other.get, "key") == b"\x00value\xff"

@@ -61,7 +61,7 @@ def test_an_address_that_is_of_another_kind_stays_as_it_is(numbers: tuple[int, .
     assert lengthened(shortened(whole, size), size) == whole
 
 
-def test_what_a_member_stores_does_not_grow_with_the_world(cohort) -> None:
+def test_the_bytes_that_a_member_stores_do_not_grow_with_the_world(cohort) -> None:
     sizes = set()
     for size in (2, 8):
         one = cohort(size)

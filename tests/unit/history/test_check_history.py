@@ -101,7 +101,7 @@ def test_a_log_that_was_rotated_is_one_log(logs: Path) -> None:
     assert check(path.with_name(f"{EVENTS}.1"), path).exit_code == 0
 
 
-def test_what_a_kill_cut_off_is_named_and_no_violation(logs: Path) -> None:
+def test_a_line_that_a_kill_cut_off_is_named_and_is_no_violation(logs: Path) -> None:
     path = next(logs.rglob("steps/*"))
     with path.open("a") as file:
         file.write('{"t": 17')
@@ -118,7 +118,7 @@ def test_a_damaged_line_is_a_violation(logs: Path) -> None:
     assert "unreadable" in said.output
 
 
-def test_names_that_no_encoding_has_are_printed_all_the_same(tmp_path: Path) -> None:
+def test_names_that_no_encoding_has_are_printed_anyway(tmp_path: Path) -> None:
     begun = {"id": (1 << 32) + 1, "epoch": 1, "job": "", "kind": "term", "replica_id": ""}
     lines = [{**begun, "detail": {"owner": "\ud800"}}, {**begun, "id": begun["id"] + 1, "detail": {"owner": "b"}}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

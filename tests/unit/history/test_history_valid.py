@@ -70,7 +70,7 @@ def test_an_evicted_incarnation_that_is_readmitted_may_come_back() -> None:
     assert report_on(story.numbered()).fine
 
 
-def test_an_evicted_incarnation_may_come_back_to_a_job_that_was_deleted_meanwhile() -> None:
+def test_an_evicted_incarnation_may_come_back_after_its_job_was_deleted() -> None:
     story = valid()
     story.event("l2.jsonl", 2, "job_deleted", by="ann", quorum_id=4, evicted=[])
     story.quorum("l2.jsonl", 2, 5, "a:2", "b:1")

@@ -107,7 +107,7 @@ def test_a_leader_whose_key_is_not_its_own_any_more_stops_at_once(value: bytes |
     assert isinstance(election.action(100.1), StepDown)
 
 
-def test_who_stepped_down_knows_nothing_until_the_store_tells():
+def test_after_stepping_down_only_the_store_tells_the_leader():
     election = leading()
     election.stepped_down(101.0)
     assert not election.leading
@@ -116,7 +116,7 @@ def test_who_stepped_down_knows_nothing_until_the_store_tells():
     assert election.action(101.0) == Take(None)
 
 
-def test_who_no_worker_reaches_leaves_the_key_to_others_for_a_lease():
+def test_a_leader_without_workers_leaves_the_key_to_others_for_a_lease():
     election = leading()
     election.stepped_down(101.0, stand_back=True)
     election.heard(None)

@@ -44,7 +44,7 @@ def test_a_ttl_of_0_is_never() -> None:
 
 
 @given(st.lists(USES), st.floats(0, 200))
-def test_what_expires_is_unused_and_in_order(uses: list[JobUse], now: float) -> None:
+def test_expired_jobs_are_unused_and_in_order(uses: list[JobUse], now: float) -> None:
     found = expired(uses, now)
     ended = [use for use in uses if not use.sessions and not use.awaited and use.ttl and use.used_at + use.ttl <= now]
     assert sorted(found) == sorted(use.job for use in ended)

@@ -158,7 +158,7 @@ def test_an_outer_step_that_has_begun_ends_with_the_block() -> None:
     assert diloco.state_dict()["position"] == 0
 
 
-def test_an_exception_leaves_the_block_without_a_collective_and_the_next_outer_step_begins_anew() -> None:
+def test_an_exception_leaves_the_block_without_a_collective_and_the_next_outer_step_begins_again() -> None:
     manager = alone()
     model, inner, diloco = make(manager, sync_every=4, fragment_sync_delay=2)
 

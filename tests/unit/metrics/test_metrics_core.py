@@ -131,7 +131,7 @@ def test_a_quorum_that_is_told_late_does_not_take_the_place_of_a_later_one() -> 
     assert (world.job.participants, world.job.quorum_id) == (["a", "b"], 3)
 
 
-def test_a_job_that_begins_anew_counts_its_quorums_from_one_again() -> None:
+def test_a_job_that_begins_again_counts_its_quorums_from_one_again() -> None:
     world = joined("a:1", "b:1")
     world.happens(20, "quorum", quorum_id=7, members=["a:1", "b:1"])
     world.steps("a:1", 20, 50)
@@ -220,7 +220,7 @@ def test_a_batch_that_came_twice_or_in_part_is_counted_once() -> None:
     assert core.apply(read_batch(restarted.batch(step(T + 4, 5))), T)[0] == 1
 
 
-def test_what_is_dumped_and_loaded_answers_as_before() -> None:
+def test_a_core_that_is_dumped_and_loaded_answers_as_before() -> None:
     world = joined("a:1", "b:1", "c:1")
     for name, busy in (("a:1", 0.1), ("b:1", 0.1), ("c:1", 0.5)):
         world.steps(name, 10, 80, busy_seconds=busy, values={"loss": 0.5})
@@ -282,7 +282,7 @@ def test_memory_of_a_job_that_always_fails_is_bounded() -> None:
     assert (len(job.events), len(job.failures), len(job.groups["a"].ends)) == (MAX_EVENTS, 1000, 4)
 
 
-def test_what_is_a_day_old_goes_and_groups_that_are_alive_stay() -> None:
+def test_records_of_a_day_ago_go_and_live_groups_stay() -> None:
     world = joined("a:1", "b:1")
     world.happens(20, "left", "b:1", reason="done")
     world.steps("a:1", 10, 30)

@@ -69,7 +69,7 @@ batches = st.builds(
 
 
 @given(st.lists(batches, max_size=6))
-def test_whatever_comes_is_refused_or_taken_and_every_answer_is_json_that_a_browser_reads(told) -> None:
+def test_any_batch_is_refused_or_accepted_and_every_answer_is_json_that_a_browser_reads(told) -> None:
     core = MetricsCore()
     for number, one in enumerate(told):
         try:
@@ -100,7 +100,7 @@ def test_whatever_comes_is_refused_or_taken_and_every_answer_is_json_that_a_brow
 
 @pytest.mark.parametrize("depth", [10, 400, 900, 100_000])
 @pytest.mark.parametrize("where", [{"records": [event(T, "new", x="here")]}, {"name": "here"}, {"first": "here"}])
-def test_what_is_nested_deeply_is_refused(depth: int, where: dict) -> None:
+def test_a_deeply_nested_batch_is_refused(depth: int, where: dict) -> None:
     told = {"source": "lighthouse", "name": "l", "boot": "x", "first": 1, "records": []} | where
     body = msgpack.packb(told).replace(msgpack.packb("here"), b"\x91" * depth + b"\x90")
     with pytest.raises(BadBatchError):

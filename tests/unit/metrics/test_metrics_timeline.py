@@ -74,7 +74,7 @@ def test_a_picture_of_a_day_shows_a_retry_of_a_second() -> None:
     assert [state for _, _, state in picture] == [State.TRAINING, State.RETRYING, State.TRAINING]
 
 
-def test_what_is_long_past_is_forgotten_and_the_rest_stays() -> None:
+def test_the_distant_past_is_forgotten_and_the_rest_stays() -> None:
     line = Timeline()
     for tick in range(100):
         line.mark(tick, (State.TRAINING, State.RETRYING)[tick % 2])

@@ -198,7 +198,7 @@ def test_options_arrive_with_all_their_values() -> None:
         (([torch.ones(2)], object()), "invalid argument of type object"),
     ],
 )
-def test_what_cannot_go_to_a_child_is_named(args, reason) -> None:
+def test_an_argument_that_cannot_go_to_a_child_is_named(args, reason) -> None:
     with pytest.raises(TypeError, match=reason):
         packed("allreduce", *args)
 

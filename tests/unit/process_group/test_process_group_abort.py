@@ -253,7 +253,7 @@ def test_a_wait_with_a_timeout_ends_the_operation_so_that_no_late_result_lands(c
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "recv"])
-def test_nothing_lands_in_a_tensor_after_the_group_was_configured_anew(cohort, operation) -> None:
+def test_nothing_lands_in_a_tensor_after_the_next_configure(cohort, operation) -> None:
     ranks = cohort(2, timeout=timedelta(seconds=2))  # what sleeps over half a message sleeps so long
     tensor = torch.zeros(2_000_000)
     first, second = ranks.groups
@@ -326,12 +326,12 @@ def test_a_listening_socket_is_never_shut_down() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "2001:db8::5"])
-def test_what_a_rank_publishes_is_read(host) -> None:
+def test_the_address_that_a_rank_publishes_is_read(host) -> None:
     assert GlooRank.parse(published(host, 29500, 3)) == GlooRank((host, 29500), (0, 1, 2))
 
 
 @pytest.mark.parametrize("junk", [b"", b"x", bytes(40), b"\xff" * 200, published("127.0.0.1", 1, 2)[:50]])
-def test_what_no_rank_publishes_is_a_value_error(junk) -> None:
+def test_bytes_that_no_rank_publishes_are_a_value_error(junk) -> None:
     with pytest.raises(ValueError, match="unknown format of a Gloo address"):
         GlooRank.parse(junk)
 

@@ -248,7 +248,7 @@ def test_barrier_lets_nobody_through_before_the_last(lasting) -> None:
     assert lasting.each(run) == [len(lasting.groups)] * len(lasting.groups)
 
 
-def test_what_is_sent_is_received(lasting) -> None:
+def test_a_tensor_that_is_sent_is_received(lasting) -> None:
     size = len(lasting.groups)
     if size == 1:
         pytest.skip("one rank has no other to send to")

@@ -60,7 +60,7 @@ def test_every_metric_is_documented(name):
     assert f"`{name}" in DOCS
 
 
-def test_what_a_client_says_of_tls_is_documented_as_it_says_it():
+def test_the_tls_errors_of_a_client_are_documented_word_for_word():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text[text.index("| a client says |") :].partition("\n\n")[0].splitlines()[2:]
     said = [re.match(r"\| (.*?) \|", row)[1] for row in table]

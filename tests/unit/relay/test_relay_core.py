@@ -61,7 +61,7 @@ def test_an_upload_from_its_beginning_to_its_commit():
     assert relay.core.inventory.tier_bytes == {MEMORY: 2 * CHUNK_BYTES, DISK: 100, Tier.DURABLE: 0}
 
 
-def test_what_lacks_is_counted_in_bytes_and_what_comes_in_bytes_a_second():
+def test_missing_chunks_are_counted_in_bytes_and_arriving_ones_in_bytes_a_second():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.LIVE, 2)), TableArrived(C1, 0, table(A, A, LAST)), at=10.0)
     one = relay.core.checkpoints[C1]
@@ -82,7 +82,7 @@ def test_beginning_twice_is_beginning_once_and_another_state_under_the_name_is_r
     relay.refused(Begun(C1, Facts(2, Kind.LIVE, 1)), Cause.CONFLICT, "exists already")
 
 
-def test_what_is_here_already_is_not_lacking():
+def test_a_chunk_that_is_here_already_is_not_missing():
     relay = Driver()
     relay.stored(C1, A, B)
     assert relay(Begun(C2, ONE), TableArrived(C2, 0, table(A, C, B)))[-1] == Wake((C2, C))
@@ -169,7 +169,7 @@ def test_a_part_that_lost_a_chunk_is_an_upload_again():
     assert relay.core.deadline() == 13
 
 
-def test_what_is_to_last_is_never_a_part():
+def test_a_durable_checkpoint_is_never_a_part():
     relay = Driver()
     relay(Begun(C1, Facts(1, Kind.DURABLE, 1)), TableArrived(C1, 0, table(A)))
     relay.refused(RankReported(C1, 0, part=True), Cause.CONFLICT, "all of its chunks must be at one relay")
@@ -228,7 +228,7 @@ def test_a_commit_that_failed_may_be_asked_for_again_and_is_waited_for():
     assert relay(CommitAsked(C1)) == [Seal(C1, (A,))]
 
 
-def test_a_damaged_chunk_is_lacking_again_and_may_be_uploaded_again():
+def test_a_damaged_chunk_is_missing_again_and_may_be_uploaded_again():
     relay = Driver()
     relay.stored(C1, A, B, tier=DISK)
     assert relay(ChunkLost(A, DISK)) == []

@@ -102,7 +102,7 @@ def test_room_comes_from_what_another_tier_has_the_longest_unused_first():
     assert relay(MemoryWanted(1)) == []
 
 
-def test_what_only_memory_has_and_what_is_being_sent_stay():
+def test_chunks_that_only_memory_has_or_that_are_being_sent_stay():
     relay = Driver()
     relay.stored(C1, A, B, tier=MEMORY)
     relay(ChunkArrived(B, DISK), ChunkHeld(B))
@@ -111,7 +111,7 @@ def test_what_only_memory_has_and_what_is_being_sent_stay():
     assert relay(MemoryWanted(1)) == [Evict((B,))]
 
 
-def test_what_an_open_upload_or_transfer_needs_is_evicted_last():
+def test_chunks_of_an_open_upload_or_transfer_are_evicted_last():
     relay = Driver(reading_seconds=60)
     relay(Begun(C1, ONE), TableArrived(C1, 0, table(A)), ChunkArrived(A, MEMORY), ChunkArrived(A, DISK))
     relay.stored(C2, B, step=2)

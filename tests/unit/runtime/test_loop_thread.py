@@ -28,7 +28,7 @@ def test_the_result_of_the_future_is_returned(mesh):
     assert mesh.wait_for(start, 30.0) == "done"
 
 
-def test_what_start_raises_is_raised_in_the_caller(mesh):
+def test_an_error_of_start_is_raised_in_the_caller(mesh):
     def start() -> asyncio.Future[str]:
         raise ValueError("no such step")
 

@@ -7,7 +7,7 @@ import asyncio
 from keepstep.runtime.owned_tasks import OwnedTasks
 
 
-async def test_what_breaks_a_task_is_told():
+async def test_the_error_of_a_task_is_reported():
     told: asyncio.Queue[BaseException] = asyncio.Queue()
     tasks = OwnedTasks(told.put_nowait)
 

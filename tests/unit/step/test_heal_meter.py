@@ -29,7 +29,7 @@ def test_a_rate_falls_to_nothing_when_nothing_moves() -> None:
     assert pace.rate(7.0) == 0
 
 
-def test_who_begins_again_is_measured_from_there() -> None:
+def test_a_transfer_that_begins_again_is_measured_from_there() -> None:
     pace = ThroughputMeter(0.0)
     pace.count(1000, 1.0)
     pace.count(10, 2.0)

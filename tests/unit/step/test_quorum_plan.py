@@ -83,7 +83,7 @@ def test_a_uniform_quorum_is_taken_at_its_word_whatever_the_old_list_says():
     assert (plan.max_step, plan.lineage, plan.heal, plan.max_replica_rank) == (12, 6, False, 1)
 
 
-def test_a_plan_made_from_the_one_before_is_the_one_made_anew():
+def test_a_plan_made_from_the_last_one_is_as_one_made_from_scratch():
     listed = (member("a", 5, 3), member("b", 5, 3))
     first = quorum(*listed)
     later = Quorum(2, 7, 0, 1, 9, 7, uniform=True, listed=first.listed)
@@ -122,7 +122,7 @@ def test_whether_states_are_compared_is_of_this_round():
     assert not make_plan(first, "a", plan).verify
 
 
-def test_who_is_not_in_the_quorum_gets_no_plan():
+def test_a_group_outside_the_quorum_gets_no_plan():
     with pytest.raises(ValueError, match="quorum 7 has no member x; its members are a"):
         make_plan(quorum(member("a", 0, "")), "x")
 

@@ -48,7 +48,7 @@ def rounds(draw: st.DrawFn) -> list[Quorum]:
 
 
 @given(rounds())
-def test_a_plan_made_from_the_one_before_equals_the_one_made_anew(quorums: list[Quorum]) -> None:
+def test_a_plan_made_from_the_last_one_equals_one_made_from_scratch(quorums: list[Quorum]) -> None:
     previous: dict[str, QuorumPlan] = {}
     for one in quorums:
         for listed in one.listed:
@@ -59,7 +59,7 @@ def test_a_plan_made_from_the_one_before_equals_the_one_made_anew(quorums: list[
 
 
 @given(lists, st.booleans())
-def test_what_a_plan_keeps_is_what_follows_from_its_cohort(listed: tuple[Member, ...], uniform: bool) -> None:
+def test_a_plan_keeps_only_values_that_follow_from_its_cohort(listed: tuple[Member, ...], uniform: bool) -> None:
     for rank, one in enumerate(listed):
         plan = make_plan(quorum(listed, uniform=uniform), one.replica_id)
         assert plan.replica_rank == rank

@@ -54,7 +54,7 @@ def test_a_group_that_falls_behind_again_has_another_lineage_than_the_first_time
 
 
 @pytest.mark.parametrize("lineage", ["diverged:a:1", "torn:a:1"])
-def test_what_is_wrong_with_a_state_stays_wrong_with_it_when_it_takes_part_behind(lineage):
+def test_a_torn_or_diverged_state_stays_so_when_it_takes_part_behind(lineage):
     standing = at(5, lineage)
     standing.commit(7, participants=2, behind=True)
     assert standing.lineage == lineage
@@ -70,7 +70,7 @@ def test_a_commit_that_made_all_groups_equal_makes_their_facts_equal_too():
     assert ahead.lineage == 8
 
 
-def test_whoever_says_that_all_are_equal_is_not_equal_to_who_does_not():
+def test_a_group_that_marks_the_step_synchronized_differs_from_one_that_does_not():
     says, does_not = at(6, 7), at(6, 7)
     says.commit_synchronized(6, 7, batches_committed=0, quorum_id=7, participants=2)
     does_not.commit(7, participants=2, behind=False)
@@ -102,7 +102,7 @@ def test_a_checkpoint_without_a_lineage_is_of_no_known_lineage_unless_nothing_wa
 
 
 @pytest.mark.parametrize("lineage", ["behind:a:1:1", "diverged:a:1", "torn:a:1"])
-def test_what_is_wrong_with_a_state_is_wrong_with_its_checkpoint(lineage):
+def test_a_torn_or_diverged_state_has_a_torn_or_diverged_checkpoint(lineage):
     """So two groups that load it are equal, and a group that loads another checkpoint of that step is not."""
     saved = at(5, lineage).state_dict()
     assert saved["lineage"] == lineage

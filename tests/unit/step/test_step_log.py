@@ -115,7 +115,7 @@ def test_a_full_disk_ends_no_step_and_is_said_once(monkeypatch: pytest.MonkeyPat
     assert [record.getMessage().count("No space left on device") for record in caplog.records] == [1]
 
 
-def test_what_a_full_disk_cut_off_does_not_spoil_the_next_line(path: Path) -> None:
+def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next_one(path: Path) -> None:
     script = """
 import os
 import resource

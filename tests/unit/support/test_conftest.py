@@ -64,6 +64,6 @@ def test_each_leak_fails_its_own_test_by_name(tmp_path: Path, repository: Path) 
         assert re.search(r"the test left behind:\n  (.*)", report)[1].count(leak), done.stdout
 
 
-def test_what_ends_in_time_is_no_leak(tmp_path: Path, repository: Path) -> None:
+def test_a_thread_or_task_that_ends_in_time_is_no_leak(tmp_path: Path, repository: Path) -> None:
     done = run_under_conftest(tmp_path, repository, CLEAN, grace=5.0)
     assert done.returncode == 0, done.stdout

@@ -129,7 +129,7 @@ async def test_a_token_of_two_lines_is_an_error_of_usage() -> None:
         ("nonsense",),
     ],
 )
-async def test_what_makes_no_sense_is_an_error_of_usage(arguments: tuple[str, ...]) -> None:
+async def test_invalid_arguments_are_an_error_of_usage(arguments: tuple[str, ...]) -> None:
     said = await keepstep(*arguments)
     assert said.code == 2
     assert said.err.startswith("Usage:")

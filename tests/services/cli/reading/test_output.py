@@ -82,7 +82,7 @@ async def test_a_service_that_cannot_say_where_it_listens_ends(into, why) -> Non
     assert (said.returncode, said.stderr) == (UNWRITABLE, f"Error: the output cannot be written: {why}\n")
 
 
-async def test_an_order_is_carried_out_all_the_same() -> None:
+async def test_an_order_is_carried_out_anyway() -> None:
     async with running("r0") as job:
         with full() as nowhere:
             said = await run("drain", "r0", *job.at, into=nowhere)

@@ -217,7 +217,7 @@ def test_nothing_survives_the_sigkill_of_keepstep_run(started) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_what_a_dead_rank_started_does_not_survive_it(started) -> None:
+def test_the_children_of_a_dead_rank_end_with_it(started) -> None:
     script = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -361,7 +361,7 @@ def test_a_lighthouse_that_is_not_there_yet_is_said_and_no_reason_not_to_start(s
     assert "[run]   http://127.0.0.1:1: nothing listens there (connection refused)" in run.lines
 
 
-def test_what_python_prints_is_shown_at_once_however_it_was_started(tmp_path: Path) -> None:
+def test_output_of_python_is_shown_at_once_however_it_was_started(tmp_path: Path) -> None:
     code = "import signal; print('here'); signal.pause()"
     flags = ("--replicas", "1", "--lighthouse", "http://127.0.0.1:1")
     with contextlib.closing(

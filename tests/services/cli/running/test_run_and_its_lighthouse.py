@@ -33,7 +33,7 @@ async def test_run_asks_for_a_ban_by_the_name_that_the_group_has_at_the_lighthou
             await line_of(run.stderr, "[r0] ended: exit code 0")
 
 
-async def test_a_ca_that_went_meanwhile_leaves_a_ban_unknown_and_ends_nothing(tmp_path: Path) -> None:
+async def test_a_ca_file_that_was_removed_leaves_a_ban_unknown_and_ends_nothing(tmp_path: Path) -> None:
     asked = Lighthouse("https://127.0.0.1:1", None, TlsFiles(ca=tmp_path / "gone.pem"))
     assert await ask_ban(asked, "default", tmp_path, "r0") == BanLearned("r0", None, "r0")
 

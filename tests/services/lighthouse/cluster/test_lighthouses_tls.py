@@ -63,7 +63,7 @@ async def test_a_standby_is_linked_to_the_leader_and_sends_workers_there_over_tl
         await session.close()
 
 
-async def test_a_standby_that_the_leader_does_not_take_says_what_to_mend(
+async def test_a_standby_that_the_leader_refuses_names_the_remedy(
     etcd: EtcdCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")

@@ -20,7 +20,7 @@ from tests.support.services.etcd_server import EtcdCluster
 from tests.support.services.lighthouse_driver import eventually, lighthouse, worker
 
 
-async def test_a_service_is_registered_anew_with_a_lighthouse_that_forgot_it() -> None:
+async def test_a_service_is_registered_again_with_a_lighthouse_that_forgot_it() -> None:
     async with lighthouse() as first:
         port = first.address.rpartition(":")[2]
         short = Registration("relay", "relay-1", RELAY.address, ttl=1.5)
@@ -127,7 +127,7 @@ async def test_a_lighthouse_that_does_not_lead_sends_the_service_to_the_one_that
         assert leader.registry.addresses() == ()
 
 
-async def test_a_wrong_token_is_told_and_tried_on() -> None:
+async def test_a_wrong_token_is_reported_and_retried() -> None:
     async with lighthouse(tokens=TOKENS) as one:
         async with registered([one.address], RELAY, token=TOKENS.worker) as registrar:
             await eventually(lambda: "a worker token may not do this" in (registrar.trouble or ""))

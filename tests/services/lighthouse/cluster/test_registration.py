@@ -86,7 +86,7 @@ async def test_registering_again_is_the_same_and_what_changed_is_shown() -> None
         assert await services_of(one) == []
 
 
-async def test_a_renewal_is_not_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_renewal_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with lighthouse() as one:
         await rest(one.address, "PUT", PATH, 200, json={"address": "http://a:1"})
 
@@ -190,7 +190,7 @@ async def test_a_record_of_a_newer_build_is_read() -> None:
     assert (record.address, record.details) == ("http://a:1", {})
 
 
-async def test_what_another_lighthouse_writes_to_the_store_is_seen() -> None:
+async def test_a_record_that_another_lighthouse_writes_to_the_store_is_seen() -> None:
     async with lighthouse() as one, worker(one.address) as member:
         record = service_registry.new_record("metrics", "m", "http://m:1", 15.0, {})
         await one.store.put(record.key, service_records.encode(record))

@@ -105,7 +105,7 @@ async def test_reading_is_no_order(trail: Trail) -> None:
     assert trail.of("order") == trail.of("refused") == []
 
 
-async def test_who_is_refused_is_named_once_and_then_counted(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_caller_is_named_once_and_then_counted(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
     async with lighthouse(tokens=TOKENS) as one, worker_of(one.address):
         for token, status in ((WORKER, 403), (None, 401), ("wrong-" * 4, 401)):
             async with client_session(token) as http:

@@ -60,7 +60,7 @@ def test_a_job_keeps_its_last_events_and_says_what_was_missed(monkeypatch: pytes
     assert ids(events, "nobody") == []
 
 
-async def test_who_waits_is_woken_by_news_of_its_job_only() -> None:
+async def test_a_follower_is_woken_by_events_of_its_job_only() -> None:
     events = EventLog()
     waiting = asyncio.create_task(events.news("job").wait())
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def test_the_file_brings_back_only_the_end_of_a_job_that_was_deleted(tmp_p
     await again.close()
 
 
-async def test_what_two_terms_and_a_kill_between_them_leave_in_the_file_is_a_valid_history(tmp_path: Path) -> None:
+async def test_the_event_log_of_two_terms_and_a_kill_between_them_is_a_valid_history(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for epoch in (1, 7):
         events = await opened(path)
@@ -209,7 +209,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def test_what_a_full_disk_lost_shows_as_a_gap_and_the_next_line_is_whole(tmp_path: Path) -> None:
+def test_events_lost_to_a_full_disk_leave_a_gap_and_the_next_line_is_whole(tmp_path: Path) -> None:
     """The limit on file sizes is what the kernel offers everywhere to make a real write fail."""
     path = tmp_path / "events.jsonl"
     subprocess.run([sys.executable, "-c", FILLER, path], check=True, timeout=DEADLINE)

@@ -137,7 +137,7 @@ async def test_a_replica_id_that_names_no_incarnation_may_come_back_after_a_forc
             assert (await round_of([again]))[0].quorum_id > 1
 
 
-async def test_who_comes_while_a_job_is_being_deleted_waits_and_a_second_deletion_is_refused(
+async def test_a_group_that_joins_a_job_under_deletion_waits_and_a_second_deletion_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transact, asked, go_on = MemoryStore.transact, asyncio.Event(), asyncio.Event()
@@ -222,7 +222,7 @@ async def test_a_zombie_of_a_deleted_job_never_counts_as_equal() -> None:
                 assert both.quorum_id > answer.quorum_id > old
 
 
-async def test_who_follows_the_events_of_a_job_hears_of_its_end() -> None:
+async def test_a_follower_of_a_job_gets_its_end() -> None:
     async with served() as (one, rest):
         await visit(one, "job")
         after = (await rest.get("/v1/jobs/job/events"))["after"]

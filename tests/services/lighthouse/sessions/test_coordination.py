@@ -121,7 +121,7 @@ async def test_a_heartbeat_that_no_lighthouse_answers_is_a_timeout_and_the_next_
             await asyncio.to_thread(client.shutdown)
 
 
-async def test_who_is_kept_waiting_at_the_door_holds_up_nobody_of_another_name():
+async def test_a_session_that_is_not_welcomed_holds_up_no_other_name():
     async with scripted_lighthouse() as lighthouse:
         client = LighthouseClient(lighthouse.url, LIMIT)
         try:

@@ -64,7 +64,7 @@ async def test_the_member_list_travels_only_when_it_changed() -> None:
         assert {len(answer.members or ()) for answer in joined} == {3}
 
 
-async def test_who_reconnects_gets_the_list_and_the_others_do_not() -> None:
+async def test_a_group_that_reconnects_gets_the_list_and_the_others_do_not() -> None:
     async with lighthouse(policy=PATIENT) as one, workers(one.address, 2) as members:
         await round_of(members, 0)
         before = await round_of(members, 1)
@@ -219,7 +219,7 @@ async def test_silence_is_a_loss_although_the_connection_stands() -> None:
 
 
 @pytest.mark.parametrize(("said", "answer"), [(Leave("done"), Goodbye), (Moved(), None)])
-async def test_who_leaves_on_purpose_is_no_loss(said: codec.Message, answer: type | None) -> None:
+async def test_a_graceful_leave_is_no_loss(said: codec.Message, answer: type | None) -> None:
     async with lighthouse(policy=PATIENT) as one, workers(one.address, 2) as members:
         first = (await round_of(members))[0]
         await members[1].send(said)
@@ -240,7 +240,7 @@ async def test_a_group_that_says_it_failed_is_lost_without_grace() -> None:
         await members[1].ended()
 
 
-async def test_who_heals_is_waited_for() -> None:
+async def test_a_quorum_waits_for_a_group_that_heals() -> None:
     async with lighthouse(policy=Policy(min_replicas=1, join_timeout=0.01)) as one, workers(one.address, 2) as members:
         await round_of(members)
         await members[1].send(Healing(5, 10, 1.0))

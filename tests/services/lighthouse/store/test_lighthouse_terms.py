@@ -116,7 +116,7 @@ async def test_a_confirmed_quorum_is_not_written(monkeypatch: pytest.MonkeyPatch
         assert not store.tried.is_set()
 
 
-async def test_what_comes_after_a_write_waits_for_it_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_after_a_write_wait_for_it_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     async with faulty_lighthouse(monkeypatch) as (one, store), workers(one.address, 3) as members:
         await round_of(members)
         store.fault = "slow"
@@ -287,7 +287,7 @@ def test_a_record_of_a_build_that_knew_more_or_less_is_understood() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"[]", b"{}", b'{"quorum_id": 1, "policy": 3, "bans": []}'])
-def test_what_is_no_record_is_an_error_that_names_the_key(value: bytes) -> None:
+def test_a_value_that_is_no_record_is_an_error_that_names_the_key(value: bytes) -> None:
     with pytest.raises(StoreError, match="jobs/x in the store is not the record of a job"):
         records.decode("jobs/x", value)
 

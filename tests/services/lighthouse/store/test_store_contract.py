@@ -57,7 +57,7 @@ async def until(watch: Watch, key: str, value: bytes | None) -> list[Change]:
     raise AssertionError(f"the watch ended before {key} was {value!r}: {seen}")
 
 
-async def test_what_was_put_is_got(store: Store):
+async def test_a_value_that_was_put_is_read(store: Store):
     assert await store.get("a") is None
     await store.put("a", b"1")
     await store.put("a", b"")
@@ -217,7 +217,7 @@ async def test_an_address_that_is_no_store_is_refused_with_advice(address: str, 
 # ---- on a disk
 
 
-async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path):
+async def test_written_values_are_there_when_the_file_is_opened_again(tmp_path: Path):
     url = f"sqlite://{tmp_path}/x.db"
     store = await open_store(url)
     await store.put("a", b"1")
@@ -309,7 +309,7 @@ asyncio.run(main())
 """
 
 
-async def test_what_was_acknowledged_survives_sigkill(tmp_path: Path):
+async def test_acknowledged_writes_survive_sigkill(tmp_path: Path):
     url = f"sqlite://{tmp_path}/x.db"
     for _ in range(5):
         writer = await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, url, stdout=asyncio.subprocess.PIPE)

@@ -168,7 +168,7 @@ def test_of_a_group_whose_second_rank_diverged_all_ranks_heal(lighthouse: str, e
     assert ended.empty()
 
 
-def test_what_a_failed_step_left_behind_is_not_compared(job: Job) -> None:
+def test_the_state_after_a_failed_step_is_not_compared(job: Job) -> None:
     """BatchNorm's statistics, say: the next step that commits averages them."""
     failed = []
 

@@ -139,7 +139,7 @@ def test_a_joiner_takes_over_the_scale_before_it_uses_it(lighthouse, clip):
     assert b == {key: a[key] for key in b}
 
 
-def test_what_overflows_in_one_group_is_skipped_by_all(lighthouse):
+def test_all_groups_skip_a_step_that_overflows_in_one(lighthouse):
     ready = threading.Barrier(2)
 
     def group(name: str, x: float) -> tuple[Any, ...]:

@@ -171,7 +171,7 @@ def test_further_buffers_are_averaged_and_others_left_alone_by_name(lighthouse):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_cannot_be_synchronised_is_refused_when_the_model_is_wrapped(lighthouse, wrapper):
+def test_a_buffer_that_cannot_be_synchronized_is_refused_when_the_model_is_wrapped(lighthouse, wrapper):
     sparse = WithBuffers(adjacency=torch.eye(3).to_sparse())
     with manager(lighthouse, "a") as m:
         with pytest.raises(ValueError, match=r"buffer 'adjacency' .*sparse.*ignore_buffers"):

@@ -95,7 +95,7 @@ def test_a_source_that_begins_another_step_refuses_its_joiner_at_once(lighthouse
     assert weights == [1.0] * 4
 
 
-def test_a_source_whose_collectives_were_aborted_refuses_its_joiner_all_the_same(lighthouse: str) -> None:
+def test_a_source_whose_collectives_were_aborted_refuses_its_joiner_too(lighthouse: str) -> None:
     story = Story(lighthouse)
 
     def abandons(m: Manager) -> None:

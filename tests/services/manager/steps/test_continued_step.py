@@ -87,7 +87,7 @@ def test_a_step_in_which_something_happened_is_discarded(lighthouse, steps: Path
     assert events(steps).count("discarded") == 1
 
 
-def test_a_step_whose_member_was_lost_meanwhile_is_not_continued(lighthouse):
+def test_a_step_that_lost_a_member_is_not_continued(lighthouse):
     ready, both, gone = threading.Barrier(2), threading.Barrier(2), threading.Event()
 
     def survivor() -> tuple[bool, int]:

@@ -79,7 +79,7 @@ def test_a_wrapped_future_that_fails_or_is_late_gives_the_default_and_rejects_th
             assert not m.should_commit()
 
 
-def test_what_goes_wrong_late_is_not_held_against_the_next_step(lighthouse):
+def test_a_late_error_does_not_fail_the_next_step(lighthouse):
     with manager(lighthouse, "a") as m:
         m.start_quorum()
         late: Future[int] = Future()

@@ -133,7 +133,7 @@ async def test_a_group_shows_a_new_certificate_when_it_comes_back(tmp_path: Path
         assert back.lighthouse == second.address
 
 
-async def test_what_was_said_over_tls_is_not_repeated_in_plain_text(tmp_path: Path) -> None:
+async def test_a_request_over_tls_is_not_repeated_in_plain_text(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with (
         scripted_lighthouse(tls=authority.service()) as first,

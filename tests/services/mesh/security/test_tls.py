@@ -44,7 +44,7 @@ async def healthz(url: str, tls: TlsFiles) -> str:
 
 
 @both_loops
-def test_who_trusts_the_ca_is_served_and_who_does_not_is_told_why(loop: str, tmp_path: Path) -> None:
+def test_a_client_that_trusts_the_ca_is_served_and_another_learns_why_not(loop: str, tmp_path: Path) -> None:
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     mutual = ours.service(mutual=True)
     cases: list[tuple[TlsFiles | None, TlsFiles, str]] = [
@@ -108,7 +108,7 @@ async def test_an_alert_of_another_implementation_is_explained(version: str, aut
     assert "give one that its CA signed" in said
 
 
-def test_what_has_nothing_to_do_with_tls_is_said_as_it_is() -> None:
+def test_an_error_without_tls_keeps_its_text() -> None:
     for error, says in (
         (ConnectionResetError("closed by the peer: evicted"), "closed by the peer: evicted"),
         (TimeoutError(), "no answer in time"),
@@ -117,7 +117,7 @@ def test_what_has_nothing_to_do_with_tls_is_said_as_it_is() -> None:
         assert explained(error, "http://x:1") == explained(error, "https://x:1") == says
 
 
-def test_what_was_said_over_tls_is_said_over_tls_where_that_sends_us() -> None:
+def test_a_redirect_from_a_tls_address_stays_on_tls() -> None:
     assert as_safe("http://leader:1", "https://a:1") == "https://leader:1"
     assert as_safe("https://leader:1", "https://a:1/v1/jobs") == "https://leader:1"
     for address in ("http://leader:1", "https://leader:1"):

@@ -52,7 +52,7 @@ def test_frames_of_any_size_arrive_whole(loop: str, version: str, authority: Aut
 @both_loops
 @both_versions
 @pytest.mark.parametrize("who", ["worker", "service"])
-def test_what_was_sent_before_a_close_arrives_and_both_hear_why(
+def test_frames_sent_before_a_close_arrive_and_both_ends_get_the_reason(
     loop: str, version: str, who: str, authority: Authority
 ) -> None:
     async def scenario() -> None:

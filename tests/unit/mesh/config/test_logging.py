@@ -58,7 +58,7 @@ def test_a_traceback_is_part_of_the_event(lines) -> None:
     assert "RuntimeError: deep down" in event["exception"]
 
 
-def test_what_cannot_be_json_is_written_as_text(lines) -> None:
+def test_a_value_that_json_does_not_have_is_written_as_text(lines) -> None:
     get_logger("keepstep.x").info("odd", value={1, 2}.__class__, percent="100 %s")
     assert lines()[0]["value"] == "<class 'set'>"
     assert lines()[0]["percent"] == "100 %s"

@@ -44,13 +44,13 @@ def test_a_duration_is_seconds_or_has_its_unit(text, seconds) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1 year", "nan", "inf", "1e9", "s", "1.2.3"])
-def test_what_is_no_duration_is_refused_with_what_to_write(text) -> None:
+def test_an_invalid_duration_is_refused_with_an_example(text) -> None:
     with pytest.raises(ValueError, match="write 500ms"):
         duration(text)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1 PB", "nan", "1e9", "9" * 400])
-def test_what_is_no_size_is_refused_with_what_to_write(text) -> None:
+def test_an_invalid_size_is_refused_with_an_example(text) -> None:
     assert byte_size("1.5GiB") == 3 << 29
     with pytest.raises(ValueError, match="write 512MiB, 8GiB or a number of bytes"):
         byte_size(text)

@@ -12,7 +12,7 @@ from tests.support.network.unanswered import unanswered_name
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "http://127.0.0.1:29510", "https://127.0.0.1:1"])
-def test_what_reaches_this_machine_is_its_loopback(peer):
+def test_the_address_towards_this_machine_is_its_loopback(peer):
     assert address_towards(peer) == "127.0.0.1"
     assert address_towards("localhost") in {"127.0.0.1", "::1"}
 
@@ -47,7 +47,7 @@ def test_a_name_that_nobody_answers_for_is_waited_for_as_long_as_was_said():
         Lookup(name, 80).result(0.1)
 
 
-def test_who_waits_for_a_name_can_be_interrupted():
+def test_a_wait_for_a_name_can_be_interrupted():
     with unanswered_name() as name:
         lookup = Lookup(name, 80)
         threading.Thread(target=lookup.interrupt).start()

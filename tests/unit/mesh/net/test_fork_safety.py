@@ -88,7 +88,7 @@ def test_a_socket_of_the_script_that_got_the_number_of_a_closed_one_of_ours_is_k
         assert in_child(partial(is_open, scripts))
 
 
-def test_what_still_holds_a_socket_in_a_child_closes_nothing_of_the_childs():
+def test_an_owner_in_a_child_closes_no_descriptor_of_the_child():
     with open_socket(socket.AF_INET, socket.SOCK_STREAM, 0) as opened:
 
         def use() -> str:
@@ -136,7 +136,7 @@ def test_no_fork_comes_between_the_opening_of_a_socket_and_its_claim():
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
-def test_what_a_library_opens_is_not_kept_while_it_opens_more_and_after_it_and_no_program_inherits_it():
+def test_sockets_of_a_library_are_closed_in_a_child_and_no_program_inherits_them():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as scripts:
@@ -177,7 +177,7 @@ def test_a_socket_that_gets_the_number_of_one_that_was_just_found_stays_claimed(
         assert in_child(lambda: is_open(ours)) is False
 
 
-def test_what_is_the_parents_raises_whatever_is_done_with_it():
+def test_every_use_of_an_object_of_the_parent_raises():
     of_parent: Any = OfParent("this thing", 12)
     with pytest.raises(ForkError, match="this thing belongs to process 12; this is process"):
         of_parent.anything()

@@ -141,7 +141,7 @@ def shown_by(token: str) -> str:
     return ClientToken.of(token).peer_headers()["Authorization"]
 
 
-def test_what_peers_show_each_other_is_neither_the_token_nor_good_for_a_service() -> None:
+def test_the_header_among_peers_is_neither_the_token_nor_accepted_by_a_service() -> None:
     # It travels in plain HTTP.
     header = shown_by(WORKER)
     assert WORKER not in header

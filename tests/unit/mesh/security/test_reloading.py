@@ -68,7 +68,7 @@ def test_by_force_it_is_read_though_nothing_seems_to_have_changed(number: Path) 
     assert len(read) == 2
 
 
-def test_what_is_made_of_no_file_never_changes() -> None:
+def test_a_value_of_no_file_never_changes() -> None:
     one = ReloadedFiles("nothing", [], list)
     before = one.value
     assert not one.refresh(force=True)

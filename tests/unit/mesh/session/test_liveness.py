@@ -11,7 +11,7 @@ def liveness() -> Liveness:
     return alive
 
 
-def test_whoever_was_heard_within_half_the_timeout_lives():
+def test_a_peer_that_was_heard_within_half_the_timeout_lives():
     assert liveness().judge(12.0, 10.1, stalled=False) == "lives"
 
 
@@ -37,7 +37,7 @@ def test_no_answer_for_the_other_half_is_silence():
     assert not alive.silent
 
 
-def test_who_slept_asks_again_instead():
+def test_a_worker_that_slept_asks_again_instead():
     alive = liveness()
     alive.judge(12.0, 10.0, stalled=False)
     assert alive.is_late(now=30.0, due=12.1)

@@ -228,7 +228,7 @@ def test_a_lighthouse_that_did_not_answer_is_last_in_every_pass() -> None:
     assert [address for _, address in delays(addresses, 5)] == ["b", "c", "b", "c", "a"]
 
 
-def test_whoever_names_a_silent_lighthouse_the_leader_does_not_keep_us_from_asking_again() -> None:
+def test_a_silent_lighthouse_is_asked_again_although_another_names_it_the_leader() -> None:
     addresses = Addresses(["a", "b"])
     addresses.lost("a", 60.0, silent=True)
     tried = []

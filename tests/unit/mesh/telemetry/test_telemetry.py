@@ -60,13 +60,13 @@ def test_a_record_that_is_too_large_is_dropped_and_what_cannot_be_packed_is_sent
 
 
 @pytest.mark.parametrize("odd", [2**64, "\udcff", {"\udcff": 1}])
-def test_what_msgpack_cannot_say_never_raises(odd: object) -> None:
+def test_a_record_that_msgpack_cannot_encode_never_raises(odd: object) -> None:
     box = Outbox()
     box.add(record(1, odd=odd))
     assert len(box) + box.dropped == 1
 
 
-def test_what_circles_is_dropped_and_counted() -> None:
+def test_a_record_that_contains_itself_is_dropped_and_counted() -> None:
     box, circle = Outbox(), []
     circle.append(circle)
     box.add(record(1, circle=circle))
@@ -88,7 +88,7 @@ def test_large_records_do_not_fill_the_memory() -> None:
     assert numbers(box.batch(10**9)[1])[-1] == 999
 
 
-def test_what_will_never_be_taken_is_given_up_and_counted() -> None:
+def test_a_refused_batch_is_given_up_and_counted() -> None:
     box = Outbox()
     for n in range(5):
         box.add(record(n))

@@ -130,7 +130,7 @@ def test_heals_are_sorted_by_name(driver: Driver) -> None:
     assert [view.replica_id for view in driver.core.heals(driver.now)] == ["a", "b"]
 
 
-def test_what_makes_no_sense_is_no_number_that_makes_none() -> None:
+def test_an_impossible_rate_has_no_time_left() -> None:
     assert Healing(200, 100, 10.0).seconds_left == 0
     assert Healing(1, 2**62, 5e-324).seconds_left is None
     assert Healing(1, 2, -1.0).seconds_left is None

@@ -20,7 +20,7 @@ def test_a_request_resent_after_a_reconnect_gets_the_same_answer() -> None:
     assert announced(driver.all_ask("ab", 1)).quorum_id == 1
 
 
-def test_a_request_resent_for_an_answer_that_is_out_of_date_is_asked_anew() -> None:
+def test_a_request_resent_for_an_outdated_answer_is_asked_again() -> None:
     driver = Driver(min_replicas=1)
     driver.start("a", "b", "c")
     driver.closes("b")
@@ -41,7 +41,7 @@ def test_a_lower_request_is_ignored_and_a_higher_one_takes_the_place_of_an_open_
     assert announce.members[0].step == 4
 
 
-def test_a_client_that_was_restarted_under_its_old_id_may_count_anew() -> None:
+def test_a_client_that_was_restarted_under_its_old_id_may_count_from_one_again() -> None:
     driver = Driver(min_replicas=1)
     driver.opens("a")
     driver.asks("a", request=50)

@@ -66,7 +66,7 @@ def test_a_setting_that_only_one_of_two_versions_knows_is_a_difference() -> None
     assert "setting should_quantize: True in b, unknown in a" in denied.reason
 
 
-def test_who_changes_a_setting_on_purpose_waits_until_the_groups_with_the_old_one_are_gone() -> None:
+def test_a_group_with_a_changed_setting_waits_until_the_groups_with_the_old_one_are_gone() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a:1", "b:1")
     driver.asks("a:1", settings=ASYNC)

@@ -130,7 +130,7 @@ HAPPENS = st.one_of(
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(HAPPENS, max_size=30))
-def test_whatever_happens_one_goes_at_a_time_after_it_has_trained_and_enough_stay(
+def test_at_most_one_straggler_goes_at_a_time_after_it_has_trained_and_enough_stay(
     min_replicas: int, after: int, happens: list[tuple[str, str, int]]
 ) -> None:
     driver = trained(1, min_replicas=min_replicas, drain_straggler_after=after)

@@ -40,7 +40,7 @@ def test_quorum_id_grows_beyond_the_lineages_of_a_resumed_job_too() -> None:
     assert announced(driver.asks("b", 5, 7)).quorum_id == 41
 
 
-def test_what_was_resumed_last_is_gone_on_from_and_a_member_may_go_back() -> None:
+def test_the_job_goes_on_from_the_last_resume_and_a_member_may_go_back() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a", "b")
     driver.asks("a", 401, "resumed:121:121")

@@ -72,7 +72,7 @@ def test_a_list_with_differing_facts_is_new_each_time_and_so_is_the_first_common
     assert versions == [1, 1, 2, 3, 4, 4]
 
 
-def test_who_needs_the_list_later_gets_the_facts_of_that_round() -> None:
+def test_a_group_that_needs_the_list_later_gets_that_of_its_round() -> None:
     driver = Driver(min_replicas=1)
     first = driver.start("a", "b")
     driver.all_ask("ab", 1, 1)

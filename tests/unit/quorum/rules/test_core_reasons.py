@@ -50,7 +50,7 @@ def test_stragglers_are_named_with_the_time_that_is_left() -> None:
     assert reason.numbers["seconds_left"] == pytest.approx(41.2)
 
 
-def test_who_lost_its_connection_is_told_from_who_only_heartbeats() -> None:
+def test_a_lost_group_is_distinguished_from_one_that_only_heartbeats() -> None:
     driver = Driver(min_replicas=1)
     driver.open_all("a", "b", "c", "d", "e")
     for one in "abc":

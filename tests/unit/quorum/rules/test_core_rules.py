@@ -188,7 +188,7 @@ def test_stragglers_are_counted_from_the_first_request_of_the_round() -> None:
     assert members(announced(driver.passes(0.1))) == ["a", "b"]
 
 
-def test_who_asked_for_just_as_long_as_stragglers_are_waited_for_gets_its_quorum() -> None:
+def test_a_request_as_long_as_the_wait_for_stragglers_gets_its_quorum() -> None:
     driver = Driver(min_replicas=1, join_timeout=60)
     driver.start("a", "b", "c")
     driver.asks("a", 1, timeout=60)
