@@ -9,11 +9,11 @@ PROCESSES ?= 3
 # The tests start hundreds of Python processes: without stored byte code each would compile all of keepstep.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test coverage lint reference bench simulate mutants faults clean
+.PHONY: help setup demo demo-resume test coverage lint reference bench simulate mutants faults clean
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,6 +28,9 @@ setup: $(STAMP) ## everything into .venv
 
 demo: $(STAMP) ## a real training job survives kills, with a live view
 	@$(BIN)/keepstep demo $(DEMO)
+
+demo-resume: $(STAMP) ## all groups and services killed at once; the job resumes with equal losses
+	@$(BIN)/keepstep demo --resume
 
 test: $(STAMP) ## all tests, in three processes: make test TESTS=tests/unit PROCESSES=1
 	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(TESTS)

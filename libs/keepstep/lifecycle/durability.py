@@ -103,7 +103,7 @@ class Durability:
         self._attempts += 1
         ticket = self._ticket(plan, step)
         relays = self._relays()
-        chosen = choose_relays(relays, context.settings.job, self._settings.copies)
+        chosen = choose_relays(writer.usable(relays), context.settings.job, self._settings.copies)
         endpoints = [relays[address] for address in chosen]
         try:
             # in every rank, also if it does not upload: FSDP's state_dict is collective

@@ -20,6 +20,7 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
 @click.option("--kills", type=click.IntRange(0), help="Number of kills.  [default: each group and the lighthouse once]")
 @click.option("--seconds", type=Seconds(), default=180.0, show_default=True, help="Give up after this time.")
 @click.option("--short", is_flag=True, help="Two groups, one of them and the lighthouse killed, for CI.")
+@click.option("--resume", is_flag=True, help="Kill all groups, the lighthouse and the relay at once, and resume.")
 @click.option(
     "--summary",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -27,10 +28,13 @@ SHORT_GROUPS, SHORT_KILLS = 2, 2
     show_default=True,
     help="File for the table as JSON.",
 )
-def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summary: Path) -> None:
+def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, resume: bool, summary: Path) -> None:
     """Watch a training job survive: each group and the lighthouse are killed, one after another.
 
     Trains a small network on scikit-learn's handwritten digits over three replica groups, in less than a minute.
+
+    With --resume, two groups train the same steps twice: once undisturbed, and once with all groups and services
+    killed at once and started again. The losses of both must be equal in every bit.
 
     Exit code: 0 if the job survived every kill, all groups ended with bit-identical weights, and the logs show no
     violation; else 1.
@@ -43,6 +47,10 @@ def demo(*, replicas: int, kills: int | None, seconds: float, short: bool, summa
         )
     if not summary.absolute().parent.is_dir():
         raise click.UsageError(f"--summary {summary}: folder {summary.parent} not found")
+    if resume:
+        from keepstep_cli.demo.resume_run import run_resume_demo
+
+        sys.exit(run_resume_demo(SHORT_GROUPS, seconds, summary))
     from keepstep_cli.demo.demo_run import run_demo
 
     if short:

@@ -40,10 +40,10 @@ LAST_STEPS = 100
 KEPT_LINES = 80
 
 
-def training_script() -> Path:
-    """Return examples/train_ddp.py of the repository, or the same file of an installed package."""
-    in_repository = Path(__file__).resolve().parents[3] / "examples" / "train_ddp.py"
-    return in_repository if in_repository.exists() else Path(__file__).resolve().parents[1] / "train_ddp.py"
+def example(name: str) -> Path:
+    """Return a file of examples/ in the repository, or the same file of an installed package."""
+    in_repository = Path(__file__).resolve().parents[3] / "examples" / name
+    return in_repository if in_repository.exists() else Path(__file__).resolve().parents[1] / name
 
 
 class StepLogReader:
@@ -143,7 +143,7 @@ def run_demo(replicas: int, kills: int, seconds: float, summary_file: Path) -> i
         port = free_port()
         environment = {**os.environ, "KEEPSTEP_STEP_LOG": str(step_log)}
         job = JobSpec(
-            command=command_line(str(training_script()), ("--steps", str(steps_file))),
+            command=command_line(str(example("train_ddp.py")), ("--steps", str(steps_file))),
             replicas=replicas,
             nproc_per_replica=1,
             lighthouse=f"http://127.0.0.1:{port}",

@@ -79,9 +79,10 @@ def lighthouse_program(
     return _service(NAME, settings, own, flags)
 
 
-def relay_program(lighthouse: str, environment: Mapping[str, str]) -> Program:
-    """Return a relay without a disk; ranks learn its address from ``lighthouse``."""
-    return _service("relay", {"--bind": "127.0.0.1:0", "--lighthouse": lighthouse}, environment)
+def relay_program(lighthouse: str, environment: Mapping[str, str], data_dir: Path | None = None) -> Program:
+    """Return a relay; ranks learn its address from ``lighthouse``. ``data_dir``: its disk; None: without one."""
+    disk = {} if data_dir is None else {"--data-dir": str(data_dir)}
+    return _service("relay", {"--bind": "127.0.0.1:0", "--lighthouse": lighthouse, **disk}, environment)
 
 
 def _service(

@@ -6,8 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from keepstep_mesh.net.backoff import Backoff
+
 MAX_UPLOADERS = 8
 """Groups that upload a share of one checkpoint. The other groups only follow its outcome."""
+AVOID_BACKOFF = Backoff(first=30.0, most=600.0)
+"""How long no checkpoint is uploaded to a relay that failed, if another relay is there."""
 FOLLOWED_PER_SECOND = 100.0
 """Requests of all ranks that follow a checkpoint, at one relay."""
 
@@ -64,6 +68,29 @@ def choose_relays(addresses: Iterable[str], job: str, copies: int) -> list[str]:
         return hashlib.blake2b(f"{job} {address}".encode(), digest_size=8).digest()
 
     return sorted(set(addresses), key=weight, reverse=True)[:copies]
+
+
+class RelayHealth:
+    """Relays that failed, which are avoided for a while. All times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, int] = {}
+        self._avoided_until: dict[str, float] = {}
+
+    def failed(self, address: str, now: float) -> None:
+        """Note that an upload to a relay failed."""
+        self._failures[address] = self._failures.get(address, 0) + 1
+        self._avoided_until[address] = now + AVOID_BACKOFF.seconds(self._failures[address])
+
+    def worked(self, address: str) -> None:
+        """Note that a relay committed a checkpoint."""
+        self._failures.pop(address, None)
+        self._avoided_until.pop(address, None)
+
+    def usable(self, addresses: Iterable[str], now: float) -> list[str]:
+        """Return the relays that are not avoided now; all of them if each is."""
+        addresses = list(addresses)
+        return [one for one in addresses if self._avoided_until.get(one, now) <= now] or addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ DURABLE_STALL_SECONDS = 20.0
 DURABLE_POLL = Backoff(first=0.02, most=0.5)
 """Pause before the relay is asked again, while other ranks and groups upload."""
 DURABLE_ERROR_BACKOFF = Backoff(first=0.1, most=5.0)
+COPY_PATIENCE_SECONDS = 5.0
+"""When a relay has committed a checkpoint, further copies fail after so long without progress: training may wait."""
 COMMIT_SECONDS = 600.0
 """A relay may take this long to write a complete checkpoint to its tiers."""
 DURABLE_ABORT_SECONDS = 2.0
@@ -107,6 +109,11 @@ class DurableUpload:
         with self._lock:
             if self._connection is not None:
                 self._connection.interrupt()
+
+    def hurry(self) -> None:
+        """Fail soon without progress, because another relay has committed the checkpoint. From any thread."""
+        self._deadline.seconds = min(self._deadline.seconds, COPY_PATIENCE_SECONDS)
+        self._deadline.progressed()
 
     def run(self) -> None:
         """Return when the relay has committed the checkpoint.
@@ -281,6 +288,8 @@ def run_all(uploads: list[DurableUpload]) -> dict[str, Exception | None]:
         try:
             upload.run()
             outcomes[upload.address] = None
+            for other in uploads:
+                other.hurry()
         except TransferError as error:
             outcomes[upload.address] = error
         except Exception as error:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
-from keepstep.checkpointing.direct.connection import Endpoint
+from keepstep.checkpointing.direct.connection import Endpoint, Refusal
 from keepstep.checkpointing.direct.rate_limiter import RateLimiter
+from keepstep.checkpointing.durable.due_checkpoints import RelayHealth
 from keepstep.checkpointing.durable.durable_upload import DurableUpload, StagedState, Ticket, run_all
 from keepstep.checkpointing.state.staging import Snapshot, StagingArea
 from keepstep.checkpointing.state.state_manifest import build_manifest
@@ -81,6 +83,7 @@ class DurableWriter:
         self._replaced: list[_Work] = []
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._health = RelayHealth()
 
     def offer(self, ticket: Ticket, relays: Sequence[Endpoint], state: Any) -> None:
         """Stage the state and upload it in the background, or follow the upload of other groups.
@@ -125,6 +128,11 @@ class DurableWriter:
         with self._changed:
             since = self.last.failing_since or time.time()
             self.last = replace(self.last, error=reason, error_step=step, failing_since=since)
+
+    def usable(self, addresses: Iterable[str]) -> list[str]:
+        """Return the relays to which the last upload did not fail a short time ago; all if it failed to each."""
+        with self._changed:
+            return self._health.usable(addresses, time.monotonic())
 
     def resumed(self, step: int, name: str, relays: tuple[str, ...]) -> None:
         """Note that this rank was loaded from a checkpoint."""
@@ -203,6 +211,8 @@ class DurableWriter:
             if work.withdrawn:
                 self._withdraw(work, work.withdrawn)
         outcomes = run_all(work.uploads)
+        if not work.withdrawn:
+            self._note_health(outcomes)
         stored = tuple(sorted(address for address, error in outcomes.items() if error is None))
         problems = "; ".join(str(error) for error in outcomes.values() if error is not None)
         if stored:
@@ -220,6 +230,14 @@ class DurableWriter:
                 self._tell_failure(work, problems)
         elif work.snapshot is not None:
             self.failed(ticket.step, work.withdrawn)
+
+    def _note_health(self, outcomes: Mapping[str, Exception | None]) -> None:
+        with self._changed:
+            for address, error in outcomes.items():
+                if error is None:
+                    self._health.worked(address)
+                elif not (isinstance(error.__cause__, Refusal) and error.__cause__.status == HTTPStatus.GONE):
+                    self._health.failed(address, time.monotonic())  # else another rank has given up
 
     def _committed(self, ticket: Ticket, stored: tuple[str, ...], problems: str) -> None:
         if problems:
