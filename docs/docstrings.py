@@ -79,7 +79,7 @@ SECTIONS = (
         "Training with little communication",
         "[The page of that name](little-communication.md) says when to use which.",
         "keepstep.local_sgd",
-        "LocalSGD DiLoCo Decoupled extract_local_tensor",
+        "LocalSGD DiLoCo extract_local_tensor",
     ),
     section(
         "Transports of live state",
@@ -93,6 +93,12 @@ SECTIONS = (
         "[Checkpoints of any number of ranks](torch-checkpoint.md) shows them in use.",
         "keepstep.checkpoint",
         "save async_save load open_reader CheckpointReader StoredCheckpoint RelayWriter RelayReader",
+    ),
+    section(
+        "Checkpoints of other programs",
+        "[The page of that name](interchange.md) shows them in use.",
+        "keepstep.checkpoint.interchange",
+        "export_checkpoint import_checkpoint Format Converted",
     ),
     section(
         "Deadlines",
@@ -132,7 +138,9 @@ SECTIONS = (
         "keepstep.parameter_server:SessionRefused "
         "keepstep.checkpointing:UnsupportedValue keepstep.checkpoint:CheckpointError "
         "keepstep.checkpoint:CheckpointAborted keepstep.checkpoint:CheckpointNotFound "
-        "keepstep.checkpoint:CheckpointDamaged keepstep.checkpoint:MissingKeys",
+        "keepstep.checkpoint:CheckpointDamaged keepstep.checkpoint:MissingKeys "
+        "keepstep.checkpoint.interchange:ForeignCheckpointError keepstep.checkpoint.interchange:RefusedClass "
+        "keepstep.checkpoint.interchange:CannotHold",
     ),
 )
 FIRST = {
@@ -256,7 +264,7 @@ def block(text: str) -> str:
 
 # ---- the page
 
-PARTS = ("keepstep.lifecycle.state_and_progress", "keepstep.lifecycle.background_quorum")
+PARTS = ("keepstep.lifecycle.state_and_progress",)
 """Modules of base classes that have no entry of their own: their members are described in the derived class."""
 
 

@@ -51,14 +51,16 @@ def with_lighthouse(command: Callable[..., None]) -> Callable[..., None]:
 
 def with_relay(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command`` the options of a client and ``--relay``, and a ``JobLink`` to the relay."""
-    relay = click.option(
-        "--relay",
-        "relays",
-        envvar="KEEPSTEP_RELAY",
-        metavar="URL[,URL]",
-        help="The relay.  [env: KEEPSTEP_RELAY; default: the relays that the lighthouse knows]",
-    )
-    return relay(client_options(_linked(command, _relay)))
+    return relay_option(client_options(_linked(command, connect_relay)))
+
+
+relay_option = click.option(
+    "--relay",
+    "relays",
+    envvar="KEEPSTEP_RELAY",
+    metavar="URL[,URL]",
+    help="The relay.  [env: KEEPSTEP_RELAY; default: the relays that the lighthouse knows]",
+)
 
 
 def _linked(command: Callable[..., None], connect: Connect) -> Callable[..., None]:
@@ -73,8 +75,8 @@ def _linked(command: Callable[..., None], connect: Connect) -> Callable[..., Non
     return run_linked
 
 
-def _relay(addresses: str | None, token: ClientToken, tls: TlsFiles, relays: str | None) -> Relay:
-    """The relay of the flag or variable, else those that the lighthouse knows."""
+def connect_relay(addresses: str | None, token: ClientToken, tls: TlsFiles, relays: str | None) -> Relay:
+    """Return the relay of the flag or variable, else those that the lighthouse knows."""
     if relays is not None:
         return Relay(relays, token, tls)
     services = run(Lighthouse(addresses, token, tls).get("cluster"))["services"]

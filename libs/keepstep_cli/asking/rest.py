@@ -294,3 +294,12 @@ class Relay(Lighthouse):
     impostor = "not a keepstep relay"
     has_leader = False
     forms = ("application/json", "application/octet-stream")
+
+    @property
+    def address(self) -> str:
+        """Its first address."""
+        return self._addresses[0]
+
+    def each(self) -> list[Relay]:
+        """Return a client of each of its addresses alone."""
+        return [Relay(one, self._token, self._tls, self._timeout, told=self._told) for one in self._addresses]

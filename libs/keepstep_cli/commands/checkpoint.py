@@ -1,4 +1,4 @@
-"""``keepstep checkpoint``: list, show, verify, and remove checkpoints of a relay."""
+"""``keepstep checkpoint``: list, show, verify, and remove checkpoints of a relay. ``checkpoint_files`` has the rest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 import click
 
 from keepstep_cli.asking.job_link import JobLink, show_json, with_relay
+from keepstep_cli.asking.progress import Progress, showing_progress
 from keepstep_cli.asking.rest import run
+from keepstep_cli.commands.checkpoint_files import export_files, import_files
 from keepstep_cli.errors import Refused
 
 
 @click.group()
 def checkpoint() -> None:
-    """List, show, verify and remove checkpoints of a relay."""
+    """List, show, verify, remove and convert checkpoints."""
+
+
+checkpoint.add_command(export_files)
+checkpoint.add_command(import_files)
 
 
 @checkpoint.command("ls")
@@ -53,7 +59,8 @@ def verify(link: JobLink, checkpoint: str) -> None:
 
     Exit code: 0 all chunks are intact, 1 a chunk is damaged or missing.
     """
-    found = run(_verify(link, checkpoint))
+    with showing_progress() as progress:
+        found = run(_verify(link, checkpoint, progress))
     if link.as_json:
         show_json(found)
     else:
@@ -71,7 +78,7 @@ def verify(link: JobLink, checkpoint: str) -> None:
         raise SystemExit(1)
 
 
-async def _verify(link: JobLink, checkpoint: str) -> dict[str, Any]:
+async def _verify(link: JobLink, checkpoint: str, progress: Progress) -> dict[str, Any]:
     from keepstep_mesh.errors import ManifestError
     from keepstep_mesh.protocol.manifest import (
         CHUNK_BYTES,
@@ -84,7 +91,7 @@ async def _verify(link: JobLink, checkpoint: str) -> dict[str, Any]:
     path = ("jobs", link.job, "checkpoints", checkpoint)
     facts = (await link.service.get(*path))["checkpoint"]
     damaged: list[dict[str, Any]] = []
-    chunks = size = 0
+    chunks = size = done = 0
     for rank in range(facts["ranks"]):
         try:
             manifest = await link.service.read(*path, "manifest", limit=MAX_MANIFEST_BYTES, rank=rank)
@@ -94,6 +101,8 @@ async def _verify(link: JobLink, checkpoint: str) -> dict[str, Any]:
             continue
         chunks, size = chunks + len(envelope.chunk_digests), size + envelope.pack_bytes
         for number, digest in enumerate(envelope.chunk_digests):
+            progress("verifying", done, facts["bytes"])
+            done += chunk_length(envelope.pack_bytes, number)
             try:
                 data = await link.service.read("chunks", digest.hex(), limit=CHUNK_BYTES)
             except Refused as error:

@@ -21,6 +21,8 @@ FORBIDDEN_CALLS = {
     "send_object_list",
     "recv_object_list",
 }
+ALLOWED = {"libs/keepstep/checkpoint/foreign/pickled_items.py": {"pickle", "torch.load", "torch.save"}}
+"""Files of torch.save, which `keepstep checkpoint import` reads with `weights_only`, and their error."""
 
 
 def uses(tree):
@@ -38,6 +40,7 @@ def uses(tree):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_has_no_use_of_pickle(path):
     found = set(uses(ast.parse(path.read_text()))) & (FORBIDDEN_MODULES | FORBIDDEN_CALLS)
+    found -= ALLOWED.get(str(path.relative_to(ROOT)), set())
     assert not found, f"{path} uses {', '.join(sorted(found))}"
 
 

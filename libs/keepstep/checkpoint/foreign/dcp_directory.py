@@ -1,0 +1,176 @@
+"""Directories of torch.distributed.checkpoint: read without running code from them, written for ``dcp.load``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from keepstep.checkpoint.foreign.dcp_metadata import ByteRange, DcpContent, read_dcp_metadata
+from keepstep.checkpoint.foreign.finished_output import finished_output
+from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
+from keepstep.checkpoint.foreign.pickled_items import load_pickled
+from keepstep.checkpoint.foreign.safetensors_files import Header, Report, read_header, read_tensor
+from keepstep.checkpoint.parts.flattening import Leaf, build
+from keepstep.checkpoint.parts.local_parts import Box, whole
+
+_SAVED_BY_TORCH = (b"PK", b"\x80\x02")
+"""First bytes of a file of torch.save. Other files are safetensors."""
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+
+
+def read_dcp_directory(
+    directory: Path, *, skip_objects: list[str] | None = None, report: Report = lambda _: None
+) -> dict[str, Any]:
+    """Return the state of a directory, nested as it was saved, with whole tensors on the CPU.
+
+    Args:
+        directory: written by ``dcp.save`` (torch 2.0 to 2.13) with torch.save or safetensors.
+        skip_objects: receives the keys of values that cannot be read without running code. None: they are an error.
+        report: receives the bytes that were read.
+
+    Raises:
+        RefusedClass: ``.metadata`` or a value has objects of other classes.
+        ForeignCheckpointError: a file is missing or damaged, or does not fit ``.metadata``.
+    """
+    content = read_dcp_metadata(directory)
+    values = _Items(directory, content, skip_objects, report).read()
+    try:
+        return build({key: Leaf(content.paths[key], value) for key, value in values.items()})
+    except (AttributeError, TypeError) as error:
+        raise ForeignCheckpointError(f"{directory}: the paths in planner_data contradict each other") from error
+
+
+class _Items:
+    def __init__(self, directory: Path, content: DcpContent, skipped: list[str] | None, report: Report) -> None:
+        self._directory = directory
+        self._content = content
+        self._skipped = skipped
+        self._report = report
+        self._header: Header | None = None
+        """Of the current file, if it is safetensors."""
+
+    def read(self) -> dict[str, Any]:
+        wanted: list[tuple[str, Box | None, ByteRange]] = [(key, None, at) for key, at in self._content.objects.items()]
+        for key, tensor in self._content.tensors.items():
+            wanted += [(key, box, at) for box, at in tensor.shards.items()]
+        wanted.sort(key=lambda one: (one[2].file, one[2].offset))
+        values: dict[str, Any] = {
+            key: torch.empty(one.shape, dtype=one.dtype) for key, one in self._content.tensors.items()
+        }
+        for name, items in groupby(wanted, key=lambda one: one[2].file):
+            path = self._directory / name
+            try:
+                with path.open("rb") as file:
+                    self._header = None if file.read(2).startswith(_SAVED_BY_TORCH) else read_header(path)
+                    for key, box, at in items:
+                        self._read_item(values, file, key, box, at)
+                        self._report(at.length)
+            except FileNotFoundError:
+                raise ForeignCheckpointError(f"{path} not found: the directory is incomplete") from None
+        order = [*self._content.tensors, *self._content.objects]
+        return {key: values[key] for key in order if key in values}
+
+    def _read_item(self, values: dict[str, Any], file: IO[bytes], key: str, box: Box | None, at: ByteRange) -> None:
+        what = f"{key!r} in {self._directory / at.file}"
+        if box is not None:
+            shape = self._content.tensors[key].shape
+            shard = self._shard(file, key, box, at, what)
+            if type(shard) not in (torch.Tensor, torch.nn.Parameter):
+                raise ForeignCheckpointError(f"{what} is a {type(shard).__name__}, expected a tensor")
+            if shard.dtype != values[key].dtype or tuple(shard.shape) != box.shape:
+                raise ForeignCheckpointError(
+                    f"{what} is a {shard.dtype} tensor of shape {tuple(shard.shape)}; .metadata says "
+                    f"{values[key].dtype} and {box.shape}"
+                )
+            with torch.no_grad():
+                values[key][box.within(whole(shape))].copy_(shard)
+            return
+        if self._header is not None:
+            raise ForeignCheckpointError(f"{what} is not a tensor, and the file is safetensors, which holds only these")
+        try:
+            values[key] = load_pickled(_bytes(file, at, what), what)
+        except RefusedClass as error:
+            if self._skipped is None:
+                raise RefusedClass(f"{error}. --skip-objects leaves such values out.") from error
+            self._skipped.append(key)
+
+    def _shard(self, file: IO[bytes], key: str, box: Box, at: ByteRange, what: str) -> Any:
+        if self._header is None:
+            return load_pickled(_bytes(file, at, what), what)
+        if key not in self._header.tensors:
+            raise ForeignCheckpointError(f"{what}: the file does not have it")
+        try:
+            offsets = json.loads(self._header.metadata.get(_SHARDING_INFO, "{}")).get(key, {}).get("saved_offsets")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ForeignCheckpointError(f"{what}: invalid {_SHARDING_INFO}") from error
+        if offsets is not None and offsets != list(box.offset):
+            raise ForeignCheckpointError(f"{what} is the shard at {offsets}, but .metadata says {list(box.offset)}")
+        return read_tensor(file, self._header.tensors[key])
+
+
+def _bytes(file: IO[bytes], at: ByteRange, what: str) -> bytes:
+    file.seek(0, 2)
+    if at.offset + at.length > (size := file.tell()):
+        raise ForeignCheckpointError(f"{what} ends at byte {at.offset + at.length} of a file of {size} bytes")
+    file.seek(at.offset)
+    return file.read(at.length)
+
+
+class _Writer(FileSystemWriter):
+    """Names the final directory in ``.metadata``."""
+
+    def __init__(self, path: Path, final: Path) -> None:
+        super().__init__(path, thread_count=1)  # an error in another thread of torch's writer is lost
+        self._final = final
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
+
+
+def write_dcp_directory(state: Mapping[str, Any], path: Path) -> list[str]:
+    """Write a state, so that plain ``dcp.load(checkpoint_id=path)`` reads it.
+
+    Args:
+        state: nested dicts and lists, with tensors on the CPU. Other values are pickled, as DCP does.
+        path: the new directory.
+
+    Returns:
+        Paths of empty dicts. DCP has no place for them, and ``dcp.load`` does not expect them.
+
+    Raises:
+        CannotHold: two values would get the same key.
+        ForeignCheckpointError: ``path`` exists.
+    """
+    empty: list[str] = []
+    _find_empty(state, (), empty)
+    with finished_output(path) as temporary:
+        writer, planner = _Writer(temporary, path.absolute()), DefaultSavePlanner()
+        try:
+            planner.set_up_planner(dict(state), is_coordinator=True)
+        except ValueError as error:
+            raise CannotHold(f"DCP cannot hold this state: {error}; rename one of the two") from error
+        writer.set_up_storage_writer(is_coordinator=True)
+        local = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([local])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        results = writer.write_data(plan, planner).wait()
+        writer.finish(metadata, [results])
+        written = read_dcp_metadata(temporary)
+        if len(written.tensors) + len(written.objects) != len(plan.items):
+            raise ForeignCheckpointError(f"torch did not write all of the {len(plan.items)} values to {path}")
+    return empty
+
+
+def _find_empty(value: Any, path: tuple[Any, ...], found: list[str]) -> None:
+    if isinstance(value, Mapping):
+        if not value and path:
+            found.append(".".join(map(str, path)))
+        for key, item in value.items():
+            _find_empty(item, (*path, key), found)

@@ -1,0 +1,111 @@
+"""Values of torch.save: read without running code from them, and written. No other module reads or writes pickles."""
+
+from __future__ import annotations
+
+import io
+import pickle  # its error only
+import re
+import zipfile
+from contextlib import AbstractContextManager
+from datetime import date, datetime, time, timedelta, timezone
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from keepstep.checkpoint.foreign.finished_output import finished_output
+from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
+from keepstep_mesh.text import listed
+
+MAX_NAMED = 5
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, OSError, AttributeError)
+_UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
+"""The class in torch's message about a file in its format before 1.6."""
+_COLOR = re.compile(r"\x1b\[\d*m")
+
+
+def _plain_types() -> list[Any]:
+    """Types of plain values that ``weights_only`` does not allow by itself. None of them runs code from the file."""
+    arrays = type(np.array([0])), np.dtype, np.ndarray([0]).__reduce__()[0], np.int64(0).__reduce__()[0]
+    dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
+    return [*arrays, *dtypes, datetime, date, time, timedelta, timezone]
+
+
+def plain_values() -> AbstractContextManager[None]:
+    """Allow numpy arrays and times in ``torch.load(weights_only=True)``."""
+    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(_plain_types())
+    return allowed
+
+
+def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -> Any:
+    """Return the value that torch.save wrote, with tensors on the CPU.
+
+    Args:
+        data: a file, or its bytes.
+        what: name of the file or item, for errors.
+        allow_pickle: run the code that the file names. Only for a file of one's own.
+
+    Raises:
+        RefusedClass: the value has objects of other classes than tensors and plain values.
+        ForeignCheckpointError: the file is damaged, or was not written by torch.save.
+    """
+
+    def opened() -> IO[bytes]:
+        return data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
+
+    with opened() as file:
+        is_zip = check_sums(file, what)
+    mapped = isinstance(data, Path) and is_zip
+    source: Any = data if mapped else opened()
+    try:
+        with plain_values():
+            return torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
+    except _UNREADABLE as error:
+        names = [] if allow_pickle else _other_classes(opened) or _UNSUPPORTED.findall(str(error))
+        if names:
+            raise RefusedClass(
+                f"{what} has objects of {listed(names, MAX_NAMED)}, which is neither a tensor nor a plain value; "
+                f"nothing was run"
+            ) from error
+        reason = _COLOR.sub("", (str(error).splitlines() or [""])[0])[:300]
+        raise ForeignCheckpointError(f"{what} cannot be read: {type(error).__name__}: {reason}") from error
+    finally:
+        if not mapped:
+            source.close()
+
+
+def _other_classes(opened: Any) -> list[str]:
+    with opened() as file, plain_values():
+        try:
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        except _UNREADABLE:
+            return []
+
+
+def save_pickled(value: Any, path: Path) -> None:
+    """Write a new file of torch.save. After an error it is absent."""
+    with finished_output(path) as temporary:
+        torch.save(value, temporary)
+
+
+def check_sums(file: IO[bytes], what: str) -> bool:
+    """Compare the check sums of a file of torch.save, which torch.load ignores. Return whether the file has any.
+
+    Raises:
+        ForeignCheckpointError: a byte differs.
+    """
+    if not zipfile.is_zipfile(file):
+        return False
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:
+        raise ForeignCheckpointError(f"{what} is damaged: {error}") from error
+    if bad is not None:
+        raise ForeignCheckpointError(
+            f"{what} is damaged: part {bad} differs from its check sum (or was saved with "
+            f"torch.serialization.set_crc32_options(False))"
+        )
+    return True

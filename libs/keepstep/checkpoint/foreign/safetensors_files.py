@@ -1,0 +1,221 @@
+"""Files in the safetensors format: a JSON header, then the bytes of the tensors. One file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from keepstep.checkpoint.foreign.finished_output import finished_output
+from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format."""
+LENGTH_BYTES = 8
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SUFFIX = ".safetensors"
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Report = Callable[[int], None]
+"""Receives the bytes that were read or written since the last call."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its type, and the position of its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one file."""
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of an untrusted file. Raises ``ForeignCheckpointError``."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return _header(file, size)
+    except (ForeignCheckpointError, ValueError, RecursionError) as error:
+        raise ForeignCheckpointError(f"{path} is no valid safetensors file: {error}") from error
+
+
+def _header(file: IO[bytes], size: int) -> Header:
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise ForeignCheckpointError(f"a header of {length} bytes in a file of {size} bytes")
+    top = json.loads(file.read(length))
+    if type(top) is not dict:
+        raise ForeignCheckpointError("its header is not a JSON object")
+    metadata = top.pop("__metadata__", {})
+    if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
+        raise ForeignCheckpointError("its __metadata__ is not a map of strings")
+    tensors = {key: _row(key, row, LENGTH_BYTES + length) for key, row in top.items()}
+    end = LENGTH_BYTES + length
+    for key, one in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if one.start != end:
+            raise ForeignCheckpointError(f"{key} begins at byte {one.start}, expected {end}")
+        end += one.nbytes
+    if end != size:
+        raise ForeignCheckpointError(f"the file has {size} bytes, its header describes {end}: it is damaged")
+    return Header(tensors, metadata)
+
+
+def _row(key: str, row: Any, begin: int) -> StoredTensor:
+    fields: dict[str, Any] = row if type(row) is dict else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape", []), fields.get("data_offsets", [])
+    if dtype not in DTYPES:
+        raise ForeignCheckpointError(f"{key} has dtype {str(dtype)[:40]}; supported: {', '.join(DTYPES)}")
+    for numbers in (shape, offsets):
+        if type(numbers) is not list or any(type(one) is not int or one < 0 for one in numbers):
+            raise ForeignCheckpointError(f"{key} has an invalid shape or position")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ForeignCheckpointError(f"{key} of shape {shape} and dtype {dtype} has data_offsets {offsets}")
+    return StoredTensor(DTYPES[dtype], tuple(shape), begin + offsets[0], nbytes)
+
+
+def read_tensor(file: IO[bytes], stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor of a file that ``read_header`` has checked."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    if stored.nbytes:
+        file.seek(stored.start)
+        target = tensor.reshape(-1).view(torch.uint8).numpy()
+        if file.readinto(target.data) != stored.nbytes:  # type: ignore[attr-defined]
+            raise ForeignCheckpointError("the file became shorter while it was read")
+    return tensor
+
+
+def safetensors_files(source: Path) -> list[Path]:
+    """Return the files of ``source``: a file, an index, or a folder with either.
+
+    Raises:
+        ForeignCheckpointError: the index is invalid, or a file is missing.
+    """
+    if source.is_dir():
+        source = next((source / name for name in (INDEX, SINGLE) if (source / name).exists()), source / INDEX)
+    if source.suffix != ".json":
+        return [source]
+    try:
+        text = source.read_text()
+        names = set(json.loads(text)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ForeignCheckpointError(f"{source} is no index of safetensors files: {error!r}") from error
+    bad = [name for name in names if type(name) is not str or Path(name).name != name]
+    if bad:
+        raise ForeignCheckpointError(f"{source} names {str(bad[0])[:200]!r}, which is not a file beside it")
+    return [source.parent / name for name in sorted(names)]
+
+
+def read_safetensors(source: Path, report: Report = lambda _: None) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file, of an index with its files, or of a folder with either.
+
+    Raises:
+        ForeignCheckpointError: a file is missing or damaged, or two files have the same tensor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in safetensors_files(source):
+        if not path.exists():
+            raise ForeignCheckpointError(f"{path} not found")
+        header = read_header(path)
+        with path.open("rb") as file:
+            for key, stored in header.tensors.items():
+                if key in found:
+                    raise ForeignCheckpointError(f"{key} is in {path} and in another file")
+                found[key] = read_tensor(file, stored)
+                report(stored.nbytes)
+    return found
+
+
+def write_safetensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int | None = None, report: Report = lambda _: None
+) -> None:
+    """Write tensors to a file, or to files of at most ``shard_bytes`` and an index in the new folder ``path``.
+
+    Raises:
+        CannotHold: a tensor has a dtype that the format does not have.
+        ForeignCheckpointError: ``path`` exists.
+    """
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CannotHold(f"{key} has dtype {tensor.dtype}, which safetensors does not have")
+    with finished_output(path) as temporary:
+        if shard_bytes is None:
+            _write_file(tensors, temporary, report)
+            return
+        temporary.mkdir()
+        shards = _split(tensors, shard_bytes)
+        names = [f"model-{number + 1:05}-of-{len(shards):05}{SUFFIX}" for number in range(len(shards))]
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(shard, temporary / name, report)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][key] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_file(tensors: Mapping[str, torch.Tensor], path: Path, report: Report) -> None:
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps every tensor aligned
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in ordered:
+        row = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        rows[key] = row
+        end += tensor.nbytes
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CannotHold(f"header too large: {len(text)} bytes (limit {MAX_HEADER_BYTES})")
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            report(tensor.nbytes)

@@ -1,0 +1,291 @@
+"""Conversion of checkpoints between keepstep and other programs. docs/interchange.md shows it in use.
+
+Each call reads a whole state into the memory of this process, and writes it again. It needs no process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory, write_dcp_directory
+from keepstep.checkpoint.foreign.dcp_metadata import METADATA
+from keepstep.checkpoint.foreign.finished_output import check_free
+from keepstep.checkpoint.foreign.foreign_errors import CannotHold, ForeignCheckpointError, RefusedClass
+from keepstep.checkpoint.foreign.pickled_items import load_pickled, save_pickled
+from keepstep.checkpoint.foreign.safetensors_files import SUFFIX, read_safetensors, safetensors_files, write_safetensors
+from keepstep.checkpoint.loading import open_reader
+from keepstep.checkpoint.parts.flattening import Leaf, build, flatten, key_of
+from keepstep.checkpoint.saving import save
+from keepstep.checkpoint.stored import StoredCheckpoint
+from keepstep.checkpointing import UnsupportedValue
+from keepstep.checkpointing.state.pack_layout import describe
+from keepstep_mesh.text import listed
+
+__all__ = [
+    "CannotHold",
+    "Converted",
+    "ForeignCheckpointError",
+    "Format",
+    "RefusedClass",
+    "export_checkpoint",
+    "import_checkpoint",
+]
+
+MAX_NAMED = 5
+CONVERSION_TIMEOUT = timedelta(hours=1)
+
+Progress = Callable[[str, int, int], None]
+"""Receives what is done (``reading``, ``writing``), the bytes done, and the bytes in all (0: not known)."""
+
+
+class Format(StrEnum):
+    """Formats of other programs."""
+
+    DCP = "dcp"
+    """A directory of torch.distributed.checkpoint."""
+    TORCH = "torch"
+    """A file of torch.save."""
+    SAFETENSORS = "safetensors"
+    """A safetensors file, or a folder with several and an index."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion.
+
+    Attributes:
+        format: the format of the other program.
+        tensors: number of tensors.
+        objects: number of other values.
+        nbytes: bytes of the tensors.
+        left_out: paths of the values that were left out.
+    """
+
+    format: Format
+    tensors: int
+    objects: int
+    nbytes: int
+    left_out: tuple[str, ...]
+
+
+def export_checkpoint(
+    checkpoint_id: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    form: Format | None = None,
+    part: str = "",
+    shard_bytes: int | None = None,
+    skip_objects: bool = False,
+    timeout: timedelta = CONVERSION_TIMEOUT,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a committed checkpoint for another program. Every byte is verified. ``destination`` is complete or absent.
+
+    Args:
+        checkpoint_id: see ``keepstep.checkpoint.save``.
+        destination: the new file or folder.
+        form: its format. Default: torch for ``.pt``, ``.pth`` and ``.bin``, safetensors for ``.safetensors``, else DCP.
+        part: export only the values below this key, such as ``model``, and without it in their keys.
+        shard_bytes: for safetensors: write a folder with files of at most this size, and an index.
+        skip_objects: leave out values that the format cannot hold. False: they are an error.
+        timeout: time limit of the reads.
+        token: token for the relay. Default: that of the environment.
+        progress: see ``Progress``.
+
+    Raises:
+        CannotHold: the format cannot hold a value; the error names its path.
+        CheckpointNotFound: the checkpoint does not exist, or is not committed.
+        CheckpointDamaged: stored bytes are damaged.
+        ForeignCheckpointError: ``destination`` exists.
+    """
+    path = Path(destination)
+    progress = progress or _ignore
+    form = form or _format_to_write(path, shard_bytes)
+    if shard_bytes is not None and form is not Format.SAFETENSORS:
+        raise CheckpointError(f"{form} files have no shards: leave the size of shards out, or export safetensors")
+    check_free(path)  # before a long read
+    reader = open_reader(checkpoint_id, timeout=timeout, token=token)
+    try:
+        leaves, left_out = _stored_leaves(StoredCheckpoint(reader), part, form, skip_objects, progress)
+    finally:
+        reader.close()
+    done = _converted(form, leaves, left_out)
+    progress("writing", 0, done.nbytes)
+    match form:
+        case Format.SAFETENSORS:
+            report = _Report("writing", done.nbytes, progress)
+            write_safetensors({key: leaf.value for key, leaf in leaves.items()}, path, shard_bytes, report.add)
+        case Format.TORCH:
+            save_pickled(build(leaves), path)
+        case Format.DCP:
+            done = _converted(form, leaves, [*left_out, *write_dcp_directory(build(leaves), path)])
+    return done
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    form: Format | None = None,
+    part: str = "",
+    step: int = 0,
+    allow_pickle: bool = False,
+    skip_objects: bool = False,
+    timeout: timedelta = CONVERSION_TIMEOUT,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Save a checkpoint of another program as one of keepstep. Runs no code from the files.
+
+    Args:
+        source: a file of torch.save, a safetensors file, index or folder, or a directory of DCP.
+        checkpoint_id: see ``keepstep.checkpoint.save``. It must be new.
+        form: format of the source. Default: found from its files.
+        part: key below which the values are stored, such as ``model``.
+        step: step of the training, for lists of checkpoints.
+        allow_pickle: run the code that a file of torch.save names. Only for a file of one's own.
+        skip_objects: leave out values that cannot be read without running code, or that keepstep cannot store.
+        timeout: time limit of the save.
+        token: token for the relay. Default: that of the environment.
+        progress: see ``Progress``.
+
+    Raises:
+        RefusedClass: a file has objects of other classes than tensors and plain values.
+        ForeignCheckpointError: a file is missing or damaged.
+        UnsupportedValue: keepstep cannot store a value; the error names its path.
+        CheckpointError: the checkpoint exists, or was not saved.
+    """
+    path = Path(source)
+    progress = progress or _ignore
+    form = form or _format_to_read(path)
+    skipped: list[str] | None = [] if skip_objects else None
+    report = _Report("reading", sum(one.stat().st_size for one in _files(path, form)), progress)
+    match form:
+        case Format.SAFETENSORS:
+            state: Any = read_safetensors(path, report.add)
+        case Format.TORCH:
+            state = load_pickled(path, str(path), allow_pickle=allow_pickle)
+        case Format.DCP:
+            state = read_dcp_directory(path, skip_objects=skipped, report=report.add)
+    if not isinstance(state, Mapping):
+        raise ForeignCheckpointError(f"{path} has a {type(state).__name__}, expected a dict: save a state_dict()")
+    for step_of_path in reversed(part.split(".") if part else []):
+        state = {step_of_path: state}
+    try:
+        leaves = flatten(state)
+    except RecursionError as error:
+        raise ForeignCheckpointError(f"{path} has a state that is nested too deep, or contains itself") from error
+    if skipped is not None:
+        for key in [key for key, leaf in leaves.items() if not _can_store(leaf)]:
+            skipped.append(key)
+            del leaves[key]
+    done = _converted(form, leaves, skipped or [])
+    progress("writing", 0, 0)
+    save(build(leaves), checkpoint_id, step=step, rank=0, world_size=1, timeout=timeout, token=token)
+    return done
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+class _Report:
+    """Adds up bytes."""
+
+    def __init__(self, what: str, total: int, progress: Progress) -> None:
+        self._what, self._total, self._progress = what, total, progress
+        self._done = 0
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._what, self._done, self._total)
+
+
+def _format_to_write(path: Path, shard_bytes: int | None) -> Format:
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return Format.TORCH
+    return Format.SAFETENSORS if path.suffix == SUFFIX or shard_bytes is not None else Format.DCP
+
+
+def _format_to_read(path: Path) -> Format:
+    if not path.exists():
+        raise ForeignCheckpointError(f"{path} not found")
+    if path.is_dir():
+        return Format.DCP if (path / METADATA).exists() or not list(path.glob(f"*{SUFFIX}*")) else Format.SAFETENSORS
+    return Format.SAFETENSORS if path.suffix in (SUFFIX, ".json") else Format.TORCH
+
+
+def _files(path: Path, form: Format) -> list[Path]:
+    """Return the files of the source that exist. The readers name those that do not."""
+    if form is Format.SAFETENSORS:
+        return [one for one in safetensors_files(path) if one.is_file()]
+    return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+
+
+def _stored_leaves(
+    stored: StoredCheckpoint, part: str, form: Format, skip_objects: bool, progress: Progress
+) -> tuple[dict[str, Leaf], list[str]]:
+    """Read the values to export. Return them by key, and the keys of those that are left out."""
+    chosen = {
+        key: path for key in (*stored.tensors, *stored.objects) if (path := _below(stored.paths[key], part)) is not None
+    }
+    if not chosen:
+        raise CheckpointError(
+            f"nothing to export: the checkpoint has no value below {part!r}; it has {listed(stored.keys(), MAX_NAMED)}"
+            if part
+            else "nothing to export: the checkpoint is empty"
+        )
+    left_out = [key for key in chosen if key in stored.objects] if form is Format.SAFETENSORS else []
+    if left_out and not skip_objects:
+        raise CannotHold(
+            f"safetensors holds only tensors, and {listed(left_out, MAX_NAMED)} "
+            f"{'is' if len(left_out) == 1 else 'are'} not: leave such values out with --skip-objects "
+            f"(skip_objects=True), or export only a part, such as --part model"
+        )
+    total = sum(_nbytes(stored, key) for key in chosen)
+    report = _Report("reading", total, progress)
+    leaves: dict[str, Leaf] = {}
+    for key, path in chosen.items():
+        if key in left_out:
+            continue
+        name = key_of(path)
+        leaves[name] = Leaf(path, stored.tensor(key) if key in stored.tensors else stored.value(key))
+        report.add(_nbytes(stored, key))
+    return leaves, left_out
+
+
+def _nbytes(stored: StoredCheckpoint, key: str) -> int:
+    tensor = stored.tensors.get(key)
+    return 0 if tensor is None else torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+
+
+def _below(path: tuple[Any, ...], part: str) -> tuple[Any, ...] | None:
+    """Return the rest of ``path`` below the key ``part``; None: it is not below it."""
+    if not part:
+        return path
+    return next((path[n:] for n in range(1, len(path)) if key_of(path[:n]) == part), None)
+
+
+def _can_store(leaf: Leaf) -> bool:
+    try:
+        describe(leaf.value)
+    except UnsupportedValue:
+        return False
+    return True
+
+
+def _converted(form: Format, leaves: Mapping[str, Leaf], left_out: list[str]) -> Converted:
+    tensors = [leaf.value for leaf in leaves.values() if isinstance(leaf.value, torch.Tensor)]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return Converted(form, len(tensors), len(leaves) - len(tensors), nbytes, tuple(left_out))

@@ -1,0 +1,110 @@
+"""The place of a checkpoint that a command names: at a relay, or in a directory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import click
+
+from keepstep_cli.asking.job_link import connect_relay, relay_option
+from keepstep_cli.asking.options import client_options
+from keepstep_cli.asking.rest import Relay, read_token, run
+from keepstep_cli.errors import Refused
+
+if TYPE_CHECKING:
+    from keepstep_mesh.security.tls import TlsFiles
+    from keepstep_mesh.security.tokens import ClientToken
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Finds checkpoints by their names."""
+
+    addresses: str | None
+    relays: str | None
+    token: ClientToken
+    tls: TlsFiles
+    job: str
+    as_json: bool
+
+    def existing(self, name: str) -> str:
+        """Return the ``checkpoint_id`` of a checkpoint to read, after a request to its relay.
+
+        Raises:
+            Unreachable: no relay answers.
+            Refused: no relay has it.
+        """
+        if (at := _relay_of(name)) is not None:
+            address, path = at
+            run(Relay(address, self.token, self.tls).get(*path))
+            return name
+        if "/" in name:
+            return name
+        refusals: list[Refused] = []
+        for one in self._relays():
+            try:
+                run(one.get("jobs", self.job, "checkpoints", name))
+                return self._url(one, name)
+            except Refused as refusal:
+                if refusal.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+                    raise
+                refusals.append(refusal)
+        raise refusals[0]
+
+    def new(self, name: str) -> str:
+        """Return the ``checkpoint_id`` of a checkpoint to save, after a request to its relay.
+
+        Raises:
+            Unreachable: no relay answers.
+        """
+        if (at := _relay_of(name)) is not None:
+            address, path = at
+            run(Relay(address, self.token, self.tls).get(*path[:-1]))
+            return name
+        if "/" in name:
+            return name
+        one = self._relays()[0]
+        run(one.get("jobs", self.job, "checkpoints"))
+        return self._url(one, name)
+
+    def _relays(self) -> list[Relay]:
+        return connect_relay(self.addresses, self.token, self.tls, self.relays).each()
+
+    def _url(self, relay: Relay, name: str) -> str:
+        return f"{relay.address}/v1/jobs/{self.job}/checkpoints/{name}"
+
+
+def _relay_of(name: str) -> tuple[str, list[str]] | None:
+    """Return the address of the relay in a URL, and the path below /v1; None for any other name."""
+    url = urlsplit(name)
+    if url.scheme not in ("http", "https"):
+        return None
+    parts = url.path.split("/")
+    if len(parts) != 6 or parts[1:3] != ["v1", "jobs"] or parts[4] != "checkpoints" or not all(parts[1:]):
+        raise click.UsageError(f"{name}: expected http://HOST:PORT/v1/jobs/JOB/checkpoints/ID")
+    return f"{url.scheme}://{url.netloc}", parts[2:]
+
+
+def with_places(command: Callable[..., None]) -> Callable[..., None]:
+    """Give ``command`` the options of a client and ``--relay``, and ``Places`` as its first argument."""
+
+    @functools.wraps(command)
+    def run_with_places(
+        *,
+        addresses: str | None,
+        relays: str | None,
+        token_file: Path | None,
+        tls: TlsFiles,
+        job: str,
+        as_json: bool,
+        **others: Any,
+    ) -> None:
+        command(Places(addresses, relays, read_token(token_file), tls, job, as_json), **others)
+
+    return relay_option(client_options(run_with_places))

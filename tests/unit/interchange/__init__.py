@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, and their conversion."""

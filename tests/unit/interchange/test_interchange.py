@@ -1,0 +1,388 @@
+"""Checkpoints of keepstep become files of other programs and come back, bit-equal. Those programs are witnesses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from keepstep.checkpoint import CheckpointDamaged, CheckpointError, StoredCheckpoint, load, open_reader, save
+from keepstep.checkpoint.foreign.dcp_directory import read_dcp_directory
+from keepstep.checkpoint.foreign.safetensors_files import INDEX
+from keepstep.checkpoint.interchange import (
+    CannotHold,
+    ForeignCheckpointError,
+    Format,
+    RefusedClass,
+    export_checkpoint,
+    import_checkpoint,
+)
+from keepstep.checkpointing import UnsupportedValue
+from tests.unit.interchange.states import equal, every_dtype, training_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def stored(path: Path) -> dict[Any, Any]:
+    reader = open_reader(path)
+    try:
+        return StoredCheckpoint(reader).state_dict()
+    finally:
+        reader.close()
+
+
+def files(folder: Path) -> set[str]:
+    return {one.name for one in folder.iterdir()}
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+class Custom:
+    """A value that only pickle can hold."""
+
+    ran = False
+
+    def __setstate__(self, state: Any) -> None:
+        Custom.ran = True
+
+    def __getstate__(self) -> Any:
+        return {"x": 1}
+
+
+# ---- torch.distributed.checkpoint
+
+
+def test_plain_dcp_load_reads_an_exported_directory(tmp_path: Path) -> None:
+    state = training_state()
+    save(state, tmp_path / "ours")
+    done = export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert done.format is Format.DCP
+    into = {
+        "model": {name: torch.zeros_like(value) for name, value in state["model"].items()},
+        "tensors": {name: torch.zeros_like(value) for name, value in state["tensors"].items()},
+        "list": [{"x": torch.zeros(3, dtype=torch.int64)}, torch.tensor(0.0)],
+        "optimizer": state["optimizer"] | {"param_groups": [dict.fromkeys(state["optimizer"]["param_groups"][0])]},
+        **dict.fromkeys(("plain", "array", "scalar", "when")),
+    }
+    moments = {number: {name: torch.zeros_like(one) for name, one in each.items()} for number, each in _moments(state)}
+    into["optimizer"]["state"] = moments
+    dcp.load(into, checkpoint_id=tmp_path / "theirs")
+    assert equal(into, state)
+    assert str(tmp_path / "theirs") == FileSystemReader(tmp_path / "theirs").read_metadata().storage_meta.checkpoint_id
+
+
+def _moments(state: dict[str, Any]) -> Any:
+    return state["optimizer"]["state"].items()
+
+
+def test_a_directory_of_plain_dcp_save_is_imported(tmp_path: Path) -> None:
+    state = training_state()
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", step=7)
+    assert (done.format, done.left_out) == (Format.DCP, ())
+    assert equal(stored(tmp_path / "ours"), state)
+    into = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    load(into, tmp_path / "ours")
+    assert equal(into["model"], dict(state["model"]))
+
+
+def test_a_directory_is_the_same_after_an_export_and_an_import(tmp_path: Path) -> None:
+    state = training_state()
+    save(state, tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    assert equal(stored(tmp_path / "again"), state)
+
+
+def test_shards_of_several_files_are_joined(tmp_path: Path) -> None:
+    """Two ranks of DCP, each with half of a tensor, as its writer stores them."""
+    whole = torch.randn(4, 3)
+    _save_shards(tmp_path, whole)
+    assert len([name for name in files(tmp_path) if name.endswith(".distcp")]) == 2
+    assert equal(read_dcp_directory(tmp_path), {"w": whole})
+
+
+def _save_shards(path: Path, whole: torch.Tensor) -> None:
+    """Write the halves of ``whole`` as two ranks do."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    halves = {0: whole[:2], 2: whole[2:]}
+
+    class Planner(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return halves[index.offset[0]].clone()
+
+    writer, planner = FileSystemWriter(path, thread_count=1), Planner()
+    writer.set_up_storage_writer(True)
+    properties = TensorProperties(dtype=whole.dtype)
+    items = [
+        WriteItem(
+            MetadataIndex("w", [row, 0]),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size([row, 0]), half.shape), properties, whole.shape
+            ),
+        )
+        for row, half in halves.items()
+    ]
+    plans, metadata = planner.create_global_plan([SavePlan([one], planner_data={"w": ("w",)}) for one in items])
+    results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+    writer.finish(metadata, results)
+
+
+def test_the_safetensors_variant_of_dcp_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    state = {"model": {key: tensor.contiguous() for key, tensor in every_dtype().items()}}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS))
+    assert equal(read_dcp_directory(tmp_path), state)
+
+
+def test_a_flipped_byte_of_a_shard_is_named(tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(100), "w": torch.ones(1000)}, checkpoint_id=tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    flip(file, file.read_bytes().rindex(torch.ones(8).numpy().tobytes()))
+    with pytest.raises(ForeignCheckpointError, match=r"'w' in .*__0_0.distcp is damaged: .* check sum"):
+        read_dcp_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.unlink(), "__0_0.distcp not found: the directory is incomplete"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "of a file of|is damaged"),
+        (lambda file: file.write_bytes(b""), "is no valid safetensors file"),
+    ],
+)
+def test_a_missing_or_short_file_is_named(tmp_path: Path, damage: Any, words: str) -> None:
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path)
+    damage(tmp_path / "__0_0.distcp")
+    with pytest.raises(ForeignCheckpointError, match=words):
+        read_dcp_directory(tmp_path)
+
+
+def test_a_value_of_another_class_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "x": Custom()}, checkpoint_id=tmp_path / "theirs")
+    with pytest.raises(RefusedClass, match=r"'x' in .*__0_0.distcp has objects of .*Custom.*--skip-objects"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert files(tmp_path) == {"theirs"}
+    done = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", skip_objects=True)
+    assert done.left_out == ("x",)
+    assert equal(stored(tmp_path / "ours"), {"w": torch.ones(2)})
+    assert not Custom.ran
+
+
+def test_an_empty_dict_is_reported_because_dcp_has_no_place_for_it(tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "optimizer": {"state": {}}}, tmp_path / "ours")
+    assert export_checkpoint(tmp_path / "ours", tmp_path / "theirs").left_out == ("optimizer.state",)
+
+
+def test_two_values_with_one_key_of_dcp_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the key '1'"):
+        save({1: torch.ones(2), "1": torch.ones(2)}, tmp_path / "ours")
+
+
+# ---- torch.save
+
+
+def test_a_file_of_torch_save_is_exported_and_imported(tmp_path: Path) -> None:
+    state = training_state()
+    save(state, tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "state.pt")
+    assert equal(torch.load(tmp_path / "state.pt", weights_only=False), state)
+    import_checkpoint(tmp_path / "state.pt", tmp_path / "again")
+    again = stored(tmp_path / "again")
+    assert equal(again, state)
+    assert list(again["optimizer"]["state"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_file_of_torch_save_runs_only_on_request(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"w": torch.ones(2), "x": Custom()}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ForeignCheckpointError, match=r"Custom"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+    assert not Custom.ran
+    try:
+        with pytest.raises(UnsupportedValue, match=r"\['x'\] is a .*Custom"):
+            import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", allow_pickle=True)
+        assert Custom.ran
+        done = import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", allow_pickle=True, skip_objects=True)
+        assert done.left_out == ("x",)
+    finally:
+        Custom.ran = False
+
+
+def test_a_flipped_byte_of_a_file_of_torch_save_is_found(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
+    flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(torch.ones(8).numpy().tobytes()))
+    with pytest.raises(ForeignCheckpointError, match=r"a\.pt is damaged: part a/data/0"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+    assert files(tmp_path) == {"a.pt"}
+
+
+def _itself() -> dict[str, Any]:
+    state: dict[str, Any] = {"w": torch.ones(1)}
+    state["again"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(torch.ones(2), "has a Tensor, expected a dict"), (_itself(), "contains itself"), (None, "expected a dict")],
+)
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, value: Any, words: str) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    with pytest.raises(ForeignCheckpointError, match=words):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_text("hello")
+    with pytest.raises(ForeignCheckpointError, match=r"a\.pt cannot be read"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+    with pytest.raises(ForeignCheckpointError, match="not found"):
+        import_checkpoint(tmp_path / "b.pt", tmp_path / "ours")
+
+
+# ---- safetensors
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 1, 100, 1 << 30])
+def test_safetensors_are_exported_and_imported(tmp_path: Path, shard_bytes: int | None) -> None:
+    tensors = every_dtype()
+    save({"model": tensors, "step": 3}, tmp_path / "ours")
+    path = tmp_path / ("m.safetensors" if shard_bytes is None else "m")
+    done = export_checkpoint(tmp_path / "ours", path, part="model", shard_bytes=shard_bytes)
+    assert (done.format, done.tensors, done.left_out) == (Format.SAFETENSORS, len(tensors), ())
+    import_checkpoint(path, tmp_path / "again", part="model")
+    assert equal(stored(tmp_path / "again"), {"model": tensors})
+    for file in [path] if shard_bytes is None else path.glob("*.safetensors"):
+        data = file.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        for key, row in header.items():
+            begin, end = row["data_offsets"]
+            raw = data[8 + int.from_bytes(data[:8], "little") :][begin:end]
+            assert raw == tensors[key].reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_the_library_of_safetensors_reads_and_writes_the_same(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {key: one.contiguous() for key, one in every_dtype().items()}
+    save(tensors, tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "m.safetensors")
+    assert equal(library.load_file(tmp_path / "m.safetensors"), tensors)
+    library.save_file(tensors, tmp_path / "theirs.safetensors")
+    import_checkpoint(tmp_path / "theirs.safetensors", tmp_path / "again")
+    assert equal(stored(tmp_path / "again"), tensors)
+
+
+def test_values_that_safetensors_cannot_hold_are_named_or_left_out(tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "step": 3, "c": torch.ones(1, dtype=torch.complex128)}, tmp_path / "ours")
+    target = tmp_path / "m.safetensors"
+    with pytest.raises(CannotHold, match=r"holds only tensors, and step is not: .*--skip-objects"):
+        export_checkpoint(tmp_path / "ours", target)
+    with pytest.raises(CannotHold, match=r"c has dtype torch\.complex128"):
+        export_checkpoint(tmp_path / "ours", target, skip_objects=True)
+    assert files(tmp_path) == {"ours"}
+
+
+def _header(text: str, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
+def _row(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> str:
+    return json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "a header of 0 bytes in a file of 0"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "a header of"),
+        (_header("[]"), "not a JSON object"),
+        (_header("{" * 100_000), "no valid safetensors"),
+        (_header("not json"), "no valid safetensors"),
+        (_header('{"__metadata__": 3}'), "__metadata__"),
+        (_header('{"w": 3}'), "dtype"),
+        (_header(_row("F99"), bytes(4)), "dtype F99; supported: BOOL"),
+        (_header(_row(shape=[-1])), "invalid shape"),
+        (_header(_row(shape=[1 << 40], offsets=[0, 1 << 42])), "it is damaged"),
+        (_header(_row(offsets=[4, 8]), bytes(8)), "begins at byte"),
+        (_header(_row(offsets=[0, 3]), bytes(4)), "data_offsets"),
+        (_header(_row(), bytes(3)), "it is damaged"),
+        (_header(_row(), bytes(5)), "it is damaged"),
+    ],
+)
+def test_a_hostile_or_damaged_safetensors_file_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "m.safetensors").write_bytes(data)
+    with pytest.raises(ForeignCheckpointError, match=words):
+        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "ours")
+    assert files(tmp_path) == {"m.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"w": "../secret.safetensors"}}, "not a file beside it"),
+        ({"weight_map": {"w": "absent.safetensors"}}, "absent.safetensors not found"),
+        ({}, "no index of safetensors files"),
+        ([], "no index of safetensors files"),
+    ],
+)
+def test_an_index_names_only_files_beside_it(tmp_path: Path, index: Any, words: str) -> None:
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ForeignCheckpointError, match=words):
+        import_checkpoint(tmp_path, tmp_path / "ours")
+
+
+# ---- complete or absent
+
+
+def test_a_destination_that_exists_is_kept(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path / "ours")
+    (tmp_path / "a.pt").write_text("mine")
+    with pytest.raises(ForeignCheckpointError, match=r"a\.pt exists"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").read_text() == "mine"
+    with pytest.raises(ForeignCheckpointError, match=r"folder .*nowhere not found"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "nowhere" / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "directory"])
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.ones(200_000)}, tmp_path / "ours")
+    monkeypatch.setattr("os.fsync", _full)
+    with pytest.raises(OSError, match="full"):
+        export_checkpoint(tmp_path / "ours", tmp_path / name)
+    assert files(tmp_path) == {"ours"}
+
+
+def _full(_: int) -> None:
+    raise OSError(28, "disk full")
+
+
+def test_a_damaged_chunk_is_not_exported(tmp_path: Path) -> None:
+    save({"w": torch.ones(1000)}, tmp_path / "ours")
+    flip(next((tmp_path / "ours").glob("pack*")), 100)
+    with pytest.raises(CheckpointDamaged, match="pack"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "a.pt")
+    assert files(tmp_path) == {"ours"}
+
+
+def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(2)}}, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"no value below 'modle'; it has model\.w"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "a.pt", part="modle")
+    with pytest.raises(CheckpointError, match="no shards"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "a.pt", shard_bytes=5)
