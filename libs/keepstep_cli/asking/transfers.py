@@ -145,7 +145,7 @@ def _picture(found: Found, shown_on: Console) -> Group:
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[Any, ...]], *, bars: bool) -> RenderableType:
-    """Each row: a cell for each name, and what the rest is made of."""
+    """Return a table. A row has a cell for each name, and the transfer that the other columns show."""
     table = table_of(*names, *(["progress"] if bars else []), "done", "rate", "left", fold={names[2], names[3]})
     for *cells, one in rows:
         done, total = one["bytes_done"], one["bytes_total"]

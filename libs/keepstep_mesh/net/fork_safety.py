@@ -69,7 +69,7 @@ def listening_socket(host: str, port: int, backlog: int = 128) -> socket.socket:
 
 
 def claim(ours: socket.socket) -> None:
-    """From now on no forked child keeps a copy of ``ours``, nor of what is accepted on it."""
+    """Close ``ours``, and the connections that it accepts, in every child that is forked from now on."""
     _claimed[ours.fileno()] = inode(ours)
 
 

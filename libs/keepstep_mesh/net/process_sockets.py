@@ -58,7 +58,7 @@ def peer_endpoint(found: socket.socket) -> Endpoint | None:
 
 
 def inode(found: socket.socket) -> int:
-    """The kernel's number of a socket, which all descriptors of it share and no other open socket has."""
+    """Return the kernel's number of a socket. All its descriptors share it; no other open socket has it."""
     return os.fstat(found.fileno()).st_ino
 
 

@@ -133,11 +133,11 @@ class Link(asyncio.Protocol):
         self._send_frame(_BINARY, message)
 
     def ping(self) -> None:
-        """Asks for a sign of life; it shows as ``last_received``."""
+        """Ask for a sign of life, which updates ``last_received``."""
         self._send_frame(_PING, b"")
 
     def close(self, code: int = CLOSE_NORMAL, reason: str = "closed here") -> None:
-        """Sends what is unsent, then a close frame, then ends the connection. ``reason`` is given to both sides.
+        """Send the unsent frames and a close frame, then end the connection. Both sides get ``reason``.
 
         With asyncio's TLS, unsent data is dropped if the peer sends something before.
         """

@@ -69,7 +69,7 @@ def chunk_count(pack_bytes: int) -> int:
 
 
 def chunk_length(pack_bytes: int, chunk: int) -> int:
-    """Bytes of chunk number ``chunk``."""
+    """Return the size in bytes of the chunk with number ``chunk``."""
     return min(CHUNK_BYTES, pack_bytes - chunk * CHUNK_BYTES)
 
 

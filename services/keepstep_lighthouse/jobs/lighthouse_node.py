@@ -53,7 +53,10 @@ log = get_logger("keepstep.lighthouse")
 
 
 class LighthouseNode:
-    """Open ``store`` and ``events`` before ``keep_term`` (a store of its own) or ``stand_by`` (a shared one)."""
+    """One lighthouse.
+
+    Open ``store`` and ``events`` before ``keep_term`` (a store of its own) or ``stand_by`` (a shared one).
+    """
 
     def __init__(self, settings: LighthouseSettings, store: Store, events: EventLog) -> None:
         self.settings = settings

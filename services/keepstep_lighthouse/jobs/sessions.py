@@ -203,7 +203,7 @@ class Session:
         self.send(codec.encode(message))
 
     def tell_timing(self, policy: Policy) -> None:
-        """The policy changed. A peer without its welcome gets the new values there."""
+        """Send the timing of a changed policy. A peer that is not welcomed yet gets it with its welcome."""
         self._tell_if_understood(codec.encode(Timing(*self._timing(policy), int(policy.heal_timeout * 1000))))
 
     def tell_services(self, frame: bytes) -> None:

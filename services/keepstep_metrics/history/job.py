@@ -118,7 +118,7 @@ class Job:
         self.failures.on_commit(group.name, step.quorum_id, step.t)
 
     def _add_values(self, group: Group, step: StepRecord) -> None:
-        """Add what the training script recorded, unless the group healed in this step: then its weights were old."""
+        """Add the values that the training script recorded, unless the group healed in this step with old weights."""
         for name, value in step.values.items():
             if name not in self.values and len(self.values) >= MAX_VALUES:
                 continue

@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def diverged(self) -> list[str]:
-        """replica_ids whose root is not the right one; empty without a majority."""
+        """The replica_ids whose root differs from that of the majority; empty without a majority."""
         right = self.right
         if right is None:
             return []
