@@ -60,4 +60,18 @@ MUTATIONS = (
         "",
         Test(f"{BLOCKS}::test_groups_compare_all_settings_parameters_and_outer_optimizers"),
     ),
+    Mutation(
+        "a step that a fused optimizer skips counts",
+        "libs/keepstep/local_sgd/outer_steps.py",
+        "        if found_inf is not None and found_inf.item():\n            return\n",
+        "",
+        Test(f"{BLOCKS}::test_a_step_that_the_grad_scaler_skips_does_not_count[True]"),
+    ),
+    Mutation(
+        "a group that heals in sync() averages with groups that do not",
+        "libs/keepstep/local_sgd/parameter_average.py",
+        "        if not self._schedule.begins:\n",
+        "        if False:\n",
+        Test(f"{BLOCKS}::test_a_sync_that_heals_from_a_group_that_begins_its_period_averages_nothing"),
+    ),
 )
