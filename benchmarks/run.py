@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+import checkpoint_speed
 import click
 import failover
 import groups
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "swarm": swarm.run,
     "heal_step": heal_step.run,
     "groups": groups.run,
+    "checkpoint": checkpoint_speed.run,
 }
 ALONE = {"rank": rank_step.run, "rebuild": rebuild.run, "quantized": quantized.run, "loss": loss.run}
 """Without torchft: these need no environment of it."""

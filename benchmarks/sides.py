@@ -19,6 +19,7 @@ ROOT = HERE.parent
 WORK = ROOT / ".bench"
 """Git-ignored: torchft's environment, results, logs."""
 TORCHFT = "torchft-nightly==2026.10.26"
+TORCH_CHECKPOINTING = "torch_checkpointing==0.1.1"
 TORCH = "torch==2.13.0"
 START_TIMEOUT = 30.0
 HEARTBEAT_TIMEOUT_S = 5
@@ -54,7 +55,7 @@ def torchft_side(python: Path | None) -> Side:
     if not ready.exists():
         print(f"setting up {home} with {TORCHFT} (a few minutes, once) ...", flush=True)
         subprocess.check_call([sys.executable, "-m", "venv", "--clear", home])
-        for package in (TORCH, TORCHFT):
+        for package in (TORCH, TORCHFT, TORCH_CHECKPOINTING):
             pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             subprocess.check_call([*pip, package])
         ready.touch()

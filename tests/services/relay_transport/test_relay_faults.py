@@ -229,7 +229,7 @@ async def test_of_two_relays_one_is_killed_and_the_rest_goes_on():
         with Groups([one, other], sources=2, joiners=2, mib=128) as groups:
             groups.stage()
             await groups.heal(progress=until(24, kill))
-            assert await sent_mib(other) > 0
+            assert await received_mib(other) > 0  # what it sent depends on the speed: sources serve what comes late
 
 
 async def test_of_two_relays_one_is_gone_before_and_the_other_gets_all():

@@ -29,9 +29,13 @@ def together(world, work):
 
 def rank_state(rank):
     """Replicated values, and some that only one rank has."""
-    torch.manual_seed(0)
+    random = torch.Generator().manual_seed(0)  # of its own: ranks are threads
     return {
-        "model": {"weight": torch.randn(300, 40), "bias": torch.randn(7), "tokens": torch.tensor(5)},
+        "model": {
+            "weight": torch.randn(300, 40, generator=random),
+            "bias": torch.randn(7, generator=random),
+            "tokens": torch.tensor(5),
+        },
         "lists": [torch.arange(3), {"x": 1.5}, (1, "a")],
         f"rng.{rank}": torch.arange(4 + rank),
         "epoch": 3,
