@@ -95,13 +95,11 @@ class ParameterServer(ABC):
         self._sessions: dict[str, _Session] = {}
         self._closed = False
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._spawner: Spawner | None = None
-        if isinstance(self._session_group(), ProcessGroupBaby):
-            self._spawner = Spawner.shared()
         token = ClientToken()
         host = hostname or (outward_address() if token else "127.0.0.1")
         routes = [web.post(NEW_SESSION, self._begin), web.post(PATH, self._rendezvous)]
         self._listener = GroupListener(host, port, token, routes)
+        self._spawner = Spawner.shared() if isinstance(self._session_group(), ProcessGroupBaby) else None
         self._mesh = LoopThread("keepstep-parameter-server")
         try:
             if self._spawner is not None:
@@ -150,20 +148,21 @@ class ParameterServer(ABC):
             TimeoutError: the server did not answer, or did not connect in time.
             KeepstepError: any other failure.
         """
-        mesh = LoopThread("keepstep-new-session")
+        group = _new_group(cls)  # an error of it must not leave a session that waits for this client
         try:
-            session_id = mesh.call(_request_session(address), REQUEST_SECONDS + CALL_MARGIN_SECONDS)
-        finally:
-            mesh.stop()
-        store = RendezvousStore(f"http://{urlsplit(address).netloc}", Table(session_id), token=ClientToken())
-        group = _new_group(cls)
-        try:
-            _connect(group, store, session_id, CLIENT_RANK)
+            mesh = LoopThread("keepstep-new-session")
+            try:
+                session_id = mesh.call(_request_session(address), REQUEST_SECONDS + CALL_MARGIN_SECONDS)
+            finally:
+                mesh.stop()
+            store = RendezvousStore(f"http://{urlsplit(address).netloc}", Table(session_id), token=ClientToken())
+            try:
+                _connect(group, store, session_id, CLIENT_RANK)
+            finally:
+                store.close()
         except BaseException:
             group.shutdown()
             raise
-        finally:
-            store.close()
         return group
 
     # ---- the server
@@ -183,14 +182,16 @@ class ParameterServer(ABC):
             self._closed = True
             sessions = list(self._sessions.values())
         atexit.unregister(self.shutdown)
-        self._mesh.call(self._listener.close(), CALL_MARGIN_SECONDS)
-        for session in sessions:
-            session.abort("the parameter server was shut down")
-        deadline = time.monotonic() + SESSION_END_SECONDS
-        for session in sessions:
-            if not session.joined(deadline):
-                log.warning("forward has not returned; its thread goes on", session=session.id)
-        self._stop()
+        try:
+            self._mesh.call(self._listener.close(), CALL_MARGIN_SECONDS)
+        finally:
+            for session in sessions:
+                session.abort("the parameter server was shut down")
+            deadline = time.monotonic() + SESSION_END_SECONDS
+            for session in sessions:
+                if not session.joined(deadline):
+                    log.warning("forward has not returned; its thread goes on", session=session.id)
+            self._stop()
 
     def _stop(self) -> None:
         if self._spawner is not None:

@@ -9,7 +9,6 @@ is encoded while two are on their way.
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from keepstep.collectives.chunks import Chunk, chunks_of
-from keepstep.collectives.composing import compose, reduce_alone
+from keepstep.collectives.composing import compose, on_stream, reduce_alone
 from keepstep.collectives.exchange import ChunkReduction, Exchange, PairReduction, Reduction
 from keepstep.process_group import ManagedProcessGroup
 from keepstep.process_group.sequence import Begin
@@ -46,13 +45,13 @@ def allreduce_quantized(
             timeout of the process group limits each of its collectives.
         process_group: any process group with ``alltoall_base``, or a ``ManagedProcessGroup``. With a group of torch
             itself the call returns when tensors in main memory are reduced.
-        sync_stream: CUDA stream to use instead of the current one.
+        sync_stream: CUDA stream to use instead of the current one. It waits for the work that is queued on that.
 
     Returns:
         A Work, whose ``wait`` raises what went wrong. A group of one rank leaves the tensors as they are.
 
     Raises:
-        ValueError: a tensor that is not a dense float tensor, or another operation.
+        ValueError: a tensor that is not a dense float tensor, or whose elements share memory; or another operation.
     """
     reduce_op, timeout = operation_of(opts)
     check_floats(tensors)
@@ -60,7 +59,7 @@ def allreduce_quantized(
         works = [process_group.allreduce_quantized(tensor, reduce_op) for tensor in tensors]
         return works[0] if len(works) == 1 else JointWork(works, tensors)
     factor = factor_of(reduce_op, process_group.size())
-    with torch.cuda.stream(sync_stream) if sync_stream is not None else contextlib.nullcontext():
+    with on_stream(sync_stream):
         return all_reduce(tensors, factor, process_group, timeout)
 
 
@@ -85,7 +84,16 @@ def all_reduce(
         process_group: of the ranks.
         timeout: of the whole operation; None: that of the process group, for each collective.
         row_format: default: that of the device.
+
+    Raises:
+        ValueError: elements of a tensor share memory.
     """
+    for tensor in tensors:
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"elements of a tensor of shape {tuple(tensor.shape)} share memory (strides {tensor.stride()}): they "
+                "cannot be written; reduce tensor.contiguous()"
+            )
     ranks = process_group.size()
     if not any(tensor.numel() for tensor in tensors):
         return CompletedWork(tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,17 @@ from torch.distributed import Work
 from keepstep.process_group import ProcessGroup
 from keepstep.process_group.sequence import Task
 from keepstep.process_group.works import CompletedWork, JointWork, StreamWork
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Use ``stream`` in the block, after the work that is queued on the current stream. None: the current stream."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # the tensors may still be computed there
+    with torch.cuda.stream(stream):
+        yield
 
 
 def compose(process_group: dist.ProcessGroup, task: Task, tensors: list[torch.Tensor]) -> Work:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, ReduceScatterOptions, Work
 
 from keepstep.collectives.all_reduce import operation_of
-from keepstep.collectives.composing import compose, reduce_alone
+from keepstep.collectives.composing import compose, on_stream, reduce_alone
 from keepstep.collectives.exchange import Exchange
 from keepstep.process_group import ManagedProcessGroup, ProcessGroupError
 from keepstep.process_group.sequence import Begin
@@ -34,7 +32,7 @@ def reduce_scatter_quantized(
         inputs: dense float tensors on one device, of equal shapes and types in all ranks. They stay as they are.
         opts: as of ``allreduce_quantized``.
         process_group: any process group with ``alltoall_base``.
-        sync_stream: CUDA stream to use instead of the current one.
+        sync_stream: as of ``allreduce_quantized``.
 
     Returns:
         A Work, whose ``wait`` raises what went wrong.
@@ -74,5 +72,5 @@ def reduce_scatter_quantized(
 
     if ranks == 1:
         reduce_alone(process_group, [output]).wait()
-    with torch.cuda.stream(sync_stream) if sync_stream is not None else contextlib.nullcontext():
+    with on_stream(sync_stream):
         return compose(process_group, reduce, [output])

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.distributed_c10d import Work
 
-from keepstep.process_group.works import PendingWork
+from keepstep.process_group.works import PendingWork, writing
 from keepstep_mesh.net.fork_safety import tell_children
 
 Begin = Callable[..., Work]
@@ -51,10 +51,11 @@ class Sequence:
         """
         work = TaskWork(partial(task, begin), tensors, abort)
         with self._changed:
-            self._tasks.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="keepstep-sequence", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="keepstep-sequence", daemon=True)
+                thread.start()  # it waits for the lock; if it cannot start, nothing waits for it
+                self._thread = thread
+            self._tasks.append(work)
         return work
 
     def wait_turn(self) -> None:
@@ -90,7 +91,7 @@ class TaskWork(PendingWork):
         failed: Exception | None = None
         try:
             if task is not None:
-                with torch.no_grad():
+                with writing(self._tensors), torch.no_grad():
                     task()
         except Exception as error:  # noqa: BLE001  raised by `wait`
             failed = error.with_traceback(None)  # its frames hold buffers

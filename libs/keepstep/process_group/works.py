@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 from keepstep.runtime.failed_future import fail_future
+
+
+def writing(tensors: Sequence[torch.Tensor]) -> torch.inference_mode:
+    """Return a block that may write to tensors of inference mode, which is off in callbacks and other threads."""
+    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
 
 class CompletedWork(Work):
@@ -167,9 +173,10 @@ class AveragedWork(Work):
             if self._divided:
                 return
             self._divided = True
-            for tensor in self._tensors:
-                whole = tensor.is_floating_point() or tensor.is_complex()
-                tensor.div_(self._size, rounding_mode=None if whole else "trunc")
+            with writing(self._tensors):
+                for tensor in self._tensors:
+                    whole = tensor.is_floating_point() or tensor.is_complex()
+                    tensor.div_(self._size, rounding_mode=None if whole else "trunc")
 
 
 class JointWork(Work):

@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from keepstep.collectives.all_reduce import all_reduce
 from keepstep.collectives.codecs.codec import Round
+from keepstep.process_group.works import writing
 from keepstep.step.context import StepContext
 from keepstep.step.managed_work import ManagedWork
 from keepstep.step.neutral_elements import neutral_element
@@ -104,7 +105,8 @@ class Collectives:
             self.quantized += 1
             return self._add(reduced, [whole], tensor, summed=summed, write_back=reduction.write_back)
         if scale is not None and whole.dtype is torch.float16:
-            whole.mul_(scale)
+            with writing([whole]):
+                whole.mul_(scale)
             scale = None
         options = dist.AllreduceOptions()
         wired = ReduceOp.SUM if average else reduction.op
@@ -152,13 +154,14 @@ class Collectives:
         """Note a collective that was started. ``value``: of its future; a tensor gets the result if it is another."""
 
         def finish() -> None:
-            for result in results:
-                if scale is not None:
-                    result.mul_(scale)
-                if summed and self._context.refuse_nonfinite:
-                    self._results.extend(_extremes(result))
-            if isinstance(value, torch.Tensor) and results[0] is not value:
-                value.copy_(results[0])
+            with writing([*results, value] if isinstance(value, torch.Tensor) else results):
+                for result in results:
+                    if scale is not None:
+                        result.mul_(scale)
+                    if summed and self._context.refuse_nonfinite:
+                        self._results.extend(_extremes(result))
+                if isinstance(value, torch.Tensor) and results[0] is not value:
+                    value.copy_(results[0])
 
         managed = ManagedWork(work, value, finish, self._report, write_back)
         self._works.append(managed)

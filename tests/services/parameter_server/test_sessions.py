@@ -239,6 +239,7 @@ def test_a_process_group_of_another_library_is_refused_by_name(serve) -> None:
     address = serve().address()
     with refused:
         Foreign.new_session(address)
+    assert not session_threads()  # none waits for the client
     with refused:
         Foreign()
 
@@ -264,6 +265,23 @@ def test_the_shutdown_ends_sessions_in_every_state_and_leaves_nothing(serve) -> 
         with pytest.raises(KeepstepError, match="cannot be reached"):
             Doubling.new_session(server.address())
     server.shutdown()
+
+
+def test_a_listener_that_fails_to_close_keeps_no_session(serve, monkeypatch) -> None:
+    server = serve()
+    close = server._listener.close
+
+    async def fail() -> None:
+        await close()
+        raise OSError("on purpose")
+
+    with session(server) as pg:
+        assert doubled(pg, 4) == 8
+        monkeypatch.setattr(server._listener, "close", fail)
+        with pytest.raises(OSError, match="on purpose"):
+            server.shutdown()
+        assert "the parameter server was shut down" in ended(server)
+        assert not session_threads()
 
 
 class Ending(Doubling):
@@ -309,6 +327,14 @@ def test_other_machines_reach_a_server_only_with_a_token_or_by_its_hostname(serv
 def test_a_setting_out_of_range_is_refused(settings, error) -> None:
     with pytest.raises(ValueError, match=error):
         Doubling(**settings)
+
+
+def test_a_token_that_cannot_be_read_is_refused_and_leaves_no_process(monkeypatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_TOKEN_FILE", "/missing")
+    users = Spawner._shared._users
+    with pytest.raises(AuthError, match="/missing"):
+        Doubling()
+    assert Spawner._shared._users == users
 
 
 def test_a_port_in_use_is_refused_and_leaves_no_thread() -> None:

@@ -154,7 +154,7 @@ def test_a_nan_or_an_infinity_is_never_averaged_to_something_finite(ranks, make,
 
 def test_the_names_tell_the_parameters():
     assert [codec.name for codec in (Quantized(), Quantized("fp8"), TopK(0.01), TwoBit())] == [
-        "quantized(auto)", "quantized(fp8)", "top-k(0.01)", "two-bit",
+        "quantized(auto)", "quantized(fp8)", "top-k(41 of 4096)", "two-bit",
     ]  # fmt: skip
 
 

@@ -227,6 +227,7 @@ def test_a_tensor_that_cannot_be_quantized_is_refused():
         ([torch.zeros(3), torch.zeros(3, dtype=torch.bool)], ReduceOp.SUM, "cannot quantize a tensor of torch.bool"),
         ([torch.zeros(3)], ReduceOp.MAX, "expected ReduceOp.SUM or ReduceOp.AVG"),
         ([torch.zeros(3, 3).to_sparse()], ReduceOp.SUM, "torch.sparse_coo: expected a dense tensor"),
+        ([torch.zeros(3, 1).expand(3, 4)], ReduceOp.SUM, r"elements of a tensor of shape \(3, 4\) share memory"),
     ):
         with pytest.raises(ValueError, match=message):
             allreduce_quantized(tensors, operation, group)
@@ -269,6 +270,19 @@ def test_an_abort_ends_a_quantized_collective_and_the_next_configuration_works(c
     waiting.join()
     ranks.configure()
     assert reduced(ranks, [[torch.ones(300)], [torch.ones(300)]])[0][0][0] == 1
+
+
+def test_a_thread_that_cannot_start_fails_its_own_collective_only(cohort, monkeypatch):
+    ranks = cohort(2)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", _out_of_threads)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            allreduce_quantized([torch.ones(300)], ReduceOp.SUM, ranks.groups[0])
+    assert reduced(ranks, [[torch.ones(300)], [torch.ones(300)]])[0][0][0] == 1
+
+
+def _out_of_threads(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_configuration_ends_the_quantized_collectives_of_the_one_before(cohort):

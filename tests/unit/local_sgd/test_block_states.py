@@ -57,7 +57,7 @@ def test_a_state_of_other_fragments_is_refused() -> None:
 def test_a_state_with_another_codec_is_refused() -> None:
     _, _, one = make(alone(), codec=TopK(0.5))
     _, _, other = make(alone(), codec=TwoBit())
-    with pytest.raises(ValueError, match=r"the state is of codec 'top-k\(0.5\)', and this group uses 'two-bit'"):
+    with pytest.raises(ValueError, match=r"codec 'top-k\(2048 of 4096\)', and this group uses 'two-bit'"):
         other.load_state_dict(one.state_dict())
     _, inner, plain = make(alone())
     with plain:

@@ -31,7 +31,6 @@ class TopK(ErrorFeedbackCodec):
         super().__init__()
         if not 0 < fraction <= 1:
             raise ValueError(f"invalid fraction {fraction}: expected more than 0 and at most 1")
-        self._fraction = fraction
         self._kept = max(1, round(fraction * self.width))
         self._in_group = 2 ** round(math.log2(self.width / self._kept) / 2)
         """Elements of a group of ``_largest``, so that both of its searches have about equally many."""
@@ -42,7 +41,7 @@ class TopK(ErrorFeedbackCodec):
 
     @property
     def name(self) -> str:
-        return f"top-k({self._fraction:g})"
+        return f"top-k({self._kept} of {self.width})"
 
     def encode(self, rows: torch.Tensor, encoded: torch.Tensor) -> None:
         indices = self._largest(rows.abs())

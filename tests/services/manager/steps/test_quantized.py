@@ -65,6 +65,26 @@ def test_of_three_groups_one_spare_all_get_the_same_average_of_the_two_that_take
         assert began == ["alltoall_base", "_allgather_base", "allreduce", "alltoall_base", "_allgather_base"]
 
 
+def test_tensors_of_inference_mode_are_averaged(lighthouse):
+    """Such as the loss of an evaluation."""
+    ready = threading.Barrier(2)
+
+    def group(name: str) -> list[float]:
+        with manager(lighthouse, name, min_replica_size=2) as m:
+            ready.wait(30)
+            m.start_quorum()
+            with torch.inference_mode():
+                value = torch.full((2, 300), float(ord(name)))
+                losses = [value.clone() for _ in range(2)] + [value.clone().t() for _ in range(2)]
+                works = [m.allreduce(one, should_quantize=number % 2 > 0) for number, one in enumerate(losses)]
+                assert all(work.wait() for work in works), m.errored()
+            assert m.should_commit()
+            return [one.mean().item() for one in losses]
+
+    for averages in together(lambda: group("a"), lambda: group("c")):
+        assert averages == pytest.approx([ord("b")] * 4, rel=0.01)
+
+
 def test_a_reduction_that_cannot_be_quantized_is_refused_rather_than_sent_in_full_precision(lighthouse):
     with manager(lighthouse, "a") as m:
         m.start_quorum()
