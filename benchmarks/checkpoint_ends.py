@@ -11,10 +11,12 @@ import argparse
 import json
 import shutil
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -168,16 +170,21 @@ def quarter(options: argparse.Namespace) -> dict[str, list[float]]:
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     mesh = init_device_mesh("cpu", (4,))
     into = state_of(options.size, options.tensors, 1, mesh, seed=None)
-    before = _bytes_read()
+    before = _bytes_read(options.place)
     library.load(into, options.place)
-    read = _bytes_read() - before
+    read = _bytes_read(options.place) - before
     if Path(options.place).exists():
         shutil.rmtree(options.place)
     return {"share": [read / options.size]}
 
 
-def _bytes_read() -> int:
-    """Return the bytes that this process has read from files and sockets, or mapped from files."""
+def _bytes_read(place: str) -> int:
+    """Return the bytes that this process has read from files, or that the relay at ``place`` has sent."""
+    if place.startswith("http"):
+        url = urlsplit(place)._replace(path="/metrics").geturl()
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(float(next(line.split()[1] for line in lines if line.startswith("keepstep_relay_sent_bytes_total"))))
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
