@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from keepstep.checkpoint.parts.flattening import expand, flatten
 from keepstep.checkpoint.parts.local_parts import ObjectPart, Part, TensorPart, local_parts
 from keepstep.checkpoint.parts.pack import Pack
 from keepstep.checkpoint.parts.planning import Layout, Plan, plan
+from keepstep.checkpoint.parts.staged_parts import StagedParts
 from keepstep.checkpoint.places.at_relay import RelayTarget
 from keepstep.checkpoint.places.directory import DirectoryTarget
 from keepstep.checkpoint.places.location import AtRelay, parse
@@ -92,7 +91,8 @@ def async_save(
 ) -> Future[None]:
     """Copy the state, and save it in the background. Returns after the copy: the state may change then.
 
-    Any number of saves may be in progress. Python waits for them at its end.
+    Any number of saves may be in progress. Python waits for them at its end. The memory of the last copy is kept for
+    the next one.
 
     Args:
         state_dict: see ``save``, as all arguments.
@@ -107,23 +107,29 @@ def async_save(
     target = open_target(checkpoint_id, facts, timeout=timeout, token=token)
     future: Future[None] = Future()
     problem: Exception | None = None
-    staged: dict[str, Part] = {}
+    staged: StagedParts | None = None
     try:
-        staged = staged_copy(local_parts(flatten(expand(state_dict).state)))
+        staged = StagedParts(local_parts(flatten(expand(state_dict).state)))
     except Exception as error:  # noqa: BLE001  raised below; the thread tells the other ranks
         problem = error
 
     def parts() -> dict[str, Part]:
-        if problem is not None:
+        if staged is None:
+            assert problem is not None
             raise problem
-        return staged
+        return staged.parts
 
     def run() -> None:
+        failed: BaseException | None = None
         try:
             _save(target, facts, parts, check_replicas)
         except BaseException as error:  # noqa: BLE001  the future raises it
             log.warning("checkpoint not saved", checkpoint=str(checkpoint_id), reason=str(error))
-            future.set_exception(error)
+            failed = error
+        if staged is not None:
+            staged.release()  # before the future, so that the next save has the memory
+        if failed is not None:
+            future.set_exception(failed)
         else:
             future.set_result(None)
 
@@ -247,29 +253,3 @@ def _digest(part: Part) -> bytes:
         return b""
     pack = pack_of({"": part})
     return chunk_digest(pack.content_bytes + b"".join(pack.digests()))
-
-
-def staged_copy(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return a copy of ``parts`` in CPU memory, which training does not change. Tied tensors remain tied."""
-    copies: dict[Any, torch.Tensor] = {}
-    devices = set()
-
-    def staged(tensor: torch.Tensor) -> torch.Tensor:
-        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if not tensor.numel() or identity not in copies:
-            target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copies[identity] = target.copy_(tensor, non_blocking=True)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        return copies[identity]
-
-    def stage(part: Part) -> Part:
-        if isinstance(part, ObjectPart):
-            return ObjectPart(part.path, copy.deepcopy(part.value))
-        return replace(part, pieces=tuple((box, staged(tensor)) for box, tensor in part.pieces))
-
-    with torch.no_grad():
-        found = {key: stage(part) for key, part in parts.items()}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return found

@@ -1,0 +1,65 @@
+"""Copies of a state for a save in the background, and the memory that they share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keepstep.checkpoint.parts.flattening import flatten
+from keepstep.checkpoint.parts.local_parts import TensorPart, local_parts
+from keepstep.checkpoint.parts.staged_parts import StagedParts, StagingBuffers
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int8, torch.int64)
+
+
+def staged(buffers, **state):
+    return StagedParts(local_parts(flatten(state)), buffers)
+
+
+def copied(staged, key):
+    part = staged.parts[key]
+    assert isinstance(part, TensorPart)
+    return part.pieces[0][1]
+
+
+def test_a_copy_has_the_values_of_every_dtype_and_shape_and_does_not_change():
+    state = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    state |= {"0-d": torch.tensor(5), "empty": torch.empty(3, 0), "gaps": torch.arange(12.0).reshape(3, 4)[:, ::2]}
+    expected = {key: value.clone() for key, value in state.items()}
+    copy = staged(StagingBuffers(), **state, words=["a"])
+    for value in state.values():
+        value.zero_()
+    for key, value in expected.items():
+        assert copied(copy, key).dtype == value.dtype
+        assert torch.equal(copied(copy, key).double() if value.is_floating_point() else copied(copy, key),
+                           value.double() if value.is_floating_point() else value)  # fmt: skip
+    assert copy.parts["words"].value == ["a"]
+
+
+def test_tied_tensors_are_copied_once():
+    weight = torch.ones(4)
+    copy = staged(StagingBuffers(), one=weight, other=weight)
+    assert copied(copy, "one").data_ptr() == copied(copy, "other").data_ptr()
+
+
+def test_the_next_copy_uses_the_memory_of_a_released_one_and_never_that_of_one_in_use():
+    buffers = StagingBuffers()
+    first = staged(buffers, weight=torch.ones(1000))
+    second = staged(buffers, weight=torch.zeros(1000))
+    assert copied(first, "weight").sum() == 1000, "the second did not touch it"
+    place = copied(second, "weight").data_ptr()
+    second.release()
+    third = staged(buffers, weight=torch.full((900,), 3.0))
+    assert copied(third, "weight").data_ptr() == place
+    third.release()
+    assert copied(staged(buffers, weight=torch.ones(10)), "weight").data_ptr() != place, "much larger than needed"
+
+
+def test_a_copy_that_fails_gives_its_memory_back():
+    buffers = StagingBuffers()
+    first = staged(buffers, weight=torch.ones(1000))
+    place = copied(first, "weight").data_ptr()
+    first.release()
+    with pytest.raises(NotImplementedError, match="meta"):
+        staged(buffers, weight=torch.ones(1000, device="meta"))
+    assert copied(staged(buffers, weight=torch.ones(1000)), "weight").data_ptr() == place
