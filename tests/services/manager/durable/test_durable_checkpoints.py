@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from keepstep import Manager
-from tests.services.manager.groups import manager, together
+from keepstep_mesh.errors import KeepstepError
+from tests.services.manager.groups import SECOND, manager, place_to_meet, together
 from tests.support.services.relay_driver import client, metric, relay_process
 
 FROZEN = 2 << 20
@@ -69,3 +71,92 @@ async def test_a_job_whose_groups_are_gone_resumes_from_the_newest_on_another_nu
         three = [partial(train, lighthouse, url, name, 8, durable_every=2, min_replica_size=3) for name in "cde"]
         for first, weight, last in await run(*three):
             assert (first, weight, last.step) == (4, 8.0, 8), "the last one is written at the end"
+
+
+async def test_a_group_that_joins_a_live_job_heals_and_loads_no_checkpoint(lighthouse: str, tmp_path: Path) -> None:
+    def both(url: str) -> None:
+        ours, theirs = state(), state(-1.0)
+        how = {"durable_relays": url, "durable_every": 1, "init_sync": False}
+        with manager(lighthouse, "a", ours, **how) as a:
+            for _ in range(3):
+                assert step(a, ours)
+            with manager(lighthouse, "b", theirs, **how) as b:
+                assert not b.resume()
+                assert b.current_step() == 0
+                together(lambda: step(a, ours), lambda: step(b, theirs))
+                assert b.current_step() == a.current_step() == 4
+                assert theirs["w"][0] == ours["w"][0] == 4.0
+
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url):
+        await asyncio.to_thread(both, url)
+
+
+async def test_groups_load_it_in_the_first_quorum_if_the_group_with_the_live_state_is_gone_by_then(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    def job(url: str) -> None:
+        ours, theirs = state(), state(-1.0)
+        how = {"durable_relays": url, "durable_every": 1}
+        with manager(lighthouse, "a", ours, **how) as a, manager(lighthouse, "b", theirs, **how) as b:
+            for _ in range(3):
+                together(lambda: step(a, ours), lambda: step(b, theirs))
+            a.shutdown()
+            with manager(lighthouse, "c", other := state(-2.0), **how) as c:
+                b.shutdown()  # c was told that b has a live state
+                c.start_quorum()
+                assert c.current_step() == 3
+                assert other["w"][0] == 3.0
+
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url):
+        await asyncio.to_thread(job, url)
+
+
+async def test_no_job_begins_again_while_the_relay_that_may_have_its_checkpoint_does_not_answer(
+    lighthouse: str,
+) -> None:
+    away = "http://127.0.0.1:1"
+
+    def job() -> None:
+        how = {"durable_relays": away, "durable_every": 1, "timeout": SECOND}
+        refused = pytest.raises(KeepstepError, match=r"cannot find out whether job default has .*resume=False")
+        with manager(lighthouse, "a", state(), connect_timeout=SECOND, **how) as one, refused:
+            one.start_quorum()
+        with manager(lighthouse, "b", held := state(), resume=False, **how) as one:
+            assert step(one, held)
+            one.start_quorum()
+            one._durability._writer.finish(60)
+            assert step(one, held), "a failed write stops no training"
+            assert one.last_checkpoint.error_step == 1
+            assert away in one.save_checkpoint().error
+
+    await asyncio.to_thread(job)
+
+
+async def test_all_ranks_of_a_group_resume_from_one_checkpoint_and_all_learn_that_a_write_failed(
+    lighthouse: str, tmp_path: Path
+) -> None:
+    def rank(number: int, place: dict[str, Any], url: str, value: Any) -> tuple[int, float, str, int]:
+        held = state(float(number))
+        how = {"durable_relays": url, "durable_every": 1, "rank": number, "init_sync": False}
+        with manager(lighthouse, "a", held, **how, **place) as one:
+            one.resume()
+            first = one.current_step()
+            step(one, held)
+            if number == 1:
+                held["value"] = value
+            step(one, held)
+            one._durability._writer.finish(60)
+            last = one.last_checkpoint
+            assert not last.uploading
+            return first, held["w"][0].item() - number, last.error, last.step
+
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url):
+        place = place_to_meet()
+        first = await run(*(partial(rank, number, place, url, 1.0) for number in (0, 1)))
+        assert [one[:2] for one in first] == [(0, 2.0), (0, 2.0)]
+        assert await listed(url) == {1: "committed", 2: "committed"}
+        place = place_to_meet()
+        second = await run(*(partial(rank, number, place, url, object()) for number in (0, 1)))
+        assert [one[:2] for one in second] == [(2, 4.0), (2, 4.0)]
+        assert all("state['user']['default']['value']" in one[2] for one in second), "on the rank without it too"
+        assert await listed(url) == {1: "committed", 2: "committed"}
