@@ -20,9 +20,10 @@ from keepstep.checkpointing.durable.durable_upload import COMMIT_SECONDS, Ticket
 from keepstep.checkpointing.durable.durable_writer import DurableWriter, LastCheckpoint
 from keepstep.checkpointing.durable.newest_checkpoint import LIST_SECONDS, find_newest
 from keepstep.checkpointing.durable.rank_loading import load_rank
-from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint
+from keepstep.checkpointing.relayed.relay_client import Credentials, RelayCheckpoint, checkpoints_path
 from keepstep.group.quorum_plan import QuorumPlan
 from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.resharding import load_resharded
 from keepstep.runtime.exits import script_error
 from keepstep.step.context import StepContext
 from keepstep_mesh.errors import Drained, KeepstepError
@@ -224,14 +225,15 @@ class Durability:
             context.log.info("no durable checkpoint; the job begins at step 0")
             return False
         name, ranks, addresses = str(choice["id"]), int(choice["ranks"]), tuple(choice["relays"])
-        if ranks != own.world_size:
-            raise KeepstepError(
-                f"checkpoint {name} has {ranks} ranks per group, and this group {own.world_size}; start groups of "
-                f"{ranks} ranks, or pass resume=False and load it with keepstep.checkpoint.load"
-            )
         relays = [self._credentials.endpoint(address) for address in addresses]
         try:
-            state = load_rank(*(relays, own.job, name, own.rank), into=context.state.snapshot(), seconds=self._seconds)
+            into = context.state.snapshot()
+            if ranks == own.world_size:
+                state = load_rank(*(relays, own.job, name, own.rank), into=into, seconds=self._seconds)
+            else:
+                url = f"{addresses[own.rank % len(addresses)]}{checkpoints_path(own.job)}/{name}"
+                token = ClientToken.of(own.token).latest()
+                state = load_resharded(url, into, seconds=COMMIT_SECONDS, token=token)
             context.state.load_user_state(state["user"])
         except BaseException:
             context.tear()  # the state may be half written

@@ -1,0 +1,72 @@
+"""Load a durable checkpoint of groups with another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint import StoredCheckpoint, open_reader
+from keepstep.checkpoint.loading import load_leaves
+from keepstep.checkpoint.parts.flattening import Leaf, build, flatten
+from keepstep.checkpointing.errors import StateMismatch
+from keepstep.checkpointing.state.sharding import is_dtensor
+
+
+def load_resharded(url: str, into: Mapping[str, Any], *, seconds: float, token: str | None) -> Any:
+    """Load this rank's part of a checkpoint that was saved from other ranks.
+
+    Tensors of ``into`` are loaded in place; a DTensor gets its shard. Values that ``into`` does not have, such as the
+    state of an optimizer before its first step, are new: a DTensor is sharded as the one of equal shape in ``into``.
+
+    Args:
+        url: of the checkpoint at a relay.
+        into: state of the same structure.
+        seconds: time limit.
+        token: for the relay.
+
+    Returns:
+        The state.
+
+    Raises:
+        StateMismatch: the checkpoint does not have a value of ``into``, or the sharding of a new DTensor is unknown.
+        CheckpointError: the checkpoint cannot be read, or a tensor has another shape in it.
+    """
+    reader = open_reader(url, timeout=timedelta(seconds=seconds), token=token)
+    try:
+        stored = StoredCheckpoint(reader)
+        here = {key: leaf for key, leaf in flatten(into).items() if not _is_empty(leaf.value)}
+        keys = stored.keys()
+        if missing := sorted(here.keys() - set(keys)):
+            raise StateMismatch(f"the checkpoint {url} does not have {missing[:10]}, which this group has registered")
+        models = {
+            tuple(leaf.value.shape): leaf.value for leaf in here.values() if is_dtensor(leaf.value)
+        }  # an optimizer's state is sharded as its parameter
+        leaves = {key: here.get(key) or Leaf(stored.paths[key], _new(key, stored, models)) for key in keys}
+        state = build(leaves)
+        load_leaves(state, stored, strict=True)
+    finally:
+        reader.close()
+    return state
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _new(key: str, stored: StoredCheckpoint, models: Mapping[tuple[int, ...], torch.Tensor]) -> Any:
+    """Return memory for a value that this group does not have. None: it is no tensor."""
+    tensor = stored.tensors.get(key)
+    if tensor is None:
+        return None
+    if all(shard.entry.sharding is None for shard in tensor.shards):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    model = models.get(tuple(tensor.shape))
+    if model is None:
+        raise StateMismatch(
+            f"{key} is sharded, and this group has no DTensor of shape {tuple(tensor.shape)} whose sharding it could "
+            f"have; register a state that has {key} before the first step"
+        )
+    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False)

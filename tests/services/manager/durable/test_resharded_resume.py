@@ -1,0 +1,88 @@
+"""A durable checkpoint of two ranks, loaded by groups of another number of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from keepstep.checkpointing.errors import StateMismatch
+from keepstep.checkpointing.state.serialization import save_state
+from keepstep.lifecycle.resharding import load_resharded
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
+from tests.support.services.relay_driver import Client, State, client, relay_process
+
+ROWS = 10
+WEIGHTS = torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
+
+
+@contextmanager
+def rank_of(rank: int, world: int) -> Iterator[DeviceMesh]:
+    """A device mesh of ``world`` ranks, as ``rank`` sees it. Nothing communicates."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (world,))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    size = -(-ROWS // mesh.size())
+    local = full[mesh.get_rank() * size : (mesh.get_rank() + 1) * size].clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+
+def state(mesh: DeviceMesh, full: torch.Tensor, *, trained: bool) -> dict[str, Any]:
+    moments = {0: {"exp_avg": shard(full + 100, mesh), "step": torch.tensor(7.0)}} if trained else {}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.5 if trained else 0.1, "params": [0]}]}
+    user = {"default": {"model": {"weight": shard(full, mesh)}, "optimizer": optimizer}}
+    return {"user": user, "manager": {"step": 7 if trained else 0, "batches_committed": 14, "lineage": 3}}
+
+
+async def stored(worker: Client) -> str:
+    """Store what two ranks have; return the URL."""
+    await worker.begin("step-7", 7, kind="durable", ranks=2)
+    for rank in (0, 1):
+        with rank_of(rank, 2) as mesh:
+            manifest, pack = save_state(state(mesh, WEIGHTS, trained=True))
+        one = State(bytes(pack), manifest)
+        assert len(one.pack) < CHUNK_BYTES
+        await worker.manifest(one, "step-7", rank=rank)
+        await worker.put(one.pack)
+    await worker.commit("step-7")
+    return f"{worker.address}{worker.checkpoints}/step-7"
+
+
+async def test_each_rank_loads_its_new_shard_and_a_new_optimizer_that_of_its_parameter(tmp_path: Path) -> None:
+    async with relay_process("--data-dir", str(tmp_path)) as (_, url), client(url) as worker:
+        checkpoint = await stored(worker)
+        for rank, world in ((0, 1), (3, 4), (2, 3)):
+            with rank_of(rank, world) as mesh:
+                into = state(mesh, torch.zeros(ROWS, 3), trained=False)
+                loaded = await asyncio.to_thread(load_resharded, checkpoint, into, seconds=60.0, token=None)
+                expected = state(mesh, WEIGHTS, trained=True)
+                ours, theirs = (one["user"]["default"] for one in (loaded, expected))
+                assert ours["model"]["weight"] is into["user"]["default"]["model"]["weight"], "in place"
+                assert torch.equal(ours["model"]["weight"].to_local(), theirs["model"]["weight"].to_local())
+                moments, as_trained = (one["optimizer"]["state"][0] for one in (ours, theirs))
+                assert torch.equal(moments["exp_avg"].to_local(), as_trained["exp_avg"].to_local())
+                assert moments["exp_avg"].placements == (Shard(0),)
+                assert moments["step"] == 7.0
+                assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+                assert loaded["manager"] == expected["manager"]
+        with rank_of(0, 1) as mesh:
+            into["user"]["default"]["other"] = torch.zeros(1)
+            with pytest.raises(StateMismatch, match=r"does not have \['user\.default\.other'\]"):
+                await asyncio.to_thread(load_resharded, checkpoint, into, seconds=60.0, token=None)
+            plain = {"user": {"default": {"model": {"weight": torch.zeros(ROWS, 3)}, "optimizer": {}}}}
+            with pytest.raises(StateMismatch, match="exp_avg is sharded, and this group has no DTensor"):
+                await asyncio.to_thread(load_resharded, checkpoint, plain, seconds=60.0, token=None)
