@@ -102,7 +102,7 @@ async def test_groups_load_it_in_the_first_quorum_if_the_group_with_the_live_sta
                 together(lambda: step(a, ours), lambda: step(b, theirs))
             a.shutdown()
             with manager(lighthouse, "c", other := state(-2.0), **how) as c:
-                b.shutdown()  # c was told that b has a live state
+                b.shutdown()  # after the lighthouse named its live state to c
                 c.start_quorum()
                 assert c.current_step() == 3
                 assert other["w"][0] == 3.0
