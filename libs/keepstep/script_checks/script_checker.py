@@ -72,7 +72,7 @@ class ScriptChecker:
             now: monotonic seconds.
             groups: see ``mistakes.in_commit``, also for the other arguments.
         """
-        if self._last_step is not None:
+        if self._last_step is not None and not synchronized:  # else such steps, and what lies between, are the method
             self._warn(mistakes.in_pause(seconds=self._pause, missed=step - self._last_step - 1))
         self._last_step, self._ended_at, self._pause = step, now, 0.0
         if not collectives:

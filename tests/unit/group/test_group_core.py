@@ -136,6 +136,20 @@ def test_a_late_vote_for_an_older_attempt_is_dropped():
     assert barrier.vote(1, vote(True, attempt=2)) == RankDecision(1, 5, 3, 2, ok=True)
 
 
+def test_a_poll_that_the_ranks_passed_has_ended_with_no_and_a_later_one_needs_all_ranks():
+    barrier = CommitBarrier(2)
+
+    def poll(number: int, ready: bool) -> RankVote:
+        return RankVote(0, 0, 3, 1, ready, number)
+
+    assert barrier.vote(0, poll(1, False)) == RankDecision(0, 0, 3, 1, ok=False, poll=1)
+    assert barrier.vote(0, poll(2, True)) is None, "rank 1 is an inner step behind"
+    assert barrier.vote(1, poll(1, True)) == RankDecision(0, 0, 3, 1, ok=False, poll=1)
+    assert barrier.vote(1, poll(2, True)) == RankDecision(0, 0, 3, 1, ok=True, poll=2)
+    assert barrier.vote(1, vote(True, attempt=2)) is None
+    assert barrier.vote(0, vote(True, attempt=2)) == RankDecision(1, 5, 3, 2, ok=True)
+
+
 @pytest.mark.parametrize(
     "kind", [TimeoutError, LayoutMismatch, CollectivesMismatch, StartRefused, Banned, SessionClosed]
 )

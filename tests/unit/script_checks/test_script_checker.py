@@ -122,6 +122,14 @@ def test_several_ranks_that_each_hold_the_whole_model_are_a_mistake() -> None:
     assert in_ranks(ranks=1, sharded=False) is None
 
 
+def test_groups_that_leave_each_other_behind_by_design_cause_no_warning() -> None:
+    script = Script(of(nn.Linear(1, 1)))
+    for number, begins in ((2, 0.0), (7, 85.0)):
+        script.checker.quorum_requested(begins)
+        script.checker.committed(number, begins + 1.0, groups=2, collectives=2, synchronized=True)
+    assert "other groups went on without this one" not in script.warnings
+
+
 @pytest.mark.parametrize(
     ("begins", "number", "warned"),
     [(85.0, 7, True), (85.0, 3, False), (11.0, 7, False)],

@@ -37,6 +37,36 @@ def test_a_group_behind_heals_and_has_no_place_in_the_cohort():
     assert make_plan(agreed, "c").max_replica_rank == 1
 
 
+@pytest.mark.parametrize(
+    ("behind", "heals"),
+    [
+        (member("b", 2, 1), False),
+        (member("b", 2, "synchronized:1"), False),
+        (member("b", 0, "new:a"), False),  # it trains from the weights that the job began with
+        (member("b", 0, "new:b"), True),
+        (member("b", 0, ""), True),
+        (member("b", 2, "loaded:1"), True),
+        (member("b", 2, "torn:b"), True),
+        (member("b", 2, "diverged:b"), True),
+        (member("b", 5, 2), True),  # of equal length, so it has steps that the others do not have
+    ],
+    ids=lambda one: repr(one.lineage) if isinstance(one, Member) else "",
+)
+def test_only_a_group_that_trained_an_earlier_state_of_the_job_catches_up_instead_of_healing(behind, heals) -> None:
+    agreed = quorum(member("a", 5, 3), behind, member("c", 5, 3))
+    plans = [make_plan(agreed, name, catches_up=True) for name in "abc"]
+    assert [plan.behind for plan in plans] == [False, True, False]
+    assert plans[1].heal == heals
+    assert all(plan.catching_up == (() if heals else (1,)) for plan in plans)
+    assert all(plan.healing == ((1,) if heals else ()) for plan in plans)
+    assert make_plan(agreed, "b").heal, "without catches_up every group that is behind heals"
+
+
+def test_a_group_from_before_a_resume_does_not_catch_up():
+    agreed = quorum(member("a", 5, "resumed:4:6"), member("b", 2, 1))
+    assert make_plan(agreed, "b", catches_up=True).heal
+
+
 def test_groups_at_an_equal_step_with_different_lineages_do_not_go_on_side_by_side():
     agreed = quorum(member("a", 5, 3), member("b", 5, 4))
     assert make_plan(agreed, "a").source == 1
