@@ -9,14 +9,12 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,14 +25,16 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+sys.path.append(str(Path(__file__).parents[4]))
+
 from keepstep import Manager, ProcessGroupGloo
 from keepstep.coordination import LighthouseServer
 from keepstep.futures import context_timeout, future_timeout
 from keepstep.process_group import ProcessGroupBabyGloo
 from keepstep.rendezvous.store_client import KeyValueServer, RendezvousStore, Table
+from tests.support.processes.children import DEADLINE, descriptors, fork_and_exit, in_child, sockets, wait
 
 SECOND = timedelta(seconds=1)
-DEADLINE = 20.0
 
 
 class Group:
@@ -85,64 +85,7 @@ class Pair:
         self.pool.shutdown()
 
 
-def fork(work: Callable[[], object]) -> tuple[int, Callable[[], Any]]:
-    """Pid, and what waits for the result of ``work``, in a child that ends without finalization."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(theirs)
-
-        def result() -> Any:
-            with os.fdopen(ours, "rb") as pipe:
-                ready, _, _ = select.select([pipe], [], [], DEADLINE)
-                answer = json.loads(pipe.read()) if ready else "the child hangs"
-            wait(pid)
-            return answer
-
-        return pid, result
-    try:
-        answer = work()
-    except BaseException:  # noqa: BLE001  the parent tells
-        answer = traceback.format_exc()
-    os.write(theirs, json.dumps(answer).encode())
-    os._exit(0)
-
-
-def in_child(work: Callable[[], object]) -> Any:
-    return fork(work)[1]()
-
-
-def wait(pid: int) -> int | str:
-    """Exit code; negative: the signal."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)  # waitpid has no timeout
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-
-def sockets() -> list[str]:
-    """Addresses of this process's TCP sockets, listening ones too."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    found.append(str(one.getsockname()))
-        except OSError:
-            continue
-    return sorted(found)
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-# ---- scenes: what they return is printed
+# ---- scenes, whose results are printed
 
 
 def no_socket(pair: Pair) -> Any:
@@ -422,14 +365,6 @@ def process_groups_in_children(pair: Pair) -> Any:
         group.shutdown()
     pair.steps()
     return told
-
-
-def fork_and_exit() -> int:
-    """A child that ends as a script does; its pid."""
-    pid = os.fork()
-    if pid == 0:
-        sys.exit(7)
-    return pid
 
 
 def rest_of_the_library(pair: Pair) -> Any:

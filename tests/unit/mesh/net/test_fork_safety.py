@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,29 +16,9 @@ import pytest
 from keepstep.runtime.exits import TerminationFlag
 from keepstep_mesh.errors import ForkError
 from keepstep_mesh.net.fork_safety import OfParent, claim_opened, listening_socket, open_socket, sockets_at
+from tests.support.processes.children import DEADLINE, in_child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-
-SECONDS = 30
-
-
-def in_child(work: Callable[[], Any]) -> Any:
-    """Return the result of ``work`` in a forked child, or its failure."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(SECONDS)
-        try:
-            answer = work()
-        except BaseException:  # noqa: BLE001  the parent tells
-            answer = traceback.format_exc()
-        os.write(theirs, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        answer = pipe.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    return json.loads(answer)
 
 
 def is_open(one: socket.socket) -> bool:
@@ -132,7 +109,7 @@ finally:
 def test_no_fork_comes_between_the_opening_of_a_socket_and_its_claim():
     """A process of its own, whose forks are fast, opens sockets in another thread all the time."""
     command = [sys.executable, "-W", "ignore", "-c", RACE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, check=False)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
@@ -170,7 +147,7 @@ def test_a_socket_that_gets_the_number_of_one_that_was_just_found_stays_claimed(
     ended: list[bool] = []
     with claim_opened(search):
         ended.append(True)
-    other.join(SECONDS)
+    other.join(DEADLINE)
     with opened[0] as ours, socket.create_server(("127.0.0.1", 0)) as listener:
         assert ours.fileno() == number
         ours.connect(listener.getsockname())
