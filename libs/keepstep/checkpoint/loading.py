@@ -7,18 +7,20 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, MissingKeys
 from keepstep.checkpoint.parts.flattening import Leaf, expand, flatten, place
-from keepstep.checkpoint.parts.local_parts import Box, TensorPart, local_part
+from keepstep.checkpoint.parts.local_parts import Box, Part, TensorPart, local_parts
 from keepstep.checkpoint.places.at_relay import RelaySource
 from keepstep.checkpoint.places.directory import DirectorySource
 from keepstep.checkpoint.places.location import AtRelay, parse
 from keepstep.checkpoint.stored import CheckpointReader, Piece, StoredCheckpoint, StoredTensor, pieces_of
 from keepstep.checkpointing.direct.connection import Deadline
+from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 
 STREAMS = 4
 MAX_NAMED = 10
@@ -94,12 +96,8 @@ def load_leaves(state: dict[Any, Any], stored: StoredCheckpoint, *, strict: bool
     """Load into the leaves of a state without ``Stateful`` objects. See ``load``."""
     leaves = flatten(state)
     found = _present(leaves, stored, strict=strict)
-    wanted = [
-        (key, piece, target)
-        for key, leaf in found.items()
-        if isinstance(leaf.value, torch.Tensor)
-        for piece, target in _reads(key, leaf, stored)
-    ]
+    parts = local_parts({key: leaf for key, leaf in found.items() if isinstance(leaf.value, torch.Tensor)})
+    wanted = [(key, piece, target) for key, part in parts.items() for piece, target in _reads(key, part, stored)]
     _read_all(stored.reader, wanted)
     for key, leaf in found.items():
         if key in stored.objects:
@@ -150,9 +148,9 @@ def _listed(keys: list[str]) -> str:
     return f"{text} and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else text or "nothing"
 
 
-def _reads(key: str, leaf: Leaf, stored: StoredCheckpoint) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _reads(key: str, part: Part, stored: StoredCheckpoint) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yield the pieces to read for a tensor, and the memory for each."""
-    part, tensor = local_part(key, leaf), stored.tensors[key]
+    tensor = stored.tensors[key]
     assert isinstance(part, TensorPart)
     if part.shape != tensor.shape:
         raise CheckpointError(f"{key} has shape {part.shape} here, but is a {tensor} in the checkpoint")
@@ -176,15 +174,18 @@ def _overlaps(tensor: StoredTensor, box: Box) -> Iterator[tuple[Any, Box]]:
 
 
 def _read_all(reader: CheckpointReader, wanted: list[tuple[str, Piece, torch.Tensor]]) -> None:
-    """Read in the order of the packs, in several threads."""
+    """Read in the order of the packs; in several threads, if it is more than a chunk."""
     wanted.sort(key=lambda one: (one[1].shard.rank, one[1].offset))
-    if not wanted:
+    reads = [
+        partial(naming_key, key, lambda piece=piece, target=target: piece.copy(reader, target))
+        for key, piece, target in wanted
+    ]
+    if sum(piece.nbytes for _, piece, _ in wanted) <= CHUNK_BYTES:
+        for read in reads:
+            read()
         return
     with ThreadPoolExecutor(STREAMS, "keepstep-load") as pool:
-        running = [
-            pool.submit(naming_key, key, lambda piece=piece, target=target: piece.copy(reader, target))
-            for key, piece, target in wanted
-        ]
+        running = [pool.submit(read) for read in reads]
         try:
             for one in running:
                 one.result()

@@ -117,20 +117,25 @@ def local_parts(leaves: Mapping[str, Leaf]) -> dict[str, Part]:
     Raises:
         UnsupportedValue: a tensor cannot be stored; the error names its key.
     """
-    return {key: local_part(key, leaf) for key, leaf in leaves.items()}
+    shards = _Shards()
+    return {key: _part(key, leaf, shards) for key, leaf in leaves.items()}
 
 
 def local_part(key: str, leaf: Leaf) -> Part:
     """Return what this rank holds of one leaf. Raises ``UnsupportedValue``."""
+    return _part(key, leaf, _Shards())
+
+
+def _part(key: str, leaf: Leaf, shards: _Shards) -> Part:
     value = leaf.value
     if not isinstance(value, torch.Tensor):
         return ObjectPart(leaf.path, value)
     if value.dtype not in TORCH_DTYPE_NAMES:
         raise UnsupportedValue(f"{key} is a tensor of {value.dtype}, which a checkpoint cannot store")
-    mesh, is_sharded = None, True
+    mesh, is_sharded, shape = None, True, tuple(value.size())
     if is_dtensor(value):
-        mesh = _mesh(key, value)
-        pieces = list(_pieces_of_dtensor(key, value))
+        mesh = shards.mesh(key, value)
+        pieces = shards.pieces(key, value)
     elif _is_sharded_tensor(value):
         pieces = [
             (Box(tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)), one.tensor.detach())
@@ -138,8 +143,7 @@ def local_part(key: str, leaf: Leaf) -> Part:
         ]
     else:
         is_sharded = False
-        pieces = [(whole(tuple(value.shape)), value.detach())]
-    shape = tuple(value.size())
+        pieces = [(whole(shape), value.detach())]
     kept = tuple((box, tensor) for box, tensor in pieces if box.volume or not math.prod(shape))
     return TensorPart(leaf.path, value.dtype, shape, kept, mesh, is_sharded)
 
@@ -150,29 +154,53 @@ def _is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     return module is not None and isinstance(value, module.ShardedTensor)
 
 
-def _mesh(key: str, tensor: DTensor) -> Mesh:
-    for placement in tensor.placements:
-        if placement.is_partial():
-            raise UnsupportedValue(f"{key} is a partial DTensor ({placement}): reduce it first, with redistribute")
-    mesh = tensor.device_mesh
-    placements = tuple(str(placement) for placement in tensor.placements)
-    return Mesh(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), placements)
+class _Shards:
+    """Shards of DTensors. Many DTensors of a state are sharded alike, so the description is computed once."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[Any, Mesh] = {}
+        self._boxes: dict[Any, list[tuple[Box, tuple[slice, ...]]]] = {}
+
+    def mesh(self, key: str, tensor: DTensor) -> Mesh:
+        """Return the mesh of a DTensor. Raises ``UnsupportedValue`` if it is partial."""
+        device_mesh, placements = tensor.device_mesh, tensor.placements
+        found = self._meshes.get((id(device_mesh), placements))
+        if found is None:
+            for placement in placements:
+                if placement.is_partial():
+                    raise UnsupportedValue(
+                        f"{key} is a partial DTensor ({placement}): reduce it first, with redistribute"
+                    )
+            ranks = device_mesh.mesh
+            names = tuple(str(placement) for placement in placements)
+            found = Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape), names)
+            self._meshes[id(device_mesh), placements] = found
+        return found
+
+    def pieces(self, key: str, tensor: DTensor) -> list[tuple[Box, torch.Tensor]]:
+        """Return the boxes of the shard of this rank, and their memory."""
+        if tensor.device_mesh.get_coordinate() is None:
+            return []
+        local = tensor.to_local().detach()
+        alike = (id(tensor.device_mesh), tensor.placements, tensor.shape)
+        found = self._boxes.get(alike)
+        if found is None:
+            found = self._boxes[alike] = list(_boxes(tensor, local))
+        if sum(box.volume for box, _ in found) != local.numel():
+            raise CheckpointError(f"{key}: its shard has shape {tuple(local.shape)}, which does not fit {tensor}")
+        return [(box, local[where]) for box, where in found]
 
 
-def _pieces_of_dtensor(key: str, tensor: DTensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    if tensor.device_mesh.get_coordinate() is None:
-        return
-    local = tensor.to_local().detach()
+def _boxes(tensor: DTensor, local: torch.Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
+    """Yield the boxes of the shard of this rank, and their places in it."""
     if any("_Strided" in type(placement).__name__ for placement in tensor.placements):
         runs = [_runs(tensor, dimension) for dimension in range(tensor.ndim)]
     else:
         offset = sharding_of(tensor).global_offset
         runs = [[(start, 0, size)] for start, size in zip(offset, local.shape, strict=True)]
-    if math.prod(sum(size for _, _, size in dimension) for dimension in runs) != local.numel():
-        raise CheckpointError(f"{key}: its local shard has shape {tuple(local.shape)}, which does not fit {tensor}")
     for combination in product(*runs):
         box = Box(tuple(start for start, _, _ in combination), tuple(size for _, _, size in combination))
-        yield box, local[tuple(slice(at, at + size) for _, at, size in combination)]
+        yield box, tuple(slice(at, at + size) for _, at, size in combination)
 
 
 def _runs(tensor: DTensor, dimension: int) -> list[tuple[int, int, int]]:
