@@ -130,6 +130,9 @@ def test_an_abort_ends_operations_and_a_rendezvous_that_waits_for_a_peer(ranks) 
     with pytest.raises(ProcessGroupAbortedError, match="configure was aborted: quorum 8 lost r1"):
         group.configure("", "r0", 0, 2, 8, store=store)
     aborting.join()
+    for thread in threading.enumerate():
+        if thread.name == "keepstep-baby-store":  # it still waits for a key, until that timeout
+            thread.join(30)
 
 
 def test_an_unconfigured_group_says_so() -> None:
