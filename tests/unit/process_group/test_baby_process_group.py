@@ -125,14 +125,13 @@ def test_an_abort_ends_operations_and_a_rendezvous_that_waits_for_a_peer(ranks) 
 
     aborting = threading.Thread(target=abort)
     aborting.start()
-    store = Announced()
+    store, before = Announced(), set(threading.enumerate())
     store.set_timeout(SHORT)  # of this store: it has no abort
     with pytest.raises(ProcessGroupAbortedError, match="configure was aborted: quorum 8 lost r1"):
         group.configure("", "r0", 0, 2, 8, store=store)
     aborting.join()
-    for thread in threading.enumerate():
-        if thread.name == "keepstep-baby-store":  # it still waits for a key, until that timeout
-            thread.join(30)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)  # the server of the store still waits for a key, until that timeout
 
 
 def test_an_unconfigured_group_says_so() -> None:
