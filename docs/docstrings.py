@@ -79,7 +79,7 @@ SECTIONS = (
         "Training with little communication",
         "[The page of that name](little-communication.md) says when to use which.",
         "keepstep.local_sgd",
-        "LocalSGD DiLoCo extract_local_tensor",
+        "LocalSGD DiLoCo Decoupled extract_local_tensor",
     ),
     section(
         "Transports of live state",
@@ -264,7 +264,7 @@ def block(text: str) -> str:
 
 # ---- the page
 
-PARTS = ("keepstep.lifecycle.state_and_progress",)
+PARTS = ("keepstep.lifecycle.state_and_progress", "keepstep.lifecycle.background_quorum")
 """Modules of base classes that have no entry of their own: their members are described in the derived class."""
 
 

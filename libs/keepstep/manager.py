@@ -27,6 +27,7 @@ from keepstep.collectives.codecs.codec import Round
 from keepstep.futures import future_timeout
 from keepstep.group.quorum_plan import WorldSizeMode
 from keepstep.lifecycle import wiring
+from keepstep.lifecycle.background_quorum import BackgroundQuorum
 from keepstep.lifecycle.durability import Durability
 from keepstep.lifecycle.manager_settings import ManagerSettings
 from keepstep.lifecycle.membership import GroupMembership
@@ -45,7 +46,7 @@ SHUTDOWN_SECONDS = 5.0
 """Limit of each part of ``shutdown`` that waits for the group or the lighthouse."""
 
 
-class Manager(StateAndProgress):
+class Manager(BackgroundQuorum, StateAndProgress):
     """Keeps one replica group in step with the others.
 
     ``use_async_quorum``, ``world_size_mode``, ``init_sync`` and ``refuse_nonfinite``, and with ``FIXED_WITH_SPARES``
@@ -275,7 +276,7 @@ class Manager(StateAndProgress):
         """Begin a step.
 
         Continue the open step instead if the arguments are the same and nothing has been reduced in it; discard any
-        other open step.
+        other open step. After ``request_quorum``, take the quorum that it requested.
 
         In a synchronous quorum and in a group's first step this waits for the quorum. If none forms within
         ``quorum_timeout``, it logs the reason and asks again.
@@ -296,21 +297,13 @@ class Manager(StateAndProgress):
         self.script_checker.quorum_requested(time.monotonic())
         limit = (timeout or self._settings.quorum_timeout).total_seconds()
         arguments = (allow_heal, shrink_only, limit, context.layout_digest)
-        if self._attempt is not None and not self._attempt.done:
-            if self._attempt.arguments == arguments and self._attempt.is_untouched():
-                return
-            self._attempt.abandon()
-        elif self._attempt is not None and self._attempt.after is not None:
-            self._attempt.after.end()
-        self._durability.before_step()
-        self._attempt = attempt = Attempt(
-            context,
-            allow_heal=allow_heal,
-            sync=not self._settings.use_async_quorum or not allow_heal,
-            first_step=self._settings.init_sync and context.progress.step == 0,
-            timeout=limit,
-            arguments=arguments,
-        )
+        attempt = self._attempt
+        if attempt is None or attempt.done or not attempt.requested_early:
+            if attempt is not None and not attempt.done:
+                if attempt.arguments == arguments and attempt.is_untouched():
+                    return
+                attempt.abandon()
+            attempt = self._new_attempt(arguments, limit, allow_heal=allow_heal)
         while True:
             if context.leaving and context.settings.world_size == 1:
                 self._membership.leave(context)
@@ -323,6 +316,22 @@ class Manager(StateAndProgress):
                     raise
                 context.raise_fatal()
                 context.log.warning("no quorum yet; asking again", step=context.progress.step, reason=str(error))
+
+    def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
+        """End what follows the last step, and open an attempt that is not begun. ``limit``: of a request, seconds."""
+        context = self._context
+        if self._attempt is not None and self._attempt.after is not None:
+            self._attempt.after.end()
+        self._durability.before_step()
+        self._attempt = Attempt(
+            context,
+            allow_heal=allow_heal,
+            sync=not self._settings.use_async_quorum or not allow_heal,
+            first_step=self._settings.init_sync and context.progress.step == 0,
+            timeout=limit,
+            arguments=arguments,
+        )
+        return self._attempt
 
     def wait_quorum(self) -> None:
         """Wait for the quorum and for the process group.

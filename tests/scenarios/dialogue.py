@@ -39,6 +39,8 @@ OPTIONS = (
     "for",
     "layout",
     "root",
+    "min groups",
+    "grace",
 )
 BRACKETS = r"(?: \[(?P<options>[^\]]*)\])?"
 
@@ -170,6 +172,8 @@ class Dialogue:
                 timeout=float(options.get("for", "600 s").removesuffix(" s")),
                 info=MemberInfo(f"http://{replica_id}", layout=layout) if layout is not None else None,
                 root=_root(options["root"]) if "root" in options else None,
+                min_groups=int(options.get("min groups", "0")),
+                grace=float(options.get("grace", "0 s").removesuffix(" s")),
             ),
         )
 

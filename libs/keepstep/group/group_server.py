@@ -15,7 +15,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from keepstep.group.group_listener import GroupListener
-from keepstep.group.merging import CommitBarrier, DisagreeError, merge_asks, merge_healing
+from keepstep.group.merging import CommitBarrier, DisagreeError, key_of, merge_asks, merge_healing
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_connections import RankConnections
 from keepstep.group.ranks.rank_link import GroupSettings, Leaving, denial
@@ -295,6 +295,7 @@ class GroupServer:
             self._plan,
             attempt=self._attempt,
             heal_timeout_ms=self._session.heal_timeout_ms,
+            catches_up=merged.min_groups > 0,
         )
         last, self._plan = self._plan, plan
         if last is None or (last.epoch, last.quorum_id) != (plan.epoch, plan.quorum_id):
@@ -316,6 +317,8 @@ class GroupServer:
             allow_heal=ask.allow_heal,
             settings=ask.settings,
             last_step=ask.last_step,
+            min_groups=ask.min_groups,
+            grace_ms=ask.grace_ms,
         )
         retries_left = self._settings.quorum_retries
         while True:
@@ -354,9 +357,8 @@ class GroupServer:
         self._votes[rank] = (vote, future)
         decision = self._barrier.vote(rank, vote)
         if decision is not None:
-            key = (decision.epoch, decision.quorum_id, decision.step, decision.attempt)
             for other, (cast, waiting) in tuple(self._votes.items()):
-                if (cast.epoch, cast.quorum_id, cast.step, cast.attempt) == key:
+                if key_of(cast) == key_of(decision):
                     del self._votes[other]
                     if not waiting.done():
                         waiting.set_result(decision.ok)

@@ -7,8 +7,10 @@
   those of another group thus has an equal sum.
 * A group is torn, and all its ranks heal, if one rank is torn or if a heal reached only some of its ranks.
 * Heals: bytes and rates are added. The heal of the group has ended when those of all ranks have.
-* Votes: the key of a vote is (epoch, quorum_id, step, attempt). Votes with different keys are never counted together; a
-  vote with an older key than the newest is dropped.
+* Votes: the key of a vote is (epoch, quorum_id, step, attempt, poll). Votes with different keys are never counted
+  together; a vote with an older key than the newest is dropped.
+* Polls of the ranks are votes between two steps. A poll ends with the first no, so a rank may be ahead of the others:
+  an older poll than the newest has ended with no.
 """
 
 from __future__ import annotations
@@ -137,7 +139,12 @@ def merge_healing(of_ranks: Mapping[int, Healing], world_size: int) -> Healing:
     )
 
 
-Key = tuple[int, int, int, int]
+Key = tuple[int, int, int, int, int]
+
+
+def key_of(vote: RankVote | RankDecision) -> Key:
+    """Return what votes that are counted together have in common."""
+    return vote.epoch, vote.quorum_id, vote.step, vote.attempt, vote.poll
 
 
 class CommitBarrier:
@@ -149,7 +156,7 @@ class CommitBarrier:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._key: Key = (0, 0, 0, -1)
+        self._key: Key = (0, 0, 0, -1, 0)
         self._votes: dict[int, bool] = {}
 
     def vote(self, rank: int, vote: RankVote) -> RankDecision | None:
@@ -158,15 +165,15 @@ class CommitBarrier:
         Returns:
             The decision: yes after a yes of every rank with this key, no after the first no; None while it is open.
         """
-        key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
-        if vote.attempt < self._key[3]:
-            return None
+        key = key_of(vote)
+        if key[3:] < self._key[3:]:
+            return RankDecision(*key[:4], ok=False, poll=vote.poll) if vote.poll else None
         if key != self._key:
             self._key, self._votes = key, {}
         self._votes[rank] = vote.ok
         if all(self._votes.values()) and len(self._votes) < self._world_size:
             return None
-        return RankDecision(*key, ok=all(self._votes.values()))
+        return RankDecision(*key[:4], ok=all(self._votes.values()), poll=vote.poll)
 
     def waiting_for(self) -> list[int]:
         """Return the ranks that have not voted with the newest key."""

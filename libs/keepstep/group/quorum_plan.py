@@ -5,6 +5,8 @@ Rules:
 * Equal (step, lineage) means equal weights. ``protocol.lineage`` says which of them is the reference state. The groups
   that hold it are the *cohort*; all other groups heal.
 * The k-th healing group heals from the k-th of the cohort, round robin; each failed attempt moves it on by one.
+* With ``catches_up``, a group that is behind with a state that it trained itself does not heal. It *catches up*: the
+  collectives of the step bring it the state of the cohort.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from keepstep_mesh.protocol.lineage import is_diverged, is_torn, reference_state
+from keepstep_mesh.protocol.lineage import NEW, is_committed, is_diverged, is_torn, origin, reference_state
 from keepstep_mesh.protocol.membership import Lineage, Member, Quorum
 
 ROTATING = 2
@@ -41,13 +43,13 @@ class QuorumPlan:
     cohort: tuple[int, ...]
     """replica_ranks that hold the reference state."""
     healing: tuple[int, ...]
-    """All other replica_ranks: they heal."""
+    """replica_ranks that heal: all others but ``catching_up``."""
     max_replica_rank: int | None
-    """Index of this group in ``cohort``; None while it heals."""
+    """Index of this group in ``cohort``; None while it is behind."""
     max_step: int
     lineage: Lineage
     source: int | None
-    """replica_rank that this group heals from; None when it is in the cohort."""
+    """replica_rank that this group heals from; None when it does not heal."""
     destinations: tuple[int, ...]
     """replica_ranks that heal from this group."""
     beside: tuple[int, ...] = ()
@@ -56,6 +58,8 @@ class QuorumPlan:
     """Number of the group's request, as its rank 0 counts them; part of the key of a vote."""
     heal_timeout_ms: int = 0
     """How long the next quorum waits for a group that heals; 0: unknown."""
+    catching_up: tuple[int, ...] = ()
+    """replica_ranks that are behind, and that the collectives of the step bring to the reference state."""
 
     @property
     def epoch(self) -> int:
@@ -91,6 +95,11 @@ class QuorumPlan:
     @property
     def heal(self) -> bool:
         return self.source is not None
+
+    @property
+    def behind(self) -> bool:
+        """Whether this group does not hold the reference state."""
+        return self.max_replica_rank is None
 
     @property
     def first_step(self) -> bool:
@@ -153,6 +162,7 @@ def make_plan(
     *,
     attempt: int = 0,
     heal_timeout_ms: int = 0,
+    catches_up: bool = False,
 ) -> QuorumPlan:
     """Return the part of ``replica_id`` in ``quorum``.
 
@@ -163,12 +173,13 @@ def make_plan(
         replica_id: of this group.
         previous: the plan of the step before; what has not changed is not computed again.
         attempt, heal_timeout_ms: as in the plan.
+        catches_up: see the rules at the top; equal in all groups.
 
     Raises:
         ValueError: ``replica_id`` is not a member of the quorum.
     """
     members = quorum.listed
-    if quorum.uniform and previous and members is previous.members and not previous.healing:
+    if quorum.uniform and previous and members is previous.members and not (previous.healing or previous.catching_up):
         return replace(
             previous,
             quorum=quorum,
@@ -182,6 +193,7 @@ def make_plan(
         raise ValueError(f"quorum {quorum.quorum_id} has no member {replica_id}; its members are {', '.join(ids)}")
     replica_rank = ids.index(replica_id)
     healing: tuple[int, ...] = ()
+    catching_up: tuple[int, ...] = ()
     if quorum.uniform:  # the steps in the list are old, and no group heals
         step, lineage, cohort = quorum.step, quorum.lineage, tuple(range(len(members)))
     else:
@@ -189,6 +201,9 @@ def make_plan(
         holds = [(m.step, m.lineage) == (step, lineage) for m in members]
         cohort = tuple(rank for rank, held in enumerate(holds) if held)
         healing = tuple(rank for rank, held in enumerate(holds) if not held)
+        if catches_up:
+            catching_up = tuple(rank for rank in healing if _follows(members[rank], step, lineage))
+            healing = tuple(rank for rank in healing if rank not in catching_up)
     sources = {rank: cohort[(k + members[rank].commit_failures) % len(cohort)] for k, rank in enumerate(healing)}
     source = sources.get(replica_rank)
     return QuorumPlan(
@@ -196,7 +211,7 @@ def make_plan(
         replica_rank=replica_rank,
         cohort=cohort,
         healing=healing,
-        max_replica_rank=cohort.index(replica_rank) if source is None else None,
+        max_replica_rank=cohort.index(replica_rank) if replica_rank in cohort else None,
         max_step=step,
         lineage=lineage,
         source=source,
@@ -204,4 +219,16 @@ def make_plan(
         beside=tuple(rank for rank in healing if sources[rank] == sources.get(replica_rank)),
         attempt=attempt,
         heal_timeout_ms=heal_timeout_ms,
+        catching_up=catching_up,
     )
+
+
+def _follows(member: Member, step: int, lineage: Lineage) -> bool:
+    """Return whether the state of ``member`` is an earlier one of the history that led to (step, lineage).
+
+    A group that has just started is no follower, even with a checkpoint: it has trained nothing since.
+    """
+    same_history = origin(member.lineage).resumed == origin(lineage).resumed
+    shared = isinstance(member.lineage, str) and member.lineage.startswith(NEW)  # the weights that the job began with
+    began = shared and member.lineage != f"{NEW}{member.replica_id}"
+    return (is_committed(member.lineage) or began) and member.step < step and same_history

@@ -75,7 +75,8 @@ class GroupMembership:
                 if context.source == push.replica_id:
                     context.transport.source_lost(f"{push.replica_id}: {push.reason}")
             case RoundBroken():
-                context.log.warning("round broken", quorum_id=push.quorum_id, reason=push.reason)
+                log = context.log.info if context.min_groups else context.log.warning  # others may go on without it
+                log("round broken", quorum_id=push.quorum_id, reason=push.reason)
                 context.reconfigurer.lost(push.quorum_id, push.reason)
             case Drain():
                 self.request_leave(push.reason or "drained")

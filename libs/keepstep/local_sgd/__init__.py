@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from keepstep.local_sgd.decoupled import Decoupled
 from keepstep.local_sgd.diloco import DiLoCo
 from keepstep.local_sgd.local_tensors import extract_local_tensor
 from keepstep.local_sgd.parameter_average import LocalSGD
 
-__all__ = ["DiLoCo", "LocalSGD", "extract_local_tensor"]
+__all__ = ["Decoupled", "DiLoCo", "LocalSGD", "extract_local_tensor"]

@@ -1,6 +1,7 @@
 """DiLoCo: an inner optimizer in each group, and an outer optimizer over the groups, fragment by fragment.
 
-Of arXiv 2311.08105 (DiLoCo) and arXiv 2501.18512 (Streaming DiLoCo: fragments, overlap, merging).
+Of arXiv 2311.08105 (DiLoCo), arXiv 2501.18512 (Streaming DiLoCo: fragments, overlap, merging), and arXiv 2604.21428
+(Decoupled DiLoCo: groups of different speed).
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from torch.optim import Optimizer
 from keepstep.collectives.codecs import Quantized
 from keepstep.data_parallel.synced_buffers import SyncedBuffers
 from keepstep.local_sgd.buckets import BUCKET_CAP_MB, size_in_bytes
+from keepstep.local_sgd.decoupled import Decoupled
 from keepstep.local_sgd.fragment import Fragment
 from keepstep.local_sgd.layout import check_for_codec, optimizer_line, parameter_lines, parameters_of_fragments
+from keepstep.local_sgd.local_tensors import local_tensor
+from keepstep.local_sgd.merged_fragment import MergedFragment
+from keepstep.local_sgd.outer_merges import OuterMerges
 from keepstep.local_sgd.outer_optimizer import OuterOptimizer
 from keepstep.local_sgd.outer_steps import OuterSteps
 from keepstep.local_sgd.schedule import Schedule
@@ -25,6 +30,8 @@ from keepstep_mesh.config.logging import get_logger
 from keepstep_mesh.protocol.names import name_of
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from keepstep.collectives.codecs import Codec
     from keepstep.manager import Manager
 
@@ -75,6 +82,8 @@ class DiLoCo(OuterSteps):
         sync_buffers: average or copy the buffers of a fragment with its outer step, as in ``DistributedDataParallel``.
         codec: of ``keepstep.collectives.codecs``, for averages with fewer bytes; None: full precision. With ``TopK``
             or ``TwoBit`` use an outer optimizer without momentum, such as ``torch.optim.SGD(parameters, lr=1.0)``.
+        decoupled: settings with which no group waits for a slower one; None: each outer step waits for all groups.
+            Only without ``fragment_sync_delay`` and ``fragment_update_alpha``.
 
     Raises:
         ValueError: an argument is out of range, the Manager has an asynchronous quorum, a trained parameter is in no
@@ -100,6 +109,7 @@ class DiLoCo(OuterSteps):
         *,
         sync_buffers: bool = True,
         codec: Codec | None = None,
+        decoupled: Decoupled | None = None,
     ) -> None:
         if manager.use_async_quorum:
             raise ValueError(
@@ -111,6 +121,11 @@ class DiLoCo(OuterSteps):
         self._codec = Quantized() if should_quantize else codec
         if not 0 <= fragment_update_alpha <= 1:
             raise ValueError(f"fragment_update_alpha={fragment_update_alpha} must be in [0, 1]")
+        if decoupled is not None and (fragment_sync_delay or fragment_update_alpha):
+            raise ValueError(
+                f"fragment_sync_delay={fragment_sync_delay} and fragment_update_alpha={fragment_update_alpha} must be "
+                f"0 in decoupled groups, which train while an outer step waits and keep what they trained"
+            )
         schedule = Schedule(sync_every, len(model_fragments), fragment_sync_delay)
         outers = _one_each(outer_optimizer, inner_optimizer, len(model_fragments))
         parameters = parameters_of_fragments(model_fragments, inner_optimizer, outers)
@@ -122,9 +137,11 @@ class DiLoCo(OuterSteps):
         cap = size_in_bytes(BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) if use_bucketization else None
         keys = [f"StreamingDiLoCoFragment_{number}" for number in range(len(model_fragments))]
         everything = [one for fragment in parameters for one in fragment.values()]
+        if decoupled is not None:
+            manager.train_while_quorum_forms(decoupled.min_groups, decoupled.grace)
         super().__init__(manager, inner_optimizer, everything, schedule, frozenset(keys))
         self._fragments = [
-            Fragment(
+            (Fragment if decoupled is None else MergedFragment)(
                 *(manager, parameters[number], buffers[number], OuterOptimizer(outer, [*parameters[number].values()])),
                 backup_device=torch.device(backup_device or "cpu"),
                 pin_memory=pin_memory,
@@ -135,6 +152,9 @@ class DiLoCo(OuterSteps):
             )
             for number, outer in enumerate(outers)
         ]
+        merged = [one for one in self._fragments if isinstance(one, MergedFragment)]
+        device = local_tensor(everything[0]).device
+        self._merges = None if decoupled is None else OuterMerges(manager, decoupled, merged, schedule.period, device)
         for key, fragment in zip(keys, self._fragments, strict=True):
             manager.register_state_dict_fn(key, fragment.load_state_dict, fragment.state_dict)
         lines = [
@@ -145,10 +165,26 @@ class DiLoCo(OuterSteps):
             f"buckets of {cap} bytes" if cap else "no buckets",
             f"codec {self._codec.name if self._codec else 'none'}",
         ]
+        lines += [decoupled.line] if decoupled is not None else []
         for number, outer in enumerate(outers):
             lines += [optimizer_line(number, outer), *parameter_lines(parameters[number], f"fragment {number} ")]
             lines += buffers[number].lines
         manager.add_layout(lines)
+
+    def count_tokens(self, tokens: float) -> None:
+        """Count what this group trains on. Decoupled groups weigh their contributions by it.
+
+        Args:
+            tokens: number of tokens or samples of an inner step, over all ranks of the group; equal in its ranks. Call
+                this before the step of the inner optimizer.
+
+        Raises:
+            RuntimeError: this DiLoCo is not made with ``Decoupled(weight_by="tokens")``.
+            ValueError: the number is negative or not finite.
+        """
+        if self._merges is None:
+            raise RuntimeError("contributions have equal weights: pass decoupled=Decoupled(weight_by='tokens')")
+        self._merges.count_tokens(tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the user's own checkpoint, besides model, inner optimizer, and Manager.
@@ -196,12 +232,49 @@ class DiLoCo(OuterSteps):
         return name_of(self._manager.replica_id())
 
     def _position(self) -> dict[str, Any]:
-        return super()._position() | ({"codec": self._codec.state_dict()} if self._codec else {})
+        codec = {"codec": self._codec.state_dict()} if self._codec else {}
+        weights = {"weights": self._merges.weights} if self._merges is not None else {}
+        return super()._position() | codec | weights
 
     def _load_position(self, state: dict[str, Any]) -> None:
         if self._codec is not None:
             self._codec.load_state_dict(state.get("codec", {}))
         super()._load_position(state)
+        if self._merges is not None:
+            self._merges.load_weights(state.get("weights", [0.0] * len(self._fragments)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop counting. An outer step that other groups wait for ends now, unless an exception leaves the block."""
+        super().__exit__(kind, error, trace)
+        if self._merges is not None:
+            if error is None and self._manager.quorum_formed():
+                self._merge()
+            else:
+                self._manager.withdraw_quorum()
+
+    def _count_step(self) -> None:
+        super()._count_step()
+        if self._merges is not None:
+            self._merges.count_step()
+
+    def _advance(self) -> None:
+        if self._merges is None:
+            super()._advance()
+        elif self._schedule.begins and self._merges.is_due(self._schedule.position):
+            self._merge()
+
+    def _merge(self) -> None:
+        assert self._merges is not None
+        self._start_quorum()
+        if self._merges.merge():
+            self._schedule.end()
+
+    def _start_quorum(self) -> None:
+        super()._start_quorum()
+        if self._merges is not None and self._sources:
+            self._merges.start_over()
 
     def _start(self, fragment: int) -> None:
         self._fragments[fragment].begin()

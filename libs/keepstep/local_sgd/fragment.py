@@ -75,13 +75,26 @@ class Fragment:
         self._pseudo_gradients: list[torch.Tensor] = []
         """Views into the tensors that are reduced, one for each parameter."""
 
+    @property
+    def trained_from(self) -> list[torch.Tensor]:
+        """The parameters that the group began to train from, and that its pseudo-gradients are relative to."""
+        return list(self.originals.values())
+
     @torch.no_grad()
-    def begin(self) -> None:
-        """Start to average the pseudo-gradients, ``original - parameter``, over the groups."""
+    def begin(self, share: float = 1.0) -> None:
+        """Start to average the pseudo-gradients, ``original - parameter``, over the groups.
+
+        Args:
+            share: factor of this group's pseudo-gradients.
+        """
         local = [local_tensor(parameter) for parameter in self._parameters.values()]
         reduced, self._pseudo_gradients = allocate(local, self._bucket_bytes)
-        for gradient, original, now in zip(self._pseudo_gradients, self.originals.values(), local, strict=True):
+        for gradient, original, now in zip(self._pseudo_gradients, self.trained_from, local, strict=True):
             gradient.copy_(original, non_blocking=True).sub_(now)
+            if not share:
+                gradient.zero_()  # also of a NaN
+            elif share != 1:
+                gradient.mul_(share)
         self._buffers.start()
         if self._codec is None:
             self._works = [self._manager.allreduce(one) for one in reduced]
@@ -96,8 +109,7 @@ class Fragment:
         """
         committed = False
         try:
-            for work in self._works:
-                work.wait()
+            self.wait()
             trained = [extract_local_tensor(one) for one in self._parameters.values()] if self._alpha else []
             self._restore()
             committed = self._manager.should_commit()
@@ -109,6 +121,11 @@ class Fragment:
         finally:
             self.settle(committed=committed)
         return committed
+
+    def wait(self) -> None:
+        """Wait for the average."""
+        for work in self._works:
+            work.wait()
 
     def settle(self, *, committed: bool) -> None:
         """Forget the outer step that has begun, and free its memory. ``committed``: whether its result is used."""

@@ -122,9 +122,12 @@ class OuterSteps(ABC):
         found_inf = getattr(self._optimizer, "found_inf", None)  # set by a GradScaler while a fused optimizer steps
         if found_inf is not None and found_inf.item():
             return
-        self._schedule.count()
+        self._count_step()
         self._advance()
         self._manager.leave_if_asked()  # the next outer step may be minutes away
+
+    def _count_step(self) -> None:
+        self._schedule.count()
 
     def _advance(self) -> None:
         if self._schedule.begins:

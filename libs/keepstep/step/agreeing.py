@@ -1,4 +1,4 @@
-"""Agree with the other ranks and groups at the end of a step: the group's vote, and the digest of the state."""
+"""Agree with the other ranks and groups: whether all ranks are ready, the group's vote, and the digest of the state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from keepstep_mesh.errors import KeepstepError
 from keepstep_mesh.protocol.group_messages import RankVote
 from keepstep_mesh.protocol.membership import StateRoot
 
+POLL_TIMEOUTS = 4
+"""A poll waits so many times ``timeout``, because the other ranks may still be in their forward pass."""
+
 
 def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
     """Return the group's decision, within ``seconds``.
@@ -20,9 +23,24 @@ def decision_on(context: StepContext, vote: RankVote, seconds: float) -> bool:
     try:
         return context.mesh.call(context.link.vote(vote, seconds), seconds + CALL_MARGIN_SECONDS)
     except (TimeoutError, KeepstepError, OSError) as error:
-        reason = f"commit decision of step {vote.step} unknown: {type(error).__name__}: {error}"
+        reason = f"decision of the ranks at step {vote.step} unknown: {type(error).__name__}: {error}"
         context.fail_group(reason)
         raise GroupFailedExit(reason) from error
+
+
+def all_ready(context: StepContext, ready: bool) -> bool:
+    """Return whether all ranks of this group are ready. Call it equally often in all ranks, between two steps.
+
+    The first rank that is not ready decides, so that no rank waits for the others. A yes waits for all of them.
+
+    Raises:
+        GroupFailedExit: this rank cannot learn the decision.
+    """
+    if context.settings.world_size == 1:
+        return ready
+    context.polls += 1
+    poll = RankVote(0, 0, context.progress.step, context.last_attempt, ready, context.polls)
+    return decision_on(context, poll, POLL_TIMEOUTS * context.timeout.total_seconds())
 
 
 def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:
@@ -30,7 +48,7 @@ def root_of(context: StepContext, plan: QuorumPlan) -> StateRoot | None:
 
     Call it in every rank, also after an error, because FSDP's ``state_dict`` is collective.
     """
-    if not plan.verify or plan.heal or context.state.compared == frozenset():
+    if not plan.verify or plan.behind or context.state.compared == frozenset():
         return None
     try:
         return StateRoot(plan.max_step, plan.lineage, context.state.root().hex())

@@ -1,5 +1,6 @@
 """One attempt at one step, from ``start_quorum`` to ``should_commit``::
 
+    request     request the quorum, and train on until it has formed
     begin       request the quorum; in a synchronous or first step, heal before the forward pass
     wait_plan   wait for the quorum and its process group
     allreduce   start a collective
@@ -78,6 +79,8 @@ class Attempt:
         """Set on the training thread, after it has waited for the quorum and its process group."""
         self.after: AfterStep | None = None
         """Set at the end of the attempt."""
+        self.requested_early = False
+        """Whether ``request`` was called and ``begin`` was not."""
         self.synchronized = False
         """Whether the script says that this step makes the states of all groups that take part equal."""
         self._context = context
@@ -99,12 +102,19 @@ class Attempt:
 
     # ---- the quorum
 
+    def request(self, ask: RankAsk) -> None:
+        """Request the quorum and return. The group may train until it calls ``begin``."""
+        self.requested_early = True
+        self._send(ask)
+
     def begin(self, ask: RankAsk) -> None:
-        """Request the quorum. Wait for it and heal, where healing comes before the forward pass.
+        """Request the quorum, unless ``request`` has. Wait for it and heal, if that comes before the forward pass.
 
         When this raises and ``quorum_failed`` is true, it may be called again.
         """
-        self._send(ask)
+        if not self.requested_early:
+            self._send(ask)
+        self.requested_early = False
         self._resume_without_live_state(ask)
         self._heal_before_step(ask)
         self._began_at = (self._context.progress.step, self._context.progress.lineage)
@@ -217,6 +227,11 @@ class Attempt:
         return self.after is not None
 
     @property
+    def quorum_formed(self) -> bool:
+        """Whether the quorum has formed, and its process group is built or has failed."""
+        return self._request is not None and self._request.done and not self._request.failed
+
+    @property
     def quorum_failed(self) -> bool:
         """Whether the request has ended without a quorum."""
         return self._request is not None and self._request.failed
@@ -245,6 +260,17 @@ class Attempt:
             self.refuse_joiners("this group cancelled the step")
             self.after = AfterStep(self._context, self.participation(self.plan))
             self._context.link.finished_step()
+
+    def withdraw(self) -> None:
+        """End an attempt that ``begin`` was not called for. If its quorum has formed, its members learn it."""
+        reason = "this group left its training loop before the step began"
+        if self._request is not None:
+            self._request.withdraw()
+        if self.answered is not None:
+            self.refuse_joiners(reason)
+            self.report(KeepstepError(reason))
+        self.after = AfterStep(self._context, (None, 0), self.error)
+        self._context.link.finished_step()
 
     def is_in_flight(self) -> bool:
         """Return whether peers may wait for this group's part in the step. A request without an answer is withdrawn."""
@@ -408,6 +434,7 @@ class Attempt:
         self.after = AfterStep(context, self.participation(plan) if plan is not None else (None, 0), self.error)
         context.link.finished_step()
         if plan is not None:
+            context.last_attempt = plan.attempt
             context.last_step = StepReport(
                 *(plan.quorum_id, plan.max_step, committed, self._collectives.started, self._nonfinite),
                 quantized=self._collectives.quantized,
@@ -415,7 +442,7 @@ class Attempt:
         if committed and plan is not None:
             participants = self.participation(plan)[1]
             facts = {"epoch": plan.epoch, "participants": participants, "lineage": progress.lineage}
-            behind = plan.heal and not (self._exchange is not None and self._exchange.healed)
+            behind = plan.behind and not (self._exchange is not None and self._exchange.healed)
             if behind:
                 facts["behind"] = True
             if self.synchronized:

@@ -77,6 +77,14 @@ class StepContext:
     it is loaded already, or not to be loaded."""
     requests: int = 0
     """Number of requests for a quorum so far."""
+    min_groups: int = 0
+    """Number of groups that form a quorum while the others train on; 0: groups wait for the quorum."""
+    grace: timedelta = timedelta(0)
+    """How long such a quorum waits for further groups."""
+    last_attempt: int = 0
+    """``QuorumPlan.attempt`` of the last step."""
+    polls: int = 0
+    """Number of polls of the ranks so far."""
     store: Store | None = None
     """The launcher's store. Its server ends with the last reference, and other ranks may connect to it late."""
 
@@ -99,6 +107,8 @@ class StepContext:
             allow_heal=allow_heal,
             settings=self.job_settings,
             last_step=self.last_step,
+            min_groups=self.min_groups,
+            grace_ms=round(self.grace.total_seconds() * 1000),
         )
 
     def add_layout(self, lines: list[str]) -> None:

@@ -279,7 +279,7 @@ def show_quorum(quorum: dict[str, Any], *, explain: bool) -> None:
 def healthy_sentence(quorum: dict[str, Any]) -> str | None:
     """Return a sentence if no group of the job waits for longer than a step takes; None otherwise."""
     code, members = quorum["reason"]["code"], len(quorum["members"])
-    trains = code in ("fast", "all_asking") or (code in ("stragglers", "majority") and quorum["asking"])
+    trains = code in ("fast", "all_asking") or (code in ("stragglers", "majority", "grace") and quorum["asking"])
     if not members or not trains or quorum["joiners"] or quorum["healthy"] != members:
         return None
     groups = "the only group trains" if members == 1 else f"all {members} groups train"

@@ -60,6 +60,10 @@ class RankAsk:
     """As in ``QuorumRequest``, but sent with every request."""
     last_step: StepReport | None = None
     """As in ``QuorumRequest``, of this rank."""
+    min_groups: int = 0
+    """As in ``QuorumRequest``."""
+    grace_ms: int = 0
+    """As in ``QuorumRequest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class RankVote:
     step: int
     attempt: int
     ok: bool
+    poll: int = 0
+    """0: the vote on the step. Else the number of a poll of the ranks, which asks whether all of them are ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,8 @@ class RankDecision:
     step: int
     attempt: int
     ok: bool
+    poll: int = 0
+    """As in ``RankVote``."""
 
 
 WithinGroup = RankHello | RankReady | RankAsk | RankQuorum | RankDenied | RankVote | RankDecision

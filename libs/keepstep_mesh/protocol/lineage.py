@@ -80,6 +80,11 @@ def _is(kind: str, lineage: Lineage) -> bool:
     return isinstance(lineage, str) and lineage.removeprefix(LOADED).startswith(kind)
 
 
+def is_committed(lineage: Lineage) -> bool:
+    """Return whether the state was committed, or healed from one that was, since its process started."""
+    return isinstance(lineage, int) or _COMMITTED.fullmatch(lineage) is not None
+
+
 def soundness(step: int, lineage: Lineage) -> Soundness:
     if is_torn(lineage):
         return Soundness.TORN

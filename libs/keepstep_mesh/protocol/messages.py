@@ -77,6 +77,11 @@ class QuorumRequest:
     """Settings that all groups must share, one line ``name value`` each; sent with ``info``. Empty: unknown."""
     last_step: StepReport | None = None
     """The group's last step under a quorum. None: no step yet, or it was abandoned."""
+    min_groups: int = 0
+    """The group trains while it asks: so many groups form a quorum after ``grace_ms``. 0: the group waits, and the
+    policy decides alone."""
+    grace_ms: int = 0
+    """Time from the request of the ``min_groups``-th group, after which the quorum forms without the others."""
 
 
 @dataclass(frozen=True, slots=True)

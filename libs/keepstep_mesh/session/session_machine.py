@@ -204,6 +204,8 @@ class SessionCore:
             allow_heal=request.allow_heal,
             settings="" if known else request.settings,
             last_step=request.last_step,
+            min_groups=request.min_groups,
+            grace_ms=request.grace_ms,
         )
 
     def withdraw(self, number: int) -> bool:

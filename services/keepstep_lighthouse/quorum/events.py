@@ -311,7 +311,7 @@ class Reason:
 
     code: str
     """announced: ``fast`` ``all_asking`` ``stragglers_dropped``; waiting: ``nobody`` ``takeover_grace``
-    ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``healing``; for one group: ``duplicate_name``
-    ``max_replicas`` ``not_in_shrink`` ``layout`` ``gone``."""
+    ``min_replicas`` ``initial_replicas`` ``majority`` ``stragglers`` ``grace`` ``healing``; for one group:
+    ``duplicate_name`` ``max_replicas`` ``not_in_shrink`` ``layout`` ``gone``."""
     numbers: dict[str, float]
     sentence: str

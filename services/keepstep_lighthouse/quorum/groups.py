@@ -243,6 +243,12 @@ class Groups:
     def asking_count(self) -> int:
         return len(self.asking) + len(self.passed_over)
 
+    @property
+    def min_groups(self) -> int:
+        """``QuorumRequest.min_groups`` of the first group that asks; it is equal in all groups of a job."""
+        first = next(iter(self.asking.values()), None) or next(iter(self.passed_over.values()), None)
+        return first.request.min_groups if first is not None and first.request is not None else 0
+
     def all_asking(self) -> list[Group]:
         """Sorted by replica_id."""
         return sorted([*self.asking.values(), *self.passed_over.values()], key=lambda group: group.replica_id)

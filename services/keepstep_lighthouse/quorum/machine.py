@@ -199,6 +199,7 @@ class JobCore:
         departures.lose_reported(state, now)
         if state.last_gone is not None:
             job_end.conclude(state, now_unix)
+        starts.drain_left_behind(state)
         record = state.record
         until, first = self._takeover.until, starts.waits_for_all(state)
         self._verdict = judge(self._groups, len(record.members), record.policy, until, now, first=first)

@@ -10,7 +10,30 @@ BLOCKS = "tests/unit/local_sgd/test_blocks.py"
 STATES = "tests/unit/local_sgd/test_block_states.py"
 GROUPS = "tests/services/manager/local_sgd/test_groups.py"
 
+MERGES = "tests/unit/local_sgd/test_decoupled.py::test_decoupled_groups_train_the_numbers_of_a_plain_computation"
+
 MUTATIONS = (
+    Mutation(
+        "a group that catches up loses what it trained",
+        "libs/keepstep/local_sgd/merged_fragment.py",
+        "local.add_(saved[name].to(local.device) - before.to(local.device))",
+        "local.copy_(saved[name])",
+        Test(MERGES),
+    ),
+    Mutation(
+        "a contribution that other groups committed is merged twice",
+        "libs/keepstep/local_sgd/merged_fragment.py",
+        "self._contributed = doubt.parameters",
+        "pass",
+        Test(MERGES),
+    ),
+    Mutation(
+        "a contribution keeps its weight after the merge",
+        "libs/keepstep/local_sgd/merged_fragment.py",
+        "self.weight -= doubt.weight",
+        "pass",
+        Test(MERGES),
+    ),
     Mutation(
         "an outer optimizer steps other fragments with the gradients of the inner one",
         "libs/keepstep/local_sgd/outer_optimizer.py",

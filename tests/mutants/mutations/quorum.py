@@ -103,8 +103,8 @@ MUTATIONS = (
     Mutation(
         "a quorum is smaller than min_replicas",
         f"{LIGHTHOUSE}/quorum/rules/quorum_rules.py",
-        ">= max(1, policy.min_replicas)",
-        ">= 1",
+        "max(1, policy.min_replicas, groups.min_groups)",
+        "max(1, groups.min_groups)",
         Seeds(1, 0, 200),
     ),
     Mutation(

@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "a source that abandons a step does not refuse its joiners",
         "libs/keepstep/step/attempt.py",
-        "        self.refuse_joiners(reason)\n",
-        "",
+        "        self.refuse_joiners(reason)\n        self._collectives.drain()\n",
+        "        self._collectives.drain()\n",
         Test(f"{ABANDONED}::test_a_source_that_begins_another_step_refuses_its_joiner_at_once"),
     ),
     Mutation(

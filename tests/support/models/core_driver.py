@@ -121,6 +121,8 @@ class Driver:
         allow_heal: bool = True,
         settings: str | None = None,
         last_step: StepReport | None = None,
+        min_groups: int = 0,
+        grace: float = 0.0,
     ) -> list[Decision]:
         if settings is not None and info is None:
             info = MemberInfo(f"http://{replica_id}")
@@ -132,6 +134,8 @@ class Driver:
             allow_heal=allow_heal,
             settings=settings or "",
             last_step=last_step,
+            min_groups=min_groups,
+            grace_ms=round(grace * 1000),
         )
         return self.feed(Asked(self.session_of[replica_id], wanted))
 

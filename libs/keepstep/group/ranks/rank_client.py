@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, WSMsgType
 
+from keepstep.group.merging import Key, key_of
 from keepstep.group.quorum_plan import QuorumPlan, make_plan
 from keepstep.group.ranks.rank_link import RANK_CLOSE_SECONDS, RANK_SILENCE, denial, rank_beats
 from keepstep.group.ranks.rank_lists import ListKeeper
@@ -95,7 +96,7 @@ class RankClient:
         self._asks: dict[int, asyncio.Future[RankQuorum]] = {}
         self._plan: QuorumPlan | None = None
         """Of the last quorum."""
-        self._votes: dict[tuple[int, int, int, int], asyncio.Future[bool]] = {}
+        self._votes: dict[Key, asyncio.Future[bool]] = {}
         self._tasks = OwnedTasks(self._on_task_error)
         self._goodbye = asyncio.Event()
         self._heard = 0.0
@@ -169,8 +170,7 @@ class RankClient:
                         if future is not None and not future.done():
                             future.set_exception(denial(message.code, message.reason, message.peer_address))
                     case RankDecision():
-                        key = (message.epoch, message.quorum_id, message.step, message.attempt)
-                        self._resolve(self._votes.pop(key, None), message.ok)
+                        self._resolve(self._votes.pop(key_of(message), None), message.ok)
                     case Goodbye():
                         self._goodbye.set()
                     case Failed():
@@ -237,13 +237,14 @@ class RankClient:
             self._plan,
             attempt=answer.attempt,
             heal_timeout_ms=answer.heal_timeout_ms,
+            catches_up=ask.min_groups > 0,
         )
         return plan
 
     async def vote(self, vote: RankVote, timeout: float) -> bool:
         """See ``RankLink``."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        key = (vote.epoch, vote.quorum_id, vote.step, vote.attempt)
+        key = key_of(vote)
         self._votes[key] = future
         await self._send(vote)
         try:

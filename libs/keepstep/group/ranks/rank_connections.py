@@ -244,4 +244,4 @@ class RankConnections:
 
     async def _answer_vote(self, peer: _Rank, vote: RankVote) -> None:
         ok = await self._host.vote_of(peer.rank, vote)
-        await peer.send(RankDecision(vote.epoch, vote.quorum_id, vote.step, vote.attempt, ok))
+        await peer.send(RankDecision(vote.epoch, vote.quorum_id, vote.step, vote.attempt, ok, vote.poll))

@@ -10,12 +10,16 @@ that step takes part, and no checkpoint of it was loaded:
   loss of all members, the next quorum waits for the groups as the first one does: another group may have a later
   checkpoint. While a connected group has the job's step, the others may ask again. Otherwise the job goes back, and an
   event says so; not for one step while groups are left, because groups may differ by one step after a failure.
+* **Groups that train while they ask** may be behind when the others finish. Alone they would repeat steps of the job,
+  so they are drained.
 """
 
 from __future__ import annotations
 
 from keepstep_lighthouse.quorum.announcing import members_of
-from keepstep_lighthouse.quorum.events import Announce, JobEnd
+from keepstep_lighthouse.quorum.changes import orders
+from keepstep_lighthouse.quorum.events import Announce, DrainOrdered, JobEnd
+from keepstep_lighthouse.quorum.group import Group
 from keepstep_lighthouse.quorum.job_state import JobState
 from keepstep_lighthouse.quorum.rules.quorum_rules import choose
 from keepstep_lighthouse.quorum.rules.reasons import named
@@ -70,11 +74,29 @@ def _refusal(state: JobState, step: int) -> tuple[str, str]:
 
 def _deny_all(state: JobState, code: str, sentence: str) -> None:
     for group in state.groups.all_asking():
-        request = group.request
-        state.groups.withdraw(group)
-        if request is not None and group.session is not None:
-            state.tell(group.session, Denied(request.request, code, sentence))
-            state.log("denied", group.replica_id, code=code, reason=sentence)
+        _deny(state, group, code, sentence)
+
+
+def _deny(state: JobState, group: Group, code: str, sentence: str) -> None:
+    request = group.request
+    state.groups.withdraw(group)
+    if request is not None and group.session is not None:
+        state.tell(group.session, Denied(request.request, code, sentence))
+        state.log("denied", group.replica_id, code=code, reason=sentence)
+
+
+def drain_left_behind(state: JobState) -> None:
+    """Drain the groups that ask to catch up with a job that has finished."""
+    finished = state.finished_step
+    if not finished or not state.groups.min_groups:
+        return
+    if any(group.step + (group.working_since is not None) >= finished for group in state.groups):
+        return
+    reason = f"the job finished at step {finished}, and this group was behind"
+    for group in state.groups.all_asking():
+        if group.step and group.draining is None:
+            orders.drain(state, DrainOrdered(group.replica_id, reason, "lighthouse"))
+            _deny(state, group, "deadline", reason)
 
 
 def note(state: JobState, announce: Announce, ended: JobEnd | None) -> None:

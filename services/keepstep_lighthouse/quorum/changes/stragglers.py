@@ -15,10 +15,11 @@ from keepstep_lighthouse.quorum.job_state import JobState
 def log_wait(state: JobState) -> None:
     """Log the group that asked last for the quorum that forms, if the first one waited half of the join timeout.
 
-    A group that never had an answer is left out: it starts, and the others wait for it by the policy.
+    A group that never had an answer is left out: it starts, and the others wait for it by the policy. Groups that train
+    while they ask do not wait.
     """
     first, asking = state.groups.first_asked(), state.groups.asking
-    if first is None or len(asking) < 2:
+    if first is None or len(asking) < 2 or state.groups.min_groups:
         return
     last = asking[next(reversed(asking))]
     if last.answer is not None and last.asked_at - first > state.record.policy.join_timeout / 2:

@@ -11,6 +11,11 @@
       healing    only healing groups are not asking, heal_timeout is not over    -> wait
     5            otherwise                                                       -> announce
 
+Groups that train while they ask (``QuorumRequest.min_groups``) replace ``join_timeout`` and the majority: when
+``min_groups`` ask, the others have ``grace_ms`` to come. One of those that ask must be a member of the previous quorum
+whose last step did not fail. It holds the newest state, so that no two quorums go on from the same state. Without such
+a member, rules 3 and 4 hold.
+
 Candidates are the asking groups; if one of them asks with shrink_only, only members of the previous quorum; never more
 than max_replicas. Groups that heal are known to be alive: they do not count in rule 3 and have a time limit of their
 own, which doubles with each heal of that name that exceeded it.
@@ -35,6 +40,7 @@ Code = Literal[
     "initial_replicas",
     "majority",
     "stragglers",
+    "grace",
     "healing",
 ]
 ANNOUNCING: frozenset[Code] = frozenset(("fast", "all_asking", "stragglers_dropped"))
@@ -66,7 +72,7 @@ def judge(
         return NOBODY
     if grace_until is not None:
         return Verdict("takeover_grace", grace_until)
-    enough = candidate_count(groups, quorum_size, policy) >= max(1, policy.min_replicas)
+    enough = candidate_count(groups, quorum_size, policy) >= least_candidates(groups, policy)
     if enough and quorum_size and groups.members_asking == quorum_size:
         return Verdict("fast")
     if not enough:
@@ -78,9 +84,13 @@ def judge(
         if now < latest:
             return Verdict("initial_replicas", latest)
     healing = len(groups.healing)
-    if asking <= (groups.counted - healing) // 2:
+    grace_ends = end_of_grace(groups)
+    if grace_ends is not None:
+        if groups.counted > asking + healing and now < grace_ends:
+            return Verdict("grace", grace_ends)
+    elif asking <= (groups.counted - healing) // 2:
         return NO_MAJORITY
-    if groups.counted > asking + healing:
+    elif groups.counted > asking + healing:
         until = None if first_asked is None else first_asked + policy.join_timeout
         if until is None or now < until:
             return Verdict("stragglers", until)
@@ -90,6 +100,25 @@ def judge(
         if until is None or now < until:
             return Verdict("healing", until)
     return Verdict("all_asking" if asking == groups.counted else "stragglers_dropped")
+
+
+def least_candidates(groups: Groups, policy: Policy) -> int:
+    """Return the number of candidates that a quorum needs: what the policy and the groups that ask require."""
+    return max(1, policy.min_replicas, groups.min_groups)
+
+
+def end_of_grace(groups: Groups) -> float | None:
+    """Return until when groups that train while they ask wait for others; None: they ask as all groups do.
+
+    O(1) for groups that wait, else O(asking groups).
+    """
+    if not groups.min_groups:
+        return None
+    asking = groups.all_asking()
+    if not any(one.member and one.request is not None and not one.request.commit_failures for one in asking):
+        return None
+    last_needed = sorted(asking, key=lambda one: one.asked_at)[groups.min_groups - 1]
+    return last_needed.asked_at + max(one.request.grace_ms for one in asking if one.request is not None) / 1000
 
 
 def initial_count(groups: Groups, policy: Policy) -> int:

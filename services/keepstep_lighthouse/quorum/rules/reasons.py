@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from keepstep_lighthouse.quorum.events import JobRecord, Reason
 from keepstep_lighthouse.quorum.group import WORKING, Exclusion, Group
 from keepstep_lighthouse.quorum.groups import Groups
-from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count
+from keepstep_lighthouse.quorum.rules.quorum_rules import Verdict, candidate_count, initial_count, least_candidates
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
@@ -41,8 +41,11 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
             sentence = f"the lighthouse has just taken over and {waits}; {left or 0:.1f} s of takeover_grace left"
         case "min_replicas":
             candidates = candidate_count(groups, members, policy)
+            least = least_candidates(groups, policy)
             numbers |= {"candidates": candidates, "min_replicas": policy.min_replicas}
-            sentence = f"{candidates} of at least {max(1, policy.min_replicas)} groups have asked for a quorum"
+            sentence = f"{candidates} of at least {least} groups have asked for a quorum"
+            if least > max(1, policy.min_replicas):
+                sentence += f" (min_groups {least} of the training script)"
             if groups.shrinking and members:
                 sentence += ", not counting joiners because a group asked with shrink_only"
         case "initial_replicas":
@@ -55,6 +58,8 @@ def waiting(verdict: Verdict, groups: Groups, record: JobRecord, absent: Iterabl
         case "stragglers":
             sentence = f"waiting for {len(silent)} of {healthy} groups: {_not_asking(silent)}"
             sentence += "" if left is None else f", {left:.1f} s of join_timeout left"
+        case "grace":
+            sentence = f"{asking} of {healthy} groups are ready; the others have {left or 0:.1f} s of grace left"
         case "healing":
             healing = sorted(g.replica_id for g in groups.healing.values() if not g.heal_given_up)
             numbers["healing"] = len(healing)

@@ -1,0 +1,129 @@
+"""Quorums that form while the groups train, so that no group waits for a slow one.
+
+    request_quorum      ask for the quorum, and train on
+    quorum_formed       whether it has formed; the same answer in all ranks of the group
+    start_quorum        begin the step with it
+    withdraw_quorum     give it up
+
+The groups that are ready form the quorum, and the others stay behind. They *catch up* in their next step: the
+collectives of the step bring them the state of the others, as ``standing`` says, and they do not heal.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+
+from keepstep.group.quorum_plan import QuorumPlan, WorldSizeMode
+from keepstep.lifecycle.manager_settings import ManagerSettings
+from keepstep.lifecycle.state_and_progress import StateAndProgress
+from keepstep.step.agreeing import all_ready
+from keepstep.step.attempt import Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """This group among the groups of a step."""
+
+    step: int
+    """Number of committed steps of the state that the job goes on from."""
+    behind: bool
+    """Whether this group catches up: it takes part with an older state, and is equal to the others if it commits."""
+    anyone_behind: bool
+    """Whether any group of the step catches up."""
+    gives_state: bool
+    """Whether this group must give the state to those that catch up. One group does, if any of them catches up."""
+
+    @classmethod
+    def of(cls, plan: QuorumPlan) -> Standing:
+        """Return the standing of the group of ``plan``."""
+        anyone = bool(plan.catching_up)
+        return cls(
+            step=plan.max_step,
+            behind=plan.replica_rank in plan.catching_up,
+            anyone_behind=anyone,
+            gives_state=anyone and plan.replica_rank == plan.cohort[0],
+        )
+
+
+class BackgroundQuorum(StateAndProgress):
+    """The methods of a Manager for quorums that form while the group trains."""
+
+    _settings: ManagerSettings
+    _attempt: Attempt | None
+
+    @abstractmethod
+    def _new_attempt(self, arguments: tuple[object, ...], limit: float, *, allow_heal: bool = True) -> Attempt:
+        """See ``Manager``."""
+
+    def train_while_quorum_forms(self, min_groups: int, grace: timedelta) -> None:
+        """Let quorums form from the groups that are ready. Call it in all groups, before the first step.
+
+        From then on every step must bring groups that are behind to the state of the others (``standing``), and call
+        ``mark_synchronized``.
+
+        Args:
+            min_groups: number of groups that a quorum needs.
+            grace: how long a quorum waits for further groups, once so many groups are ready.
+
+        Raises:
+            ValueError: a value is out of range, or does not fit the settings of the Manager.
+        """
+        if min_groups < 1:
+            raise ValueError(f"min_groups={min_groups} must be at least 1")
+        if min_groups < self._settings.min_replica_size:
+            raise ValueError(
+                f"min_groups={min_groups} is less than min_replica_size={self._settings.min_replica_size} of the "
+                f"Manager, so that a step of {min_groups} groups never commits; make min_groups at least as large"
+            )
+        if grace < timedelta(0):
+            raise ValueError(f"grace={grace.total_seconds():g} s must not be negative")
+        if self._settings.world_size_mode is not WorldSizeMode.DYNAMIC:
+            raise ValueError(
+                f"world_size_mode={self._settings.world_size_mode.name} makes the groups wait for spares; use DYNAMIC"
+            )
+        self._context.min_groups, self._context.grace = min_groups, grace
+
+    def request_quorum(self) -> None:
+        """Request the quorum of the next step, and return. Do nothing while a request is open or has its quorum.
+
+        Raises:
+            Drained, EvictedExit: the process must end.
+            KeepstepError: the reason why no quorum formed, other than that it took too long; the next call asks again.
+        """
+        context, attempt = self._context, self._attempt
+        context.raise_fatal()
+        if attempt is not None and not attempt.done:
+            if not attempt.quorum_failed:
+                return
+            self._attempt = None
+            try:
+                attempt.wait_plan()
+            except TimeoutError as error:
+                context.log.info("no quorum yet; training on", step=context.progress.step, reason=str(error))
+        limit = self._settings.quorum_timeout.total_seconds()
+        self._new_attempt((), limit).request(context.next_ask(limit, allow_heal=True, shrink_only=False))
+
+    def quorum_formed(self) -> bool:
+        """Return whether the requested quorum has formed, so that ``start_quorum`` begins its step without a wait.
+
+        Call it in all ranks of the group, equally often: the answer is yes once all ranks have the quorum.
+        """
+        attempt = self._attempt
+        return all_ready(self._context, attempt is not None and not attempt.done and attempt.quorum_formed)
+
+    def withdraw_quorum(self) -> None:
+        """Give up the quorum that was requested, unless its step has begun."""
+        if self._attempt is not None and self._attempt.requested_early and not self._attempt.done:
+            self._attempt.withdraw()
+
+    def standing(self) -> Standing:
+        """Wait for the quorum, and return the standing of this group in the step.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        if self._attempt is None or self._attempt.done:
+            raise RuntimeError("no step has begun: call start_quorum() first")
+        return Standing.of(self._attempt.wait_plan())
