@@ -190,6 +190,7 @@ def import_checkpoint(
             skipped.append(key)
             del leaves[key]
     done = _converted(form, leaves, skipped or [])
+    describe({key: leaf.value for key, leaf in leaves.items()})  # raises before anything is written
     progress("writing", 0, 0)
     save(build(leaves), checkpoint_id, step=step, rank=0, world_size=1, timeout=timeout, token=token)
     return done

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -216,10 +217,54 @@ def test_code_in_a_file_of_torch_save_runs_only_on_request(tmp_path: Path, zippe
         with pytest.raises(UnsupportedValue, match=r"\['x'\] is a .*Custom"):
             import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", allow_pickle=True)
         assert Custom.ran
+        assert files(tmp_path) == {"a.pt"}
         done = import_checkpoint(tmp_path / "a.pt", tmp_path / "ours", allow_pickle=True, skip_objects=True)
         assert done.left_out == ("x",)
     finally:
         Custom.ran = False
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array([True, False]),
+        np.array(["a", "bcd"]),
+        np.array(["2026-01-02", "2026-01-03"], dtype="datetime64[ms]"),
+        np.array([5, 10], dtype="timedelta64[25s]"),
+        np.empty((0, 3), np.float16),
+        np.array(3 + 2j),
+    ],
+)
+def test_numpy_arrays_of_files_are_imported(tmp_path: Path, array: Any) -> None:
+    torch.save({"list": [(array, array[...])]}, tmp_path / "a.pt")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+    assert equal(stored(tmp_path / "ours"), {"list": [(array, array)]})
+
+
+class _Calls:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _Calls(np.ndarray, ((1,), "O", b"\x01" * 8)),  # numpy makes pointers of these bytes
+        _Calls(np.dtype, ("V8",), (4, "|", None, None, None, 1 << 20, 1, 0)),
+        np.array([[], None], dtype=object),
+        np.zeros(1, dtype=[("x", "<f4")]),
+    ],
+)
+def test_arrays_of_objects_are_refused(tmp_path: Path, value: Any) -> None:
+    torch.save({"x": [value]}, tmp_path / "a.pt")
+    with pytest.raises((ForeignCheckpointError, UnsupportedValue)):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "ours")
+    assert files(tmp_path) == {"a.pt"}
 
 
 def test_a_flipped_byte_of_a_file_of_torch_save_is_found(tmp_path: Path) -> None:

@@ -158,6 +158,25 @@ def test_a_file_of_ten_bytes_takes_no_memory(data: bytes) -> None:
         tracemalloc.stop()
 
 
+def _shared(levels: int) -> bytes:
+    """A list of two references to a list of two references ...: its text has 2^levels characters."""
+    return b"]" + b"".join(b"\x94](h%ch%ce" % (number, number) for number in range(levels))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02" + _shared(60) + b"\x8c\x01x\x93.",
+        b"\x80\x02cpathlib\nPosixPath\n" + _shared(60) + b"\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\n])" + b"\x85" * 100_000 + b"N\x86a\x85R.",
+        b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    ],
+)
+def test_a_value_that_is_deep_or_shared_takes_no_time(data: bytes) -> None:
+    with contextlib.suppress(ForeignCheckpointError):
+        read_metadata_pickle(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [

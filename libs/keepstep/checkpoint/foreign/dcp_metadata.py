@@ -200,8 +200,7 @@ def _range(fields: dict[str, Any], key: str) -> ByteRange:
         raise ForeignCheckpointError(f"{key!r} is in file {file[:200]!r}, outside of the directory")
     if fields.get("transform_descriptors"):
         raise ForeignCheckpointError(
-            f"{key!r} was written with extensions {str(fields['transform_descriptors'])[:200]}, which are not "
-            f"supported: save the checkpoint without them"
+            f"{key!r} was written with extensions, which are not supported: save the checkpoint without _extensions"
         )
     return ByteRange(file, offset, length)
 

@@ -112,7 +112,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): lambda value: value,
     ("collections", "OrderedDict"): dict,
     **{
-        (module, name): lambda *parts: "/".join(map(str, parts))
+        (module, name): lambda *parts: "/".join(parts)
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
@@ -203,16 +203,17 @@ class _Machine:
             target[key] = value
 
     def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ForeignCheckpointError("the metadata names a class by a value that is no string")
         known = (module, name)
-        if type(module) is str and type(name) is str:
-            if known in _CLASSES or known in _FUNCTIONS:
-                self.stack.append(_Global(module, name))
-                return
-            if module == "torch" and name in TORCH_DTYPES:
-                self.stack.append(DtypeName(name))
-                return
+        if known in _CLASSES or known in _FUNCTIONS:
+            self.stack.append(_Global(module, name))
+            return
+        if module == "torch" and name in TORCH_DTYPES:
+            self.stack.append(DtypeName(name))
+            return
         raise RefusedClass(
-            f"refused {str(module)[:100]}.{str(name)[:100]}: the metadata of a DCP checkpoint has no such class or "
+            f"refused {module[:100]}.{name[:100]}: the metadata of a DCP checkpoint has no such class or "
             f"function; it was not imported. Do not load this checkpoint with another program."
         )
 

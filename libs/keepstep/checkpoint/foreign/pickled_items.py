@@ -11,30 +11,28 @@ from datetime import date, datetime, time, timedelta, timezone
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 
 from keepstep.checkpoint.foreign.finished_output import finished_output
 from keepstep.checkpoint.foreign.foreign_errors import ForeignCheckpointError, RefusedClass
+from keepstep.checkpoint.foreign.pickled_arrays import ALLOWED, with_arrays
 from keepstep_mesh.text import listed
 
 MAX_NAMED = 5
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, OSError, AttributeError)
+_UNREADABLE = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError),
+    *(KeyError, IndexError, AttributeError, MemoryError),
+)
 _UNSUPPORTED = re.compile(r"\bGLOBAL ([\w.]+)")
 """The class in torch's message about a file in its format before 1.6."""
 _COLOR = re.compile(r"\x1b\[\d*m")
 
 
-def _plain_types() -> list[Any]:
-    """Types of plain values that ``weights_only`` does not allow by itself. None of them runs code from the file."""
-    arrays = type(np.array([0])), np.dtype, np.ndarray([0]).__reduce__()[0], np.int64(0).__reduce__()[0]
-    dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
-    return [*arrays, *dtypes, datetime, date, time, timedelta, timezone]
-
-
 def plain_values() -> AbstractContextManager[None]:
     """Allow numpy arrays and times in ``torch.load(weights_only=True)``."""
-    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(_plain_types())
+    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(
+        [*ALLOWED, datetime, date, time, timedelta, timezone]
+    )
     return allowed
 
 
@@ -60,7 +58,10 @@ def load_pickled(data: bytes | Path, what: str, *, allow_pickle: bool = False) -
     source: Any = data if mapped else opened()
     try:
         with plain_values():
-            return torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
+            value = torch.load(source, map_location="cpu", weights_only=not allow_pickle, mmap=mapped or None)
+        return value if allow_pickle else with_arrays(value)
+    except RecursionError as error:
+        raise ForeignCheckpointError(f"{what} has a value that is nested too deep, or contains itself") from error
     except _UNREADABLE as error:
         names = [] if allow_pickle else _other_classes(opened) or _UNSUPPORTED.findall(str(error))
         if names:

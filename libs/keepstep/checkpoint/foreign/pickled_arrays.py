@@ -1,0 +1,90 @@
+"""Numpy arrays in files of torch.save, built from their fields.
+
+numpy's own functions must not be allowed in a file from elsewhere: ``numpy.ndarray(shape, "O", buffer)`` makes pointers
+of the bytes in the file. Files call the classes of this module under the names of numpy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from keepstep.checkpointing.state.leaves import numpy_dtype
+
+MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
+
+
+class PickledDtype:
+    """A ``numpy.dtype``."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self._code = code
+        self._order, self._unit = "<", ""
+
+    def __setstate__(self, state: Any) -> None:
+        _, order, *structure = state[:5]
+        if any(one is not None for one in structure):
+            raise ValueError("numpy array with named fields")
+        self._order = "<" if order == "=" else order
+        if len(state) > 8:  # a time: unit and its factor
+            unit, factor = state[8][1][:2]
+            self._unit = f"[{factor}{unit if isinstance(unit, str) else unit.decode()}]"
+
+    def dtype(self) -> np.dtype[Any]:
+        """Return the dtype. Raises ``ManifestError`` for one with objects."""
+        return np.dtype(numpy_dtype(f"{self._order}{self._code}{self._unit}".replace("[1", "[")))
+
+
+class PickledArray:
+    """A ``numpy.ndarray``. ``array`` is set when the file gives its fields."""
+
+    array: np.ndarray[Any, Any]
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran_order, data = state
+        if type(dtype) is not PickledDtype or type(data) is not bytes:
+            raise ValueError("numpy array of objects")
+        self.array = np.frombuffer(data, dtype.dtype()).reshape(shape, order="F" if fortran_order else "C").copy("K")
+
+
+def reconstruct(*_: Any) -> PickledArray:
+    """Take the place of ``numpy._core.multiarray._reconstruct``."""
+    return PickledArray()
+
+
+def scalar(dtype: PickledDtype, data: bytes) -> Any:
+    """Take the place of ``numpy._core.multiarray.scalar``."""
+    return np.frombuffer(data, dtype.dtype())[0]
+
+
+def no_bytes() -> bytes:
+    """Take the place of ``bytes()``, which is how pickle writes the data of an empty array."""
+    return b""
+
+
+ALLOWED: list[Any] = [
+    *((no_bytes, name) for name in ("builtins.bytes", "__builtin__.bytes")),
+    (PickledArray, "numpy.ndarray"),
+    (PickledDtype, "numpy.dtype"),
+    *((reconstruct, f"{module}._reconstruct") for module in MODULES),
+    *((scalar, f"{module}.scalar") for module in MODULES),
+]
+"""Classes and functions for ``torch.serialization.safe_globals``, with the names that files call."""
+
+
+def with_arrays(value: Any) -> Any:
+    """Return ``value`` with numpy arrays and dtypes in place of those of this module."""
+    if type(value) is PickledArray:
+        return value.array
+    if type(value) is PickledDtype:
+        return value.dtype()
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            value[key] = with_arrays(item)
+    elif type(value) is list:
+        value[:] = map(with_arrays, value)
+    elif type(value) is tuple:
+        return tuple(map(with_arrays, value))
+    return value
