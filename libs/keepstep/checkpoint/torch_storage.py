@@ -37,7 +37,6 @@ from keepstep.checkpoint.loading import STREAMS, naming_key, open_reader
 from keepstep.checkpoint.parts.flattening import Index, Leaf
 from keepstep.checkpoint.parts.local_parts import Box, ObjectPart, Part, TensorPart, local_part
 from keepstep.checkpoint.places.location import parse
-from keepstep.checkpoint.places.target import CheckpointTarget
 from keepstep.checkpoint.saving import TIMEOUT, Kind, open_target, pack_of, save_facts
 from keepstep.checkpoint.stored import StoredCheckpoint, pieces_of
 from keepstep.checkpointing.state.sharding import is_dtensor
@@ -79,7 +78,6 @@ class RelayWriter(StorageWriter):
         self._token = token
         self._rank = 0
         self._use_collectives = True
-        self._target: CheckpointTarget | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save. None: keep the ``checkpoint_id``."""
@@ -110,10 +108,11 @@ class RelayWriter(StorageWriter):
         return [replace(plan, storage_data=_Place(rank, len(plans), attempt)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store the items of ``plan``. Called by torch.
+        """Store the items of ``plan``, and wait until the checkpoint is committed. Called by torch.
 
         Raises:
-            CheckpointError: the part of this rank was not stored. No rank commits the checkpoint then.
+            CheckpointAborted: a rank failed or was lost.
+            CheckpointError: the part of this rank was not stored.
         """
         place = plan.storage_data
         if not isinstance(place, _Place) or self.checkpoint_id is None:
@@ -127,34 +126,18 @@ class RelayWriter(StorageWriter):
                     target.exchange(b"")
                 parts = dict(_merged((item, planner) for item in plan.items))
                 target.store(pack_of(parts))
+                target.commit()
             except BaseException as error:
                 target.fail(f"{type(error).__name__}: {error}")
                 raise
-        except BaseException:
+        finally:
             target.close()
-            raise
-        self._target = target
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Wait until the checkpoint is committed. Called by torch.
-
-        Raises:
-            CheckpointAborted: a rank failed or was lost.
-        """
-        del metadata, results  # the manifests have everything
-        target, self._target = self._target, None
-        if target is None:
-            raise CheckpointError("finish() was called before write_data()")
-        try:
-            target.commit()
-        except BaseException as error:
-            target.fail(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            target.close()
+        """Do nothing: the checkpoint is committed since every rank has stored its part. Called by torch."""
 
 
 def _merged(items: Iterable[tuple[WriteItem, SavePlanner]]) -> dict[str, Part]:

@@ -34,6 +34,10 @@ class LayoutsView:
 @dataclass(frozen=True, slots=True)
 class StateView:
     state: State
+    reported: bool
+    """False: the relay has no ``result`` of this rank, perhaps because it has restarted."""
+    layout_wanted: bool
+    """True: another rank waits for the layout of this one, because the relay has restarted between the two."""
 
 
 SHAPES = {
@@ -56,7 +60,13 @@ def routes(relay: RelayNode) -> list[Route]:
             "digests of all layouts; with ?wait= until all are here",
         ),
         Route("GET", f"{ONE}/layouts/{{digest}}", here.layout, Access.WORKER, "a layout"),
-        Route("GET", f"{ONE}/state", here.state, Access.WORKER, "the state; with ?wait= until the upload has ended"),
+        Route(
+            "GET",
+            f"{ONE}/state",
+            here.state,
+            Access.WORKER,
+            "the state; with ?wait= and after the result of the rank, until the upload has ended",
+        ),
     ]
 
 
@@ -93,7 +103,16 @@ class _Exchange:
         return response
 
     async def state(self, request: web.Request) -> web.Response:
-        return json_answer(StateView((await self._wait(request, lambda one: one.committed_at is not None)).state))
+        rank = requests.rank(request)
+
+        def wanted(one: Checkpoint) -> bool:
+            return one.committed_at is None and bool(one.layouts) and rank not in one.layouts
+
+        def over(one: Checkpoint) -> bool:
+            return one.committed_at is not None or wanted(one) or not (rank in one.reported or one.sealing)
+
+        one = await self._wait(request, over)
+        return json_answer(StateView(one.state, rank in one.reported, wanted(one)))
 
     async def _wait(self, request: web.Request, over: Callable[[Checkpoint], bool]) -> Checkpoint:
         """Wait until ``over``, at most ``?wait=``. Raises ``RefusedError`` if the upload was aborted."""

@@ -50,6 +50,7 @@ class RelayTarget:
         self._facts = facts
         self._token = token
         self._link = RelayLink(location, deadline, token)
+        self._layout = b""
         self._stored: Callable[[], None]
 
     def begin(self) -> None:
@@ -66,17 +67,17 @@ class RelayTarget:
 
     def exchange(self, layout: bytes) -> Exchanged:
         """See ``CheckpointTarget``."""
-        rank, own = self._facts.rank, chunk_digest(layout)
+        self._layout, rank, own = layout, self._facts.rank, chunk_digest(layout)
         digests: list[Any] = []
         while not digests or None in digests:
             if not digests or digests[rank] is None:  # or the relay has restarted
                 self._again(lambda: self._put(f"{self._link.path}/layout?rank={rank}", layout))
             digests = list(self._again(lambda: self._wait("layouts"))["digests"])
         different = {digest: number for number, digest in enumerate(dict.fromkeys(map(bytes.fromhex, digests)))}
-        layouts = tuple(layout if digest == own else self._layout(digest) for digest in different)
+        layouts = tuple(layout if digest == own else self._get_layout(digest) for digest in different)
         return Exchanged(layouts, tuple(different[bytes.fromhex(digest)] for digest in digests))
 
-    def _layout(self, digest: bytes) -> bytes:
+    def _get_layout(self, digest: bytes) -> bytes:
         target = f"{self._link.path}/layouts/{digest.hex()}"
         layout = self._bytes(target, MAX_MANIFEST_BYTES)
         if chunk_digest(layout) != digest:
@@ -101,8 +102,12 @@ class RelayTarget:
 
     def commit(self) -> None:
         """See ``CheckpointTarget``."""
-        while self._again(lambda: self._wait("state"), self._stored)["state"] != "committed":
+        while (answer := self._again(lambda: self._wait("state"), self._stored))["state"] != "committed":
             self._link.deadline.remaining()
+            if answer["layout_wanted"]:  # the relay has restarted, as below
+                self._put(f"{self._link.path}/layout?rank={self._facts.rank}", self._layout)
+            if not answer["reported"]:
+                self._again(self._stored)
 
     def _upload(self, pack: Pack, digests: list[bytes], manifest: bytes) -> None:
         rank, root = self._facts.rank, read_envelope(manifest).root.hex()
@@ -131,6 +136,8 @@ class RelayTarget:
                 for one in running:
                     one.result()
             except Refusal as refusal:
+                if refusal.status == CONFLICT:  # the upload was lost or aborted: the relay says which
+                    self._wait("state")
                 self._explain(refusal)
             finally:
                 pool.shutdown(cancel_futures=True)

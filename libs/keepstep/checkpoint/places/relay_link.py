@@ -22,8 +22,9 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 30.0
 """Without a byte for this long, a connection counts as broken."""
 REQUEST_BACKOFF = Backoff(first=0.1, most=2.0)
-BUSY = frozenset({408, 422, 503})
-"""Statuses of a relay that may accept the same request later."""
+BUSY = frozenset({408, 422, 500, 502, 503, 504})
+"""Statuses of a relay, or of a proxy before it, that may accept the same request later. A relay that stops during a
+commit answers 500."""
 
 log = get_logger("keepstep.checkpoint")
 

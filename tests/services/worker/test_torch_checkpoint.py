@@ -1,0 +1,61 @@
+"""The recipe of torch.distributed.checkpoint with a relay as storage, in two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from keepstep.checkpoint import CheckpointNotFound, RelayReader, load
+from tests.support.checkpoints.dcp_peer import ToyModel
+from tests.support.services.relay_driver import relay
+
+PEER = Path(__file__).parents[2] / "support" / "checkpoints" / "dcp_peer.py"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+async def test_two_ranks_save_and_load_through_a_relay_and_a_third_process_loads_without_a_group(tmp_path):
+    """Starts two processes that train with FSDP2, which takes some seconds."""
+    async with relay(data_dir=tmp_path / "relay") as one:
+        command = [sys.executable, str(PEER)]
+        ranks = [
+            await asyncio.create_subprocess_exec(
+                *command, str(rank), str(tmp_path / "store"), one.address, stdout=asyncio.subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+        try:
+            async with asyncio.timeout(110):
+                assert [(await rank.communicate())[0] for rank in ranks] == [b"ok\n", b"ok\n"]
+        finally:
+            for rank in ranks:
+                if rank.returncode is None:
+                    rank.kill()
+                    await rank.wait()
+        place = f"{one.address}/v1/jobs/recipe/checkpoints"
+        await asyncio.to_thread(check_without_a_group, place)
+
+
+def check_without_a_group(place: str) -> None:
+    """Load as the recipe does for inference, and as dcp_to_torch_save does."""
+    model = ToyModel()
+    state = {"app": {"model": model.state_dict()}}
+    dcp.load(state, storage_reader=RelayReader(f"{place}/saved"))
+    model.load_state_dict(state["app"]["model"])
+
+    everything: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    _load_state_dict(
+        everything, storage_reader=RelayReader(f"{place}/saved"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    for name, value in model.state_dict().items():
+        assert everything["app"]["model"][name].equal(value)
+
+    with pytest.raises(CheckpointNotFound, match="was deleted: rank 1 failed"):
+        load({"app": {}}, f"{place}/failed", timeout=timedelta(seconds=30))
