@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_cli.doctor import probes
 from keepstep_mesh.net.backoff import Backoff
 from keepstep_mesh.protocol.manifest import CHUNK_BYTES
 from keepstep_relay.core.events import Key, Limits
@@ -95,6 +96,7 @@ async def test_a_durable_tier_that_fails_is_no_commit(tmp_path: Path) -> None:
         assert "bucket" in (await worker.commit(status=503))["detail"]
         assert (await worker.show())["checkpoint"]["state"] == "uploading"
         assert await worker.pack() == TWO.pack
+        assert (await probes._durable_behind(worker.http, one.address) or 0.0) > 0.0, "keepstep doctor says so"
 
 
 async def test_an_object_store_that_fails_for_a_moment_costs_a_retry_and_no_commit(
